@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from dynamo.contract.args import worker_config_from
 from dynamo.contract.config import WorkerConfig
@@ -15,25 +16,67 @@ from dynamo.contract.requests.multimodal import encoder_terminal_chunk
 from dynamo.errors import EngineShutdown
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.flags import read_arguments
-from dynamo.reference.media import MediaOptions
+from dynamo.reference.media import EncodedMedia, MediaItem, MediaOptions
 from dynamo.runtime.context import Context
+from dynamo.runtime.tasks import SingleFlight
 
-__all__ = ["ReferenceEncoder"]
+__all__ = ["EncodedCache", "ReferenceEncoder"]
+
+_ENTRY_BYTES: Final = 300  # of a digest and its place
+_TOKEN_BYTES: Final = 40  # of a number and its place in a tuple
+
+
+class EncodedCache:
+    """The tokens of parts by the digest of their content, the least recently used first out."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._tokens: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self.bytes = 0
+
+    def find(self, digest: str) -> tuple[int, ...] | None:
+        """Return the tokens of a content that is kept."""
+        found = self._tokens.get(digest)
+        if found is not None:
+            self._tokens.move_to_end(digest)
+        return found
+
+    def add(self, digest: str, tokens: tuple[int, ...]) -> None:
+        """Keep the tokens of a content, within the bound."""
+        if digest in self._tokens or _bytes_of(tokens) > self._max_bytes:
+            return
+        self._tokens[digest] = tokens
+        self.bytes += _bytes_of(tokens)
+        while self.bytes > self._max_bytes:
+            self.bytes -= _bytes_of(self._tokens.popitem(last=False)[1])
+
+
+def _bytes_of(tokens: tuple[int, ...]) -> int:
+    return _ENTRY_BYTES + _TOKEN_BYTES * len(tokens)
 
 
 class ReferenceEncoder(LLMEngine):
     """Answers each request with one chunk that holds the digests and tokens of its media."""
 
-    def __init__(self, directory: Path, media: MediaOptions, *, served_model_name: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, media: MediaOptions, *, served_model_name: str | None = None, cache_bytes: int = 0
+    ) -> None:
+        """`cache_bytes`: how much of what was encoded is kept, by the digest of its content."""
         self._directory, self._media = directory, media
+        self.cache = EncodedCache(cache_bytes)
+        self._attempts: SingleFlight[str, tuple[int, ...]] = SingleFlight()
         self._name = served_model_name or directory.resolve().name
         self._config: ModelConfig | None = None
         self._is_closed = False
+        self.encoded = 0  # parts that were not in the cache
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
         args, _, role = read_arguments(argv, may_encode=True)
-        engine = cls(args.model, role.media, served_model_name=args.served_model_name)
+        gigabytes = args.multimodal_embedding_cache_capacity_gb or 0.0
+        engine = cls(
+            args.model, role.media, served_model_name=args.served_model_name, cache_bytes=int(gigabytes * 2**30)
+        )
         return engine, worker_config_from(args, model_name=str(engine._directory), served_model_name=engine._name)
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -47,14 +90,30 @@ class ReferenceEncoder(LLMEngine):
         if config is None or self._is_closed:
             raise EngineShutdown("the reference encoder is not running")
         counts = usage(len(request["token_ids"]), 0)
-        found = await asyncio.to_thread(self._media.encode, request, config.vocab_size, config.vision)
+        items = await asyncio.to_thread(self._media.parts_of, request)
+        tokens = [await self._encoded(item, config) for item in items]
+        found = EncodedMedia(tuple(item.digest for item in items), tuple(tokens))
         if context.is_stopped():
             yield final_chunk("cancelled", usage=counts)
             return
         yield encoder_terminal_chunk(found.to_result(), completion_usage=counts)
 
+    async def _encoded(self, item: MediaItem, config: ModelConfig) -> tuple[int, ...]:
+        """Return the tokens of a part, from the cache where it was encoded before; once for all who ask at the same time."""
+        if (known := self.cache.find(item.digest)) is not None:
+            return known
+
+        async def encode() -> tuple[int, ...]:
+            tokens = await asyncio.to_thread(self._media.tokens, item, config.vocab_size, config.vision)
+            self.encoded += 1
+            self.cache.add(item.digest, tokens)
+            return tokens
+
+        return await self._attempts.run(item.digest, encode, f"encode {item.where}")
+
     async def cleanup(self) -> None:
         self._is_closed = True
+        await self._attempts.close()
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         return build_health_check_payload(bos_token_id=0)

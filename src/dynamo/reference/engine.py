@@ -23,12 +23,12 @@ from dynamo.reference.flags import read_arguments
 from dynamo.reference.job_stream import JobStream
 from dynamo.reference.kv_transfer import Ticket, TransferOptions
 from dynamo.reference.loading import Options, load_core
-from dynamo.reference.media import MediaOptions, MediaPrompt
+from dynamo.reference.media import NO_MEDIA, MediaOptions, MediaPrompt
 from dynamo.reference.operations import CONTROLS, UPDATES, Operations
 from dynamo.reference.pooling import read_inputs
 from dynamo.reference.preparing import Preparation
 from dynamo.reference.publishing import EngineReports
-from dynamo.reference.request import read_request
+from dynamo.reference.request import Limits, read_request
 from dynamo.reference.roles import DecodeRole, PrefillRole, RoleOptions
 from dynamo.reference.step_thread import StepThread
 from dynamo.reference.vector_stream import VectorStream
@@ -149,7 +149,7 @@ class ReferenceEngine(LLMEngine):
         if decode is None and request.get("prefill_result"):
             raise InvalidArgument("prefill_result is set, but this worker is no decode worker")
         narrowed = request if prefill is None else prefill.narrowed(request)
-        media = self._role_options.media.prompt_of(request, steps.limits.vocab_size, steps.limits.vision)
+        media = await self._media(request, steps.limits)
         if ticket is not None:
             media = MediaPrompt(ticket.media_token_ids)
         job = read_request(
@@ -212,6 +212,13 @@ class ReferenceEngine(LLMEngine):
         siblings.remove(stream)
         if not siblings:
             del self._streams[context.id()]
+
+    async def _media(self, request: GenerateRequest, limits: Limits) -> MediaPrompt:
+        """Return what stands for the media of a request in its prompt."""
+        if not request.get("multi_modal_data") and request.get("encoder_result") is None:
+            return NO_MEDIA
+        see = self._role_options.media.prompt_of
+        return await asyncio.to_thread(see, request, limits.vocab_size, limits.vision)
 
     async def _receive(
         self,

@@ -26,7 +26,7 @@ from dynamo.kv.hashing import media_pad_token
 from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.reference.vision import IMAGE_TOKENS, ColourGrid
 
-__all__ = ["DEFAULT_PART_TOKENS", "NO_MEDIA", "EncodedMedia", "MediaOptions", "MediaPrompt"]
+__all__ = ["DEFAULT_PART_TOKENS", "NO_MEDIA", "EncodedMedia", "MediaItem", "MediaOptions", "MediaPrompt"]
 
 DEFAULT_PART_TOKENS: Final = 16
 MAX_PART_TOKENS: Final = 1024
@@ -116,27 +116,30 @@ class MediaOptions:
             return {MEDIA_KINDS: ["image", "video", "audio"]}
         return {MEDIA_KINDS: [] if vision is None else ["image"]}
 
+    def parts_of(self, request: Mapping[str, Any]) -> list[MediaItem]:
+        """Return the parts of a request. Raises InvalidArgument naming the part that is wrong."""
+        options = msgspec.json.encode(request.get("mm_processor_kwargs") or {}, order="deterministic")
+        return _items(extract_multimodal_kwargs(request) or {}, options)
+
+    def tokens(self, item: MediaItem, vocab_size: int, vision: ColourGrid | None = None) -> tuple[int, ...]:
+        """Return what stands for a part in the prompt. Raises InvalidArgument naming it."""
+        if vision is not None and item.kind == "image":
+            try:
+                return vision.tokens(item.content)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{item.where}: {error}") from error
+        if not self.part_tokens:
+            raise InvalidArgument(f"{item.where}: this worker takes no {item.kind} (see --media-tokens)")
+        return _drawn(bytes.fromhex(item.digest), self.part_tokens, vocab_size)
+
     def encode(self, request: Mapping[str, Any], vocab_size: int, vision: ColourGrid | None = None) -> EncodedMedia:
         """Return the digests and tokens of a request's parts. Raises InvalidArgument naming the part that is wrong."""
-        return self._encoded(request, _parts(extract_multimodal_kwargs(request) or {}), vocab_size, vision)
-
-    def _encoded(
-        self, request: Mapping[str, Any], parts: Sequence[_Part], vocab_size: int, vision: ColourGrid | None
-    ) -> EncodedMedia:
-        options = msgspec.json.encode(request.get("mm_processor_kwargs") or {}, order="deterministic")
-        hashes = [blake3(part.kind.encode() + b"\0" + options + b"\0" + part.content) for part in parts]
-        tokens = []
-        for part, digest in zip(parts, hashes, strict=True):
-            if vision is not None and part.kind == "image":
-                tokens.append(part.seen(vision))
-            elif self.part_tokens:
-                tokens.append(_token_ids(digest.digest(length=self.part_tokens * TOKEN_BYTES), vocab_size))
-            else:
-                raise InvalidArgument(f"{part.where}: this worker takes no {part.kind} (see --media-tokens)")
-        return EncodedMedia(tuple(each.hexdigest() for each in hashes), tuple(tokens))
+        items = self.parts_of(request)
+        tokens = tuple(self.tokens(item, vocab_size, vision) for item in items)
+        return EncodedMedia(tuple(item.digest for item in items), tokens)
 
     def prompt_of(self, request: Mapping[str, Any], vocab_size: int, vision: ColourGrid | None = None) -> MediaPrompt:
-        """Return what stands for the media in the prompt.
+        """Return what stands for the media in the prompt. Blocks while it sees.
 
         Raises InvalidArgument where media are refused, and where the result of the encode worker is missing or another
         request's.
@@ -152,32 +155,27 @@ class MediaOptions:
             raise InvalidArgument(
                 "multi_modal_data is set, but a decode worker takes no media: its prefill worker does"
             )
-        parts = _parts(extract_multimodal_kwargs(request) or {})
-        own = self._encoded(request, parts, vocab_size, vision)
+        items = self.parts_of(request)
         if self.route_to_encoder:
-            found = EncodedMedia.from_result(require_encoder_result(request, self.mode))
-            if found.digests != own.digests:
+            encoded = EncodedMedia.from_result(require_encoder_result(request, self.mode))
+            if encoded.digests != tuple(item.digest for item in items):
                 raise InvalidArgument("encoder_result belongs to other media than those of this request")
-            _check(found.token_ids, vocab_size)
-            own = found
-        is_seen = vision is not None and all(part.kind == "image" for part in parts)
-        hashes = tuple(xxhash.xxh3_64_intdigest(part.content) for part in parts) if is_seen else ()
-        return MediaPrompt(tuple(token for part in own.token_ids for token in part), hashes)
+            _check(encoded.token_ids, vocab_size)
+            parts = encoded.token_ids
+        else:
+            parts = tuple(self.tokens(item, vocab_size, vision) for item in items)
+        is_seen = vision is not None and all(item.kind == "image" for item in items)
+        hashes = tuple(xxhash.xxh3_64_intdigest(item.content) for item in items) if is_seen else ()
+        return MediaPrompt(tuple(token for part in parts for token in part), hashes)
 
 
-class _Part(NamedTuple):
+class MediaItem(NamedTuple):
     """One part of a request."""
 
     kind: str  # image, video, audio
     content: bytes
     where: str
-
-    def seen(self, vision: ColourGrid) -> tuple[int, ...]:
-        """Return the tokens of an image. Raises InvalidArgument naming the part."""
-        try:
-            return vision.tokens(self.content)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{self.where}: {error}") from error
+    digest: str  # BLAKE3 of kind, options and content, 64 hex digits
 
 
 def _replaced(token_ids: Sequence[int], places: Sequence[int], parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -189,19 +187,21 @@ def _replaced(token_ids: Sequence[int], places: Sequence[int], parts: Sequence[t
     return (*found, *token_ids[start:])
 
 
-def _parts(media: Mapping[str, Any]) -> list[_Part]:
+def _items(media: Mapping[str, Any], options: bytes) -> list[MediaItem]:
     """Return the parts. Raises InvalidArgument naming the part that is wrong."""
     data = media.get("multi_modal_data") or {}
     if not isinstance(data, Mapping):
         raise InvalidArgument(f"multi_modal_data must be an object, got {type(data).__name__}")
-    found: list[_Part] = []
+    found: list[MediaItem] = []
     for kind, slots in data.items():
         if not isinstance(slots, list | tuple):
             raise InvalidArgument(f"multi_modal_data.{kind} must be a list, got {type(slots).__name__}")
         # The two spellings of a kind mean the same.
         for place, slot in enumerate(slots):
             where = f"multi_modal_data.{kind}[{place}]"
-            found.append(_Part(str(kind).removesuffix("_url"), _content(slot, where), where))
+            name, content = str(kind).removesuffix("_url"), _content(slot, where)
+            digest = blake3(name.encode() + b"\0" + options + b"\0" + content).hexdigest()
+            found.append(MediaItem(name, content, where, digest))
     if len(found) > MAX_PARTS:
         raise InvalidArgument(f"multi_modal_data has {len(found)} parts, more than {MAX_PARTS}")
     return found
@@ -221,7 +221,9 @@ def _content(slot: Any, where: str) -> bytes:
         raise InvalidArgument(f"{where}.Url is not valid base64: {error}") from error
 
 
-def _token_ids(drawn: bytes, vocab_size: int) -> tuple[int, ...]:
+def _drawn(digest: bytes, count: int, vocab_size: int) -> tuple[int, ...]:
+    """Return tokens that a digest draws."""
+    drawn = blake3(digest).digest(length=count * TOKEN_BYTES)
     steps = range(0, len(drawn), TOKEN_BYTES)
     return tuple(int.from_bytes(drawn[at : at + TOKEN_BYTES], "little") % vocab_size for at in steps)
 

@@ -25,6 +25,7 @@ from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.requests.generation import Feature, GenerationLimits, read_generation, read_generation_defaults
 from dynamo.contract.requests.output_grammar import grammar_of
 from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import (
     descendants,
@@ -104,6 +105,7 @@ class SglangEngine(LLMEngine):
             total_kv_blocks=None if tokens is None else int(tokens) // (settings.page_size or 1),
             max_num_seqs=settings.max_running_requests,
             max_num_batched_tokens=settings.max_prefill_tokens,
+            runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
     def _make(self) -> Any:

@@ -26,6 +26,7 @@ from dynamo.contract.requests.generation import (
 )
 from dynamo.contract.requests.output_grammar import grammar_of, read_thought_markers
 from dynamo.errors import EngineShutdown, InvalidArgument, Unknown
+from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.context import Context, on_loop
 from dynamo.transformers.arguments import TransformersArguments, read_arguments
 from dynamo.transformers.loading import LoadedTransformers, load_transformers
@@ -82,6 +83,7 @@ class TransformersEngine(LLMEngine):
             total_kv_blocks=loaded.blocks,
             max_num_seqs=self._arguments.max_num_seqs,
             max_num_batched_tokens=self._arguments.max_num_batched_tokens,
+            runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:

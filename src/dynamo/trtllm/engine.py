@@ -25,6 +25,7 @@ from dynamo.contract.requests.generation import (
 )
 from dynamo.contract.requests.output_grammar import grammar_of
 from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.context import Context, on_loop
 from dynamo.trtllm.answers import TrtllmAnswer, guided_parameters, sampling_parameters
 from dynamo.trtllm.arguments import MARK, TrtllmArguments, read_arguments
@@ -77,6 +78,7 @@ class TrtllmEngine(LLMEngine):
             kv_cache_block_size=given.kv_block_size,
             max_num_seqs=given.max_batch_size,
             max_num_batched_tokens=given.max_num_tokens,
+            runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
     def _make(self, directory: Path) -> Any:

@@ -27,6 +27,7 @@ from dynamo.contract.health_check import (
 from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.metrics import register_global_registry
 from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import descendants, end_processes, shared_memory_of
 from dynamo.vllm.adapters import adapter_limits
@@ -105,6 +106,7 @@ class VllmEngine(LLMEngine):
             data_parallel_start_rank=parallel.data_parallel_rank or 0,
             model_aliases=list(self._arguments.aliases),
             max_gpu_lora_count=None if limits is None else min(limits.most, config.lora_config.max_loras),
+            runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
     @property

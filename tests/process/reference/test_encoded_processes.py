@@ -1,6 +1,7 @@
 """Encode, prefill and decode workers as processes: the same answers with media, and what a worker lost in each phase costs.
 
-The requests go in behind the HTTP side, where media parts are not built yet: through the frontend's own directory and dispatcher.
+The requests go in behind the HTTP side: through the frontend's own directory and dispatcher, with parts that no model sees.
+`test_seen_processes` has images over HTTP.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 import zlib
@@ -15,11 +16,13 @@ import xxhash
 
 from dynamo.contract.chunks import GenerateChunk
 from dynamo.contract.conformance import mock_context
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import block_hashes
 from dynamo.kv.image_tokens import expand_images
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.config import read_model_config
+from dynamo.reference.encoder import ReferenceEncoder
 from dynamo.reference.media import MediaOptions, MediaPrompt
 from dynamo.reference.vision import ColourGrid, colours_of, read_png
 from support.pictures import BLUE, JPEG, RED, png, png_of, quarters_png
@@ -211,3 +214,53 @@ def test_a_model_that_sees_says_so_in_its_config(model: Path, tmp_path: Path) ->
         with pytest.raises(InvalidArgument, match=r"image_token_id|vision_config|first_token_id"):
             read_model_config(directory)
     assert MediaOptions().declaration(None) == {"media": []}
+
+
+# -- an encode worker ----------------------------------------------------------------------------------------------------
+
+
+async def encoder_of(model: Path, cache_bytes: int) -> ReferenceEncoder:
+    encoder = ReferenceEncoder(model, MediaOptions(mode=DisaggregationMode.ENCODE), cache_bytes=cache_bytes)
+    await encoder.start(1)
+    return encoder
+
+
+async def results(encoder: ReferenceEncoder, *pictures: bytes) -> dict[str, Any]:
+    async with aclosing(encoder.generate(body(*pictures), mock_context())) as stream:
+        (last,) = [chunk async for chunk in stream]
+    return last["encoder_result"]
+
+
+async def test_an_image_is_encoded_once_for_all_who_ask_and_kept(model: Path) -> None:
+    encoder = await encoder_of(model, 100_000)
+    try:
+        together = await asyncio.gather(*[results(encoder, FOUR, RED) for _ in range(6)])
+        assert encoder.encoded == 2
+        assert all(each == together[0] for each in together)
+        assert together[0] == MediaOptions().encode(body(FOUR, RED), 97, VISION).to_result()
+        assert await results(encoder, RED) == MediaOptions().encode(body(RED), 97, VISION).to_result()
+        assert encoder.encoded == 2
+        with pytest.raises(InvalidArgument, match="PNG"):
+            await results(encoder, RED, b"no picture")
+    finally:
+        await encoder.cleanup()
+
+
+async def test_the_cache_of_an_encode_worker_is_bounded(model: Path) -> None:
+    encoder = await encoder_of(model, 4000)
+    try:
+        for number in range(20):
+            await results(encoder, png([[(number, 0, 0)]]))
+            assert encoder.cache.bytes <= 4000
+        assert encoder.encoded == 20
+        await results(encoder, png([[(19, 0, 0)]]))
+        assert encoder.encoded == 20
+        await results(encoder, png([[(0, 0, 0)]]))  # long gone
+        assert encoder.encoded == 21
+    finally:
+        await encoder.cleanup()
+    without = await encoder_of(model, 0)
+    await results(without, RED)
+    await results(without, RED)
+    assert (without.encoded, without.cache.bytes) == (2, 0)
+    await without.cleanup()
