@@ -37,6 +37,7 @@ __all__ = [
     "descendants",
     "end_processes",
     "guard_this_process",
+    "note_shared_memory",
     "private_directory",
     "shared_memory_of",
     "temporary_files_in",
@@ -61,6 +62,8 @@ RESTART_SECONDS: Final = 1.0  # at least between two starts: a guard that cannot
 SHARED: Final = Path("/dev/shm")
 SHARED_NAMES: Final = ("psm_", "sem.mp-", "torch_", "nccl-", "sgl_shm_", "sglang_loads_")
 """How shared memory begins that Python, torch, NCCL and SGLang make; anything else is left alone."""
+
+SHARED_LIST: Final = "shared-memory"  # file of a private directory: names, a line each
 
 TEMPORARY: Final = "TMPDIR"
 COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
@@ -194,6 +197,15 @@ def shared_memory_of(processes: Iterable[int]) -> set[str]:
     return {name for number in processes for name in there & _mapped(number)} if there else set()
 
 
+def note_shared_memory(directory: Path, processes: Iterable[int]) -> None:
+    """Write down in a private directory which shared memory the processes have mapped: the guard removes that, too.
+
+    The guard looks by itself, and sees what was made since its last look while the processes live. Some engines'
+    processes die at the same moment as this one.
+    """
+    (directory / SHARED_LIST).write_text("\n".join(sorted(shared_memory_of(processes))))
+
+
 def end_processes(processes: Started, shared: Iterable[str] = ()) -> None:
     """Kill the descendants of this process that are left of some, and remove their shared memory. Blocks for seconds at most.
 
@@ -322,6 +334,8 @@ class _Guard:
         removed = []
         temporary, pattern = self._private
         for directory in temporary.glob(pattern):
+            with suppress(OSError, UnicodeDecodeError):
+                self._shared.update((directory / SHARED_LIST).read_text().splitlines())
             shutil.rmtree(directory, ignore_errors=True)
             if not directory.exists():
                 removed.append(str(directory))

@@ -30,6 +30,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import (
     descendants,
     end_processes,
+    note_shared_memory,
     private_directory,
     shared_memory_of,
     temporary_files_in,
@@ -84,6 +85,8 @@ class SglangEngine(LLMEngine):
             await self.cleanup()
             raise EngineShutdown("this engine was cleaned up while it started")
         self._children = await asyncio.to_thread(descendants, os.getpid())
+        if self._directory is not None:
+            await asyncio.to_thread(note_shared_memory, self._directory, [os.getpid(), *self._children])
         manager = self._thread.engine.tokenizer_manager
         facts = self._thread.engine._scheduler_init_result.scheduler_infos[0]
         settings = self._thread.engine.server_args

@@ -29,7 +29,7 @@ from dynamo.contract.metrics import register_global_registry
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.context import Context
-from dynamo.runtime.process_guard import descendants, end_processes, shared_memory_of
+from dynamo.runtime.process_guard import descendants, end_processes, note_shared_memory, shared_memory_of
 from dynamo.vllm.adapters import adapter_limits
 from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import Arguments, read_arguments
@@ -80,6 +80,8 @@ class VllmEngine(LLMEngine):
         if self._was_cleaned_up:
             await self.cleanup()
             raise EngineShutdown("this engine was cleaned up while it started")
+        mine = await asyncio.to_thread(descendants, os.getpid())
+        await asyncio.to_thread(note_shared_memory, started.directory, [os.getpid(), *mine])
         config = started.config
         model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
         limits = adapter_limits(config.lora_config, is_cpu=started.is_cpu)

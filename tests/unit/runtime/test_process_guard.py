@@ -103,6 +103,25 @@ def test_shared_memory_that_was_taken_down_in_order_is_forgotten(shared: dict[in
     assert str(tmp_path / "psm_child") not in looking.remove_files()
 
 
+def test_shared_memory_that_was_written_down_goes_with_processes_that_died_unseen(
+    kernel: Kernel, shared: dict[int, set[str]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    temporary = tmp_path_factory.mktemp("temporary")
+    private = temporary / "dynamo-sglang-mark-abc"
+    private.mkdir()
+    process_guard.note_shared_memory(private, [CHILD])
+    noted = (private / process_guard.SHARED_LIST).read_text()
+    assert noted.split() == ["psm_both", "psm_child"]
+    (private / process_guard.SHARED_LIST).write_text(
+        f"{noted}\nweights.gguf\n../secret\n"
+    )  # never more than known makers
+    kernel.table = {OTHER: (1, "t4")}  # the rest ended in one moment
+    looking = guard(str(temporary))
+    looking.sweep()
+    assert looking.remove_files() == [str(private), str(tmp_path / "psm_child")]
+    assert sorted(os.listdir(tmp_path)) == ["psm_both", "psm_other", "psm_parent", "weights.gguf"]
+
+
 def test_an_engines_end_removes_what_its_processes_shared_with_this_one_only(
     kernel: Kernel, shared: dict[int, set[str]], tmp_path: Path
 ) -> None:
