@@ -1,4 +1,5 @@
 import asyncio
+import base64
 import re
 import threading
 from collections.abc import AsyncIterator
@@ -9,7 +10,7 @@ import pytest
 
 from dynamo.contract.conformance import run_conformance, run_encode_conformance, run_raw_conformance
 from dynamo.contract.modes import DisaggregationMode
-from dynamo.engines.sample.diffusion_engine import PIXEL_PNG, SampleDiffusionEngine
+from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine, draw_png
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.context import Context
@@ -395,10 +396,12 @@ async def test_only_an_encoder_has_no_kv_events() -> None:
 async def test_an_image_request_gets_one_answer_with_as_many_pictures() -> None:
     source = SampleDiffusionEngine(delay=0)
     (default,) = await collect(source, {"prompt": "a cat"})
-    assert default["data"] == [{"url": f"data:image/png;base64,{PIXEL_PNG}"}]
+    picture = base64.b64encode(draw_png("0/0/a cat", 64, 64)).decode()
+    assert default["data"] == [{"url": f"data:image/png;base64,{picture}"}]
     assert isinstance(default["created"], int)
     (three,) = await collect(source, {"prompt": "a cat", "n": 3, "response_format": "b64_json"})
-    assert three["data"] == [{"b64_json": PIXEL_PNG}] * 3
+    assert three["data"][0] == {"b64_json": picture}
+    assert len({entry["b64_json"] for entry in three["data"]}) == 3
 
 
 @each_case("count", [0, 11, -1, "2", 1.0, True])

@@ -14,6 +14,7 @@ from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.classes import ClassifyApi, PoolingApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.apis.embeddings import EmbeddingsApi
+from dynamo.frontend.apis.images import ImagesApi
 from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.apis.results import ResultApi
@@ -26,6 +27,7 @@ from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
 from dynamo.frontend.http.batch_routes import BatchCancelRoute, BatchesRoute, BatchRoute, FilesAreOff
 from dynamo.frontend.http.file_routes import FileContentRoute, FileRoute, FilesRoute
 from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES, NotBuiltRoute
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
@@ -42,6 +44,7 @@ from dynamo.frontend.response_store.base import ResponseStore
 from dynamo.frontend.response_store.history import ResponseHistory
 from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.dialect import OPENAI, Dialect
+from dynamo.protocol.images import IMAGES_API
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.errors import RequestRejected, route_not_found
 from dynamo.protocol.openai.schema import ApiDescription
@@ -107,6 +110,7 @@ class FrontendRoutes:
             paths["chat"]: self._inference(self._calls["/v1/chat/completions"]),
             paths["completions"]: self._inference(self._calls["/v1/completions"]),
             **self._vectors(paths["embeddings"]),
+            "/v1/images/generations": self._inference(ResultCall(ImagesApi(), self._pipeline), Access.MEDIA),
             **self._responses(paths["responses"]),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
         }
@@ -145,6 +149,10 @@ class FrontendRoutes:
         return [
             *[GuardedRoute(path, route, "POST", access=route.access) for path, route in inference.items()],
             *self._stored_responses(paths["responses"]),
+            *[
+                GuardedRoute(path, NotBuiltRoute(what), "POST", access=Access.MEDIA)
+                for path, what in NOT_BUILT_ROUTES.items()
+            ],
             *self._files_and_batches(),
             GuardedRoute(paths["models"], catalogue, "GET", access=Access.ANY_KEY),
             GuardedRoute(paths["models"] + "/{model:path}", catalogue, "GET", access=Access.ANY_KEY),
@@ -211,7 +219,13 @@ class FrontendRoutes:
 
     def _described(self) -> Sequence[ApiDescription]:
         files = (BATCHES_API,) if self._batches is not None else ()
-        return (VECTORS_API, RESPONSES_API, *((MESSAGES_API,) if self._settings.anthropic_api else ()), *files)
+        return (
+            VECTORS_API,
+            IMAGES_API,
+            RESPONSES_API,
+            *((MESSAGES_API,) if self._settings.anthropic_api else ()),
+            *files,
+        )
 
     def _vectors(self, embeddings: str) -> dict[str, InferenceRoute]:
         apis: dict[str, ResultApi[Any]] = {embeddings: EmbeddingsApi(), "/v1/rerank": RerankApi(is_list=True)}

@@ -17,7 +17,7 @@ __all__ = ["DECODE", "ENCODE", "PREFILL", "Readiness", "unservable"]
 
 logger = logging.getLogger(__name__)
 
-SERVABLE: Final = ModelType.Chat | ModelType.Completions | VECTORS
+SERVABLE: Final = ModelType.Chat | ModelType.Completions | ModelType.Images | VECTORS
 PREFILL, DECODE, ENCODE = str(WorkerType.Prefill), str(WorkerType.Decode), str(WorkerType.Encode)
 
 
@@ -131,7 +131,7 @@ def unservable(group: Group) -> str | None:
     if card.model_input not in (str(ModelInput.Tokens), str(ModelInput.Text)):
         return f"model_input {card.model_input!r} is not in this version (use Tokens or Text)"
     if not card.surfaces & SERVABLE:
-        return f"model_type {card.model_type!r} is not in this version (use Chat, Completions, Embedding, Classify, Pooling or Rerank)"
+        return f"model_type {card.model_type!r} is not in this version (use Chat, Completions, Embedding, Classify, Pooling, Rerank or Images)"
     return None
 
 
