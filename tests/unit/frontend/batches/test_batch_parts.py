@@ -209,11 +209,11 @@ def test_a_gate_opens_wider_with_every_answer_and_shuts_at_a_refusal() -> None:
     for _ in range(4):
         gate.answered()
     assert sum(gate.enter(0.0, admission, 1) for _ in range(20)) == 8
-    gate.refused(0.0, None)
-    assert not gate.enter(0.5, admission, 1)
+    gate.refused(0.0, 10.0)
     for _ in range(7):
-        gate.refused(0.0, None)  # they were under way: one refusal, not eight
-    assert sum(gate.enter(2.0, admission, 1) for _ in range(20)) == 4
+        gate.refused(0.0, 10.0)  # they were under way: one refusal, not eight
+    assert not gate.enter(9.0, admission, 1)
+    assert sum(gate.enter(11.0, admission, 1) for _ in range(20)) == 4
 
 
 def test_lines_leave_room_for_the_requests_of_people() -> None:
