@@ -313,4 +313,5 @@ def test_every_file_is_used() -> None:
     }
     known = listed | {DEPLOY / "kubernetes" / name for name in ("kustomization.yaml", "graph-deployment.yaml")}
     known |= {DEPLOY / "Containerfile", DEPLOY / "docker-compose.yml"}
+    known |= {DEPLOY / "grafana" / name for name in ("frontend.json", "workers.json", "alerts.yaml")}
     assert {Path(folder) / name for folder, _, names in os.walk(DEPLOY) for name in names} == known
