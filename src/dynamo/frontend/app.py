@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.access.opening import open_keys
+from dynamo.frontend.access.request_logs import RequestLogs
 from dynamo.frontend.admission.process import Admission, Stage
 from dynamo.frontend.batches.opening import open_batches
 from dynamo.frontend.http.application import FrontendRoutes
@@ -98,13 +99,15 @@ class Frontend:
             settings.responses_store, settings.response_limits, is_shared_port=peers is not None
         )
         self.batches = open_batches(settings, self.pipeline)
-        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers, responses, self.batches, adapters)
+        logs = RequestLogs(settings)
+        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers, responses, self.batches, adapters, logs)
         self.asgi = routes.for_clients()
         self.admin_asgi = routes.for_operators()
         probe = LoopProbe(self.metrics.event_loop, self.models.measure)
         self._starts = (adapters.start, probe.start)  # once the store is followed
         self._parts = AsyncExitStack()  # closed from the last one to the first: the view of the cluster goes late
         self._parts.callback(preparing.close)
+        self._parts.push_async_callback(logs.aclose)
         self._parts.push_async_callback(self.pipeline.media.aclose)
         if responses is not None:
             self._parts.push_async_callback(responses.aclose)

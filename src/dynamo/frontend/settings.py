@@ -235,6 +235,12 @@ class FrontendSettings(BusySettings, FromEnvironment):
         "started again", flag="--usage-db", group=_ACCESS)
     usage_keep_days: int = setting(90, "DYN_USAGE_KEEP_DAYS", integer(1),
         "How many days the minutes in that file are kept")
+    access_log: str | None = setting(None, "DYN_ACCESS_LOG", text,
+        "File for [one JSON line for each request](keys.md#logs), without content; `-`: standard error",
+        flag="--access-log", group=_ACCESS)
+    audit_log: str | None = setting(None, "DYN_AUDIT_LOG", text,
+        "File for one JSON line for each action on an admin route, on the disk before the answer",
+        flag="--audit-log", group=_ACCESS)
     open_metrics: bool = setting(False, "DYN_OPEN_METRICS", switch,
         "`/metrics` needs no key, also where the other routes do", flag="--open-metrics", group=_ACCESS)
     trusted_proxies: tuple[Network, ...] = setting((), "DYN_TRUSTED_PROXIES", _networks,

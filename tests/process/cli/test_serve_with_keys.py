@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import anthropic
@@ -36,7 +40,8 @@ def test_official_clients_with_keys_and_limits_that_all_processes_share(tmp_path
     free, daily = make_key(path, "--name", "free"), make_key(path, "--rpd", "30")
     wrong = "sk-this-key-is-known-to-nobody"
     more = ("--frontend-workers", str(processes)) if processes > 1 else ()
-    with serve_command(tmp_path, "my-model", *ENGINE, *more, "--keys", str(path), DYN_LOG="debug") as command:
+    files = {"DYN_ACCESS_LOG": str(tmp_path / "access"), "DYN_USAGE_DB": str(tmp_path / "usage")}
+    with serve_command(tmp_path, "my-model", *ENGINE, *more, "--keys", str(path), DYN_LOG="debug", **files) as command:
         command.wait_ready()
         base = f"{command.url}/v1"
 
@@ -69,7 +74,19 @@ def test_official_clients_with_keys_and_limits_that_all_processes_share(tmp_path
         with ThreadPoolExecutor(8) as pool:
             counts = Counter(status for statuses in pool.map(burst, range(8)) for status in statuses)
         assert counts == {200: 5, 429: 35}  # a sixth of the day's 30 at once, and the next one comes in 48 minutes
-        printed = command.out + command.err
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait_ended() == 0
+        printed = command.out + command.err + (tmp_path / "access").read_text()
+        printed += "".join([file.read_bytes().decode("latin-1") for file in tmp_path.glob("usage*")])
+        asked = [json.loads(line) for line in (tmp_path / "access").read_text().splitlines()]
+        statuses = Counter(line["status"] for line in asked if line["route"] == "/v1/chat/completions")
+        assert statuses == {200: 6, 429: 35}
+        assert sum(line.get("output", 0) for line in asked) == 7 * len("hello from the guide")
+        with closing(sqlite3.connect(tmp_path / "usage")) as database:
+            counted = database.execute(
+                "SELECT SUM(requests), SUM(errors), SUM(output) FROM usage WHERE model != ''"
+            ).fetchone()
+        assert counted == (6 + 35 + 1, 35, 7 * len("hello from the guide"))
         for secret in (free, daily, wrong):
             assert secret not in printed
             assert secret.rpartition(".")[2] not in printed

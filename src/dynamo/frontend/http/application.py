@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.access.key_store import KeyStore
+from dynamo.frontend.access.request_logs import RequestLogs
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.classes import ClassifyApi, PoolingApi
 from dynamo.frontend.apis.completions import CompletionApi
@@ -20,6 +21,7 @@ from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.apis.results import ResultApi
 from dynamo.frontend.apis.scores import RerankApi, ScoreApi
 from dynamo.frontend.batches.service import BatchService
+from dynamo.frontend.http.access_log import AccessLog, AuditLog
 from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
@@ -71,9 +73,11 @@ class FrontendRoutes:
         responses: ResponseStore | None,
         batches: BatchService | None,
         adapters: AdapterKeeper,
+        logs: RequestLogs,
     ) -> None:
         """`responses`: None where none are stored. `batches`: None where files and batches are switched off."""
         self._keys = pipeline.keys
+        self._logs = logs
         self._settings = pipeline.settings
         self._pipeline = pipeline
         self._models = pipeline.models
@@ -119,7 +123,16 @@ class FrontendRoutes:
         app: ASGIApp = routes
         if self._keys is not None:
             app = self._door(self._keys, routes, dialects, is_open=_client_paths(self._keys, routes.routes))
+        app = self._audited(app, routes.routes)
+        if self._logs.access is not None:
+            app = AccessLog(app, self._logs.access, trusted=self._settings.trusted_proxies)
         return _with_cors(app, self._settings.cors_origins)
+
+    def _audited(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
+        if self._logs.audit is None:
+            return app
+        paths = [route.path for route in routes if isinstance(route, GuardedRoute) and route.access is Access.ADMIN]
+        return AuditLog(app, self._logs.audit, paths, trusted=self._settings.trusted_proxies)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
@@ -129,10 +142,11 @@ class FrontendRoutes:
             redirect_slashes=False,
             default=UnmatchedPath(dialects),
         )
+        app: ASGIApp = routes
         keys = self._keys
-        if keys is None:
-            return routes
-        return self._door(keys, routes, dialects, is_open=lambda _: not keys.protects_admin)
+        if keys is not None:
+            app = self._door(keys, routes, dialects, is_open=lambda _: not keys.protects_admin)
+        return self._audited(app, routes.routes)
 
     def _door(self, keys: KeyStore, app: ASGIApp, dialects: PathDialects, *, is_open: Callable[[str], bool]) -> KeyDoor:
         metrics = self._pipeline.metrics.keys

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.frontend.admission.quotas import Charge
+from dynamo.frontend.http.access_log import EXCHANGE
 from dynamo.frontend.http.asgi import (
     RESPOND_EXTENSION,
     BodyBudget,
@@ -120,6 +121,8 @@ class InferenceRoute:
         )
         exchange = self._call.open(id, arrival)
         sink.charge = arrival.charge
+        if EXCHANGE in scope:
+            scope[EXCHANGE] = exchange
         on_leave = sink.on_leave
         if on_leave is not None:
             on_leave(exchange.client_left)

@@ -15,7 +15,7 @@ from dynamo.runtime.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.request_log import COMPLETED, RECEIVED
 from dynamo.runtime.tracing import RequestSpan, is_tracing, start_server_span
 
-__all__ = ["CLIENT_LEFT", "GEN_AI_OPERATIONS", "begin_record", "end_record", "log_declined"]
+__all__ = ["CLIENT_LEFT", "GEN_AI_OPERATIONS", "begin_record", "end_record", "log_declined", "worker_fields"]
 
 logger = logging.getLogger(__name__)
 _completed: Final = LogSite(logger, COMPLETED, "end_record")
@@ -147,7 +147,7 @@ def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_typ
         first = None if exchange.counters is None else exchange.counters.first_token_seconds
         if first is not None:
             span.set_attribute(_FIRST_CHUNK, first)
-        for name, value in _workers(tally).items():
+        for name, value in worker_fields(tally).items():
             span.set_attribute(f"dynamo.{name}", value)
     _add_parts(span, exchange.timer.seconds)
     span.finish()
@@ -173,12 +173,12 @@ def _add_stream_fields(fields: dict[str, Any], exchange: Exchange) -> None:
         fields["avg_itl_ms"] = round(counted.generating_seconds / (tokens - 1) * 1000, 3)
     if tally.finish_reason is not None:
         fields["finish_reason"] = tally.finish_reason
-    fields |= _workers(tally)
+    fields |= worker_fields(tally)
     if tally.moves:
         fields["migrations"] = len(tally.moves)
 
 
-def _workers(tally: Tally) -> dict[str, str]:
+def worker_fields(tally: Tally) -> dict[str, str]:
     """Return the instances that served the request, in lower-case hex, as the logs and metrics of workers name them."""
     found: dict[str, str] = {}
     if tally.prefill_instance_id is not None:
