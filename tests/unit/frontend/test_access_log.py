@@ -11,6 +11,7 @@ import pytest
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access import line_file
 from dynamo.frontend.access.line_file import LineFile
+from dynamo.frontend.http.adapters import ADAPTERS_PATH
 from support.access import bearer, closed_cluster, key, secret_of
 from support.asgi_client import AsgiClient
 from support.frontend_cluster import cluster, say
@@ -94,8 +95,14 @@ async def test_actions_of_operators_are_on_the_disk_before_their_answers(tmp_pat
                 (None, 401),
                 ("boss", wrong.status),
             ]
+            path_of_one = f"{ADAPTERS_PATH}/none"
+            gone = await app.call("DELETE", path_of_one, headers=bearer("boss"))
+            assert (lines_of(path)[-1]["action"], lines_of(path)[-1]["status"]) == (
+                f"DELETE {path_of_one}",
+                gone.status,
+            )
             assert (await app.call("GET", "/busy_threshold", headers=bearer("boss"))).status == 200
-            assert len(lines_of(path)) == 4  # reading is no action
+            assert len(lines_of(path)) == 5  # reading is no action
         assert "before" in lines_of(path)[0]
         assert "0.5" in json.dumps(lines_of(path)[0]["before"])  # as the first port left it
         await app.aclose()

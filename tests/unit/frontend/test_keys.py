@@ -15,6 +15,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.access.key_store import KeySources, KeyStore
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.http.adapters import ADAPTERS_PATH
 from dynamo.frontend.http.application import GuardedRoute
 from dynamo.frontend.http.auth import Access, KeyDoor
 from dynamo.frontend.http.routes import InferenceFirst
@@ -239,6 +240,7 @@ async def test_keys_of_admins_close_the_admin_routes_and_nothing_else(tmp_path: 
         assert (await found.client.call("GET", "/health")).json["instances"]
         for app in (found.client, AsgiClient(found.frontend.admin_asgi)):
             assert (await app.call("GET", "/busy_threshold")).status == 401
+            assert (await app.call("DELETE", f"{ADAPTERS_PATH}/a/b")).status == 401
             assert (await app.call("GET", "/busy_threshold", headers=bearer("boss"))).status == 200
             await app.aclose()
 

@@ -159,11 +159,13 @@ class AuditLog:
     place, and is answered with a 500.
     """
 
-    def __init__(self, app: ASGIApp, file: LineFile, paths: Iterable[str], *, trusted: Sequence[Network]) -> None:
-        self._app, self._file, self._paths, self._trusted = app, file, frozenset(paths), trusted
+    def __init__(
+        self, app: ASGIApp, file: LineFile, is_audited: Callable[[str], bool], *, trusted: Sequence[Network]
+    ) -> None:
+        self._app, self._file, self._is_audited, self._trusted = app, file, is_audited, trusted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in self._paths:
+        if scope["type"] != "http" or not self._is_audited(scope["path"]):
             await self._app(scope, receive, send)
             return
         # Nothing may be sent before the line is on the disk.

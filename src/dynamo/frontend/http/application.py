@@ -76,7 +76,6 @@ class FrontendRoutes:
         logs: RequestLogs,
     ) -> None:
         """`responses`: None where none are stored. `batches`: None where files and batches are switched off."""
-        self._keys = pipeline.keys
         self._logs = logs
         self._settings = pipeline.settings
         self._pipeline = pipeline
@@ -121,8 +120,10 @@ class FrontendRoutes:
         dialects = PathDialects({path: route.dialect for path, route in inference.items()})
         routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(dialects))
         app: ASGIApp = routes
-        if self._keys is not None:
-            app = self._door(self._keys, routes, dialects, is_open=_client_paths(self._keys, routes.routes))
+        if self._pipeline.keys is not None:
+            app = self._door(
+                self._pipeline.keys, routes, dialects, is_open=_client_paths(self._pipeline.keys, routes.routes)
+            )
         app = self._audited(app, routes.routes)
         if self._logs.access is not None:
             app = AccessLog(app, self._logs.access, trusted=self._settings.trusted_proxies)
@@ -131,8 +132,7 @@ class FrontendRoutes:
     def _audited(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
         if self._logs.audit is None:
             return app
-        paths = [route.path for route in routes if isinstance(route, GuardedRoute) and route.access is Access.ADMIN]
-        return AuditLog(app, self._logs.audit, paths, trusted=self._settings.trusted_proxies)
+        return AuditLog(app, self._logs.audit, _admin_paths(routes), trusted=self._settings.trusted_proxies)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
@@ -143,7 +143,7 @@ class FrontendRoutes:
             default=UnmatchedPath(dialects),
         )
         app: ASGIApp = routes
-        keys = self._keys
+        keys = self._pipeline.keys
         if keys is not None:
             app = self._door(keys, routes, dialects, is_open=lambda _: not keys.protects_admin)
         return self._audited(app, routes.routes)
@@ -294,14 +294,18 @@ class FrontendRoutes:
 
 def _client_paths(keys: KeyStore, routes: Sequence[BaseRoute]) -> Callable[[str], bool]:
     """Return what tells whether a path of the API needs no key."""
-    by_access = {
-        access: frozenset(route.path for route in routes if isinstance(route, GuardedRoute) and route.access is access)
-        for access in (Access.OPEN, Access.ADMIN)
-    }
     if keys.sources.protect_clients:
-        return by_access[Access.OPEN].__contains__
+        guarded = [route for route in routes if isinstance(route, GuardedRoute)]
+        return frozenset(route.path for route in guarded if route.access is Access.OPEN).__contains__
     # Keys of admins alone: then the admin routes need one, where they share this port, and nothing else does.
-    return lambda path: path not in by_access[Access.ADMIN]
+    is_admins = _admin_paths(routes)
+    return lambda path: not is_admins(path)
+
+
+def _admin_paths(routes: Sequence[BaseRoute]) -> Callable[[str], bool]:
+    """Return what tells whether a path is that of an admin route, whatever clients fill in."""
+    found = [route.path_regex for route in routes if isinstance(route, GuardedRoute) and route.access is Access.ADMIN]
+    return lambda path: any(regex.match(path) for regex in found)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
