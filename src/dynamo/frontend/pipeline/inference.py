@@ -270,8 +270,9 @@ class Call:
             expiry = loop.call_at(context.deadline, exchange.end_with, late)
         try:
             await self._answer(exchange, resolved, opened)
-            assert exchange.tally is not None
-            self._count_end(exchange, exchange.tally)
+            served = exchange.work
+            assert served is not None
+            self._count_end(exchange, served.tally)
         except asyncio.CancelledError:
             context.kill()
             prompt_tokens, output_tokens = _used(exchange)
