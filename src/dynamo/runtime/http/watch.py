@@ -7,6 +7,7 @@ import enum
 from typing import TYPE_CHECKING, Final, cast
 
 from dynamo.runtime.http.limits import LINGER_SECONDS
+from dynamo.runtime.timers import due_of
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
@@ -63,7 +64,7 @@ class Watch:
         """Set the timer so that it fires in time for the nearest deadline."""
         due = self._due()
         if self._timer is not None:
-            if self._timer.when() <= due:
+            if due_of(self._timer) <= due:
                 return
             self._timer.cancel()
         self._timer = self._loop.call_at(due, self._look)

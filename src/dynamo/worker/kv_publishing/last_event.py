@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from dynamo.runtime.timers import due_of
+
 __all__ = ["REPEAT_SECONDS", "LastEventRepeats"]
 
 REPEAT_SECONDS: Final = (0.2, 0.3, 0.4, 10.0)
@@ -33,7 +35,7 @@ class LastEventRepeats:
     def sent(self) -> None:
         """Begin the silence behind events that were published just now."""
         self._sent_at, self._step = self._loop.time(), 0
-        if self._timer is None or self._timer.when() > self._sent_at + REPEAT_SECONDS[0]:
+        if self._timer is None or due_of(self._timer) > self._sent_at + REPEAT_SECONDS[0]:
             self._set_timer()
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from dynamo.runtime.request_plane.native.frames import (
 from dynamo.runtime.request_plane.native.stream import NativeStream
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.timers import due_of
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ class RequestSender(Dialled):
         self._not_home.add(stream)
         stream.await_home(self._not_home.discard)
         transport.write(frame)
-        if self._timer is None or self._timer.when() > self._due():
+        if self._timer is None or due_of(self._timer) > self._due():
             self._arm()
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ from dynamo.runtime.request_plane.native.sink import NativeSink
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tasks import Background
+from dynamo.runtime.timers import due_of
 from dynamo.runtime.tracing import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -387,7 +388,7 @@ class RequestConnection(asyncio.Protocol):
     def _arm(self) -> None:
         due = self._due()
         if self._timer is not None:
-            if self._timer.when() <= due:
+            if due_of(self._timer) <= due:
                 return
             self._timer.cancel()
         self._timer = self._loop.call_at(due, self._look)
