@@ -1,4 +1,4 @@
-"""Does the work of this process go on: what runs, since when nothing came of it, and how late the event loop is.
+"""Whether the work of this process goes on: the running requests, for how long none has sent anything, the lag of the event loop.
 
 One timer a second, and only while requests run, so an idle process pays nothing and a token nothing at all: every response
 counts what was sent anyway, and the timer looks at these counts.
@@ -11,27 +11,27 @@ from typing import Final
 
 from dynamo.runtime.request_plane.base import ResponseSink
 
-__all__ = ["BEAT_SECONDS", "ServingProgress"]
+__all__ = ["CHECK_SECONDS", "ServingProgress"]
 
-BEAT_SECONDS: Final = 1.0
+CHECK_SECONDS: Final = 1.0
 
 
 class _Mark:
-    """What was known of one request at the last beat."""
+    """One request at the last check."""
 
-    __slots__ = ("beats", "sent")
+    __slots__ = ("idle_checks", "sent")
 
     def __init__(self) -> None:
         self.sent = 0
-        self.beats = 0  # since it grew
+        self.idle_checks = 0  # since it grew
 
 
 class ServingProgress:
     """Watches the requests of the endpoints that requested it. Use it on the event loop; only reading is for other
     threads.
 
-    Silence is counted in beats of this very loop. While it was away (a suspended machine, an engine that blocks it) nobody
-    could have said anything, and that is one beat, however long it was.
+    Idle time is counted in checks by this very event loop. While the loop stood still (a suspended machine, an engine that blocks
+    it) no request could have sent anything, and that is one check, however long it was.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -40,23 +40,23 @@ class ServingProgress:
         self._running: dict[ResponseSink, _Mark] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        self._answered = False  # since the last beat one ended by itself
-        self._silent_beats = 0
-        self._longest_beats = 0
-        self.loop_lag_seconds = 0.0  # of the last beat
+        self._answered = False  # since the last check one ended by itself
+        self._idle_checks = 0
+        self._longest_idle_checks = 0
+        self.loop_lag_seconds = 0.0  # of the last check
 
     def entered(self, sink: ResponseSink) -> None:
         """Count a request that runs from now on."""
         self._running[sink] = _Mark()
         if self._timer is None:
-            self._beat_later()
+            self._check_later()
 
     def left(self, sink: ResponseSink, *, is_answered: bool) -> None:
         """Drop a request that has ended; `is_answered`: by itself, and not because its caller gave up."""
         self._running.pop(sink, None)
         self._answered = self._answered or is_answered
-        if not self._running:  # no request is silent now; the timer ends by itself, as requests may follow closely
-            self._silent_beats = self._longest_beats = 0
+        if not self._running:  # no request is idle now; the timer ends by itself, as requests may follow closely
+            self._idle_checks = self._longest_idle_checks = 0
             self._answered = False
 
     def close(self) -> None:
@@ -72,12 +72,12 @@ class ServingProgress:
     @property
     def silent_seconds(self) -> float:
         """For how long no request has produced output, although some running request could have."""
-        return self._silent_beats * BEAT_SECONDS
+        return self._idle_checks * CHECK_SECONDS
 
     @property
     def longest_silence_seconds(self) -> float:
-        """The same of the one request that has been silent for longest."""
-        return self._longest_beats * BEAT_SECONDS
+        """The same of the one request that has been idle for longest."""
+        return self._longest_idle_checks * CHECK_SECONDS
 
     def trouble(self) -> str | None:
         """Return why this process is not able to serve; None while the work goes on."""
@@ -85,29 +85,29 @@ class ServingProgress:
             return None
         return f"{len(self._running)} request(s), none of them has had a token for {self.silent_seconds:.0f} s"
 
-    def _beat_later(self) -> None:
+    def _check_later(self) -> None:
         loop = asyncio.get_running_loop()
-        self._due = loop.time() + BEAT_SECONDS
-        self._timer = loop.call_at(self._due, self._beat)
+        self._due = loop.time() + CHECK_SECONDS
+        self._timer = loop.call_at(self._due, self._check)
 
-    def _beat(self) -> None:
+    def _check(self) -> None:
         if not self._running:
             self._timer = None
             self.loop_lag_seconds = 0.0
             return
         self.loop_lag_seconds = max(0.0, asyncio.get_running_loop().time() - self._due)
-        moved, could_speak, longest = self._answered, False, 0
+        moved, could_send, longest = self._answered, False, 0
         for sink, mark in self._running.items():
             sent = sink.response_bytes
             if sent != mark.sent:
-                mark.sent, mark.beats, moved = sent, 0, True
+                mark.sent, mark.idle_checks, moved = sent, 0, True
             elif sink.has_credit():
-                mark.beats += 1
-                could_speak = True
-                longest = max(longest, mark.beats)
+                mark.idle_checks += 1
+                could_send = True
+                longest = max(longest, mark.idle_checks)
             else:
-                mark.beats = 0  # its caller does not read: that is not the engine's silence
+                mark.idle_checks = 0  # its caller does not read, which is no fault of the engine
         self._answered = False
-        self._silent_beats = 0 if moved or not could_speak else self._silent_beats + 1
-        self._longest_beats = longest
-        self._beat_later()
+        self._idle_checks = 0 if moved or not could_send else self._idle_checks + 1
+        self._longest_idle_checks = longest
+        self._check_later()

@@ -41,9 +41,9 @@ class LoopWatch:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._loop_thread = threading.get_ident()
-        self._beats = 0
-        self._computed_seconds = 0.0  # of the loop's thread, at the last beat
-        self._stuck_at_beat = -1  # the beat after which the loop did not turn
+        self._ticks = 0
+        self._computed_seconds = 0.0  # of the loop's thread, at the last tick
+        self._stuck_at_tick = -1  # the tick after which the loop did not turn
         self._found: str | None = None  # where it was blocked first
         self._timer: asyncio.TimerHandle | None = None
         self._ended = threading.Event()
@@ -58,7 +58,7 @@ class LoopWatch:
         """Run the thread beside the block."""
         thread = threading.Thread(target=self._watch, name="conformance loop watch", daemon=True)
         with self._signal_handler():
-            self._beat()
+            self._tick()
             thread.start()
             try:
                 yield
@@ -68,24 +68,24 @@ class LoopWatch:
                 if self._timer is not None:
                     self._timer.cancel()
 
-    def _beat(self) -> None:
-        self._beats += 1
+    def _tick(self) -> None:
+        self._ticks += 1
         computed = time.thread_time()
-        if self._beats > 1 and computed - self._computed_seconds >= BLOCKED_SECONDS:
+        if self._ticks > 1 and computed - self._computed_seconds >= BLOCKED_SECONDS:
             # An extension that keeps the interpreter's lock stops the watching thread as well.
             self._found = self._found or "by computing"
         self._computed_seconds = computed
-        self._timer = self._loop.call_later(TICK_SECONDS / 2, self._beat)
+        self._timer = self._loop.call_later(TICK_SECONDS / 2, self._tick)
 
     def _watch(self) -> None:
         seen, late = -1, 0
         while not self._ended.wait(TICK_SECONDS):
-            late = late + 1 if self._beats == seen and self._busy_at() else 0
-            seen = self._beats
+            late = late + 1 if self._ticks == seen and self._busy_at() else 0
+            seen = self._ticks
             if late >= BLOCKED_TICKS:
                 late = 0
                 self._found = self._found or self._busy_at()
-                self._stuck_at_beat = seen
+                self._stuck_at_tick = seen
                 self._interrupt()
 
     def _busy_at(self) -> str | None:
@@ -110,7 +110,7 @@ class LoopWatch:
             signal.signal(SIGNAL, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._beats == self._stuck_at_beat and _place(frame):  # else the loop got free in the meantime
+        if self._ticks == self._stuck_at_tick and _place(frame):  # else the loop got free in the meantime
             raise _GetFree
 
 

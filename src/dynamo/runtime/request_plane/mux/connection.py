@@ -121,7 +121,7 @@ class MuxConnection(Dialled):
         reason = self._failure or (str(exc) if exc else "the connection was closed")
         if not self.greeting.is_over and self._failure is None:
             tls = "" if exc is None else f" ({handshake_text(exc)})"
-            reason = f"it hung up before it said anything{tls}; {self.greeting.hint}"
+            reason = f"it closed the connection before its HELLO{tls}; {self.greeting.hint}"
         self._failure = reason  # a later request for this connection fails for the same reason
         self.greeting.failed(self.address, reason)
         for stream in streams:
