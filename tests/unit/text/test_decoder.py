@@ -33,6 +33,20 @@ def test_without_stops_everything_is_shown_and_counted() -> None:
     assert run(decoder(), each("héllo")) == ("héllo", None, None, 6)
 
 
+@each_case(
+    ("least", "expected"), [(2, ("he", "stop", "l", 3)), (3, ("hel", "stop", "l", 4)), (4, ("hello", None, None, 5))]
+)
+def test_stop_strings_are_looked_for_behind_min_tokens_in_an_engine_s_own_text(least: int, expected: Outcome) -> None:
+    choice = decoder(stop=["l"], min_tokens=least)
+    shown = "".join(choice.push([1], letter) for letter in "hello") + choice.finish()
+    assert (shown, choice.finish_reason, choice.stop_reason, choice.generated) == expected
+
+
+@each_case(("least", "expected"), [(0, ("", "stop", "\ufffd", 1)), (1, ("\ufffd", None, None, 1))])
+def test_stop_strings_are_looked_for_behind_min_tokens_in_what_the_end_shows(least: int, expected: Outcome) -> None:
+    assert run(decoder(stop=["\ufffd"], min_tokens=least), [[0xC3]]) == expected  # half of a code point
+
+
 def test_absent_and_null_members_mean_unset() -> None:
     choice = decoder(
         stop=None,
