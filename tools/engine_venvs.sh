@@ -7,8 +7,8 @@ cd "$(dirname "$0")/.." || exit 1
 make_environment() { # NAME EXTRAS
   local name=$1 extras=$2 variable="DYNAMO_${1^^}_PYTHON" place="$PWD/.engines/$1"
   if [ -n "${!variable+set}" ]; then return; fi
-  if [ ! -f "$place/.done" ]; then
-    echo "installing $name into $place (once) ..." >&2
+  if [ ! "$place/.done" -nt pyproject.toml ]; then # dependencies may have come since
+    echo "installing $name into $place ..." >&2
     python3 -m venv "$place" && "$place/bin/python" -m pip install --disable-pip-version-check --quiet -e ".[$extras]" >&2 &&
       touch "$place/.done" || { echo "skipped: $name could not be installed into $place" >&2; return; }
   fi
