@@ -220,7 +220,8 @@ class BatchConductor:
         self._parts.note_models()
         runs = [run for run in self._conducted.values() if run is not None]
         for run in runs:
-            await self._parts.disk(self._index.change_batch, run.record.batch.id, partial(_take_counts, run))
+            if run.has_news():  # a batch that waits costs the disk nothing
+                await self._parts.disk(self._index.change_batch, run.record.batch.id, partial(_take_counts, run))
         counts = await self._parts.disk(self._index.status_counts)
         oldest = min((run.record.batch.created_at for run in runs if run.backlog), default=None)
         self._parts.metrics.show(

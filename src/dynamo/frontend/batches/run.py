@@ -68,6 +68,7 @@ class BatchRun:
         self.record, self.journal, self.reader = record, journal, reader
         self._parts = parts
         self._wake = asyncio.Event()
+        self._told = (-1, 0)  # what was to be written down at the last call of `has_news`
         self._commit = GroupCommit(journal, parts.disk, record.batch.id, self._wake.set)
         self._queue = LineQueue(journal, reader, parts.disk, self._entered, parts.rng)
         self._running: dict[int, str] = {}  # request ids by line
@@ -94,6 +95,12 @@ class BatchRun:
             for request_id in list(self._running.values()):
                 self._parts.calls.stop(request_id)
             self._wake.set()
+
+    def has_news(self) -> bool:
+        """Return whether there is something to write down that was not there at the last call."""
+        news = self.backlog, len(self.seen_models)
+        is_new, self._told = news != self._told, news
+        return is_new
 
     @property
     def backlog(self) -> int:
