@@ -231,10 +231,7 @@ def _report(batch: dict[str, Any], output: Path) -> int:
     for error in (batch["errors"] or {}).get("data", ()):
         line = "" if error["line"] is None else f"line {error['line']}: "
         print(f"{line}{error['message']} ({error['code']})", file=sys.stderr)
-    print(
-        f"{batch['status']}: {counts['completed']} answered, {counts['failed']} failed, {counts['total']} in all",
-        file=sys.stderr,
-    )
+    print(f"{batch['status']}: {counts['completed']} answered, {counts['failed']} failed, {counts['total']} in all")
     if batch["error_file_id"] is not None:
         print(f"the failed lines are in {output}.errors", file=sys.stderr)
     return 0 if batch["status"] == "completed" and not counts["failed"] else EXIT_FAILED

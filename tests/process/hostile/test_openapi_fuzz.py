@@ -26,9 +26,12 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
     status_code_conformance,
 )
 
+from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine  # noqa: E402
 from dynamo.frontend.http.server import HttpServer  # noqa: E402
+from dynamo.protocol.model_types import ModelInput, ModelType  # noqa: E402
 from dynamo.runtime.context import Context  # noqa: E402
 from dynamo.runtime.request_plane.base import ResponseSink  # noqa: E402
+from dynamo.worker.serving import RawServing  # noqa: E402
 from support.frontend_cluster import cluster  # noqa: E402
 from support.scenario_table import record  # noqa: E402
 
@@ -41,6 +44,14 @@ GOOD: dict[str, dict[str, Any]] = {
     "POST /v1/responses/input_tokens": {"model": "m", "input": "hi"},
     "POST /v1/messages": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "POST /v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+    "POST /v1/embeddings": {"model": "vectors", "input": "hi"},
+    "POST /v1/classify": {"model": "vectors", "input": "hi"},
+    "POST /v1/pooling": {"model": "vectors", "input": "hi"},
+    "POST /v1/score": {"model": "vectors", "text_1": "hi", "text_2": "ho"},
+    "POST /v1/rerank": {"model": "vectors", "query": "hi", "documents": ["a", "b"]},
+    "POST /v2/rerank": {"model": "vectors", "query": "hi", "documents": ["a", "b"]},
+    "POST /v1/images/generations": {"model": "images", "prompt": "a fox", "size": "16x16"},
+    "POST /v1/batches": {"input_file_id": "file-none", "endpoint": "/v1/embeddings", "completion_window": "24h"},
 }
 OPERATIONS = [
     "POST /v1/chat/completions",
@@ -49,6 +60,22 @@ OPERATIONS = [
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "POST /v1/responses/input_tokens",
+    "POST /v1/embeddings",
+    "POST /v1/classify",
+    "POST /v1/pooling",
+    "POST /v1/score",
+    "POST /v1/rerank",
+    "POST /v2/rerank",
+    "POST /v1/images/generations",
+    "POST /v1/files",
+    "GET /v1/files",
+    "GET /v1/files/{file_id}",
+    "DELETE /v1/files/{file_id}",
+    "GET /v1/files/{file_id}/content",
+    "POST /v1/batches",
+    "GET /v1/batches",
+    "GET /v1/batches/{batch_id}",
+    "POST /v1/batches/{batch_id}/cancel",
     "GET /v1/responses/{response_id}",
     "DELETE /v1/responses/{response_id}",
     "GET /v1/responses/{response_id}/input_items",
@@ -69,17 +96,32 @@ async def echo(body: Mapping[str, Any], context: Context, sink: ResponseSink) ->
     sink.send_tokens([], finish_reason="stop")
 
 
+async def vectors(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+    size = body.get("dimensions") or 3
+    sink.send_object({"data": {"embeddings": [[0.5] * size for _ in body["token_ids"]]}})
+    sink.end()
+
+
+async def pictures(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+    await RawServing(SampleDiffusionEngine(delay=0)).handle(dict(body), context, sink)
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A frontend with one worker, on a loop and a thread of its own: schemathesis is a blocking client."""
     started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def main(directory: Path) -> None:
-        async with cluster(directory, http_host="127.0.0.1", http_port=0, peek_seconds=0.2) as house:
+        settings = {"http_host": "127.0.0.1", "http_port": 0, "peek_seconds": 0.2, "files_dir": directory / "files"}
+        async with cluster(directory, **settings) as house:
             server = HttpServer(house.frontend)
             await server.start()
             try:
                 await house.worker(echo)
+                kinds = ModelType.Classify | ModelType.Pooling | ModelType.Rerank | ModelType.Embedding
+                await house.worker(vectors, model="vectors", model_type=kinds)
+                kind, takes = ModelType.Images, ModelInput.Text
+                await house.worker(pictures, model="images", model_type=kind, model_input=takes)
                 stop = asyncio.Event()
                 started.set_result((server.port, asyncio.get_running_loop(), stop))
                 await stop.wait()
@@ -105,7 +147,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def within_reach(body: dict[str, Any], good: dict[str, Any], number: int, *, few: bool) -> dict[str, Any]:
     """A generated body that gets further than "no such model"; with `few` of its fields it has a chance to be served."""
     if not few:
-        return {**body, "model": "m"}
+        return {**body, "model": good["model"]} if "model" in good else body
     return {**{name: body[name] for name in sorted(body, key=lambda name: (len(name) * number) % 17)[:2]}, **good}
 
 
@@ -140,7 +182,8 @@ def fuzz(address: str, label: str, mode: Any, examples: int, *, derandomize: boo
 
 
 def modes(label: str) -> list[Any]:
-    return [GenerationMode.POSITIVE, GenerationMode.NEGATIVE] if "POST" in label else [GenerationMode.POSITIVE]
+    has_body = "POST" in label and label != "POST /v1/batches/{batch_id}/cancel"
+    return [GenerationMode.POSITIVE, GenerationMode.NEGATIVE] if has_body else [GenerationMode.POSITIVE]
 
 
 @pytest.mark.filterwarnings("ignore")

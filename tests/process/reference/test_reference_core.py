@@ -274,7 +274,6 @@ BAD = [
     ({"extra_args": {"sampling_options": {"bad_words_token_ids": [[]]}}}, "bad_words_token_ids"),
     ({"extra_args": {"sampling_options": {"suffix": "x"}}}, "suffix"),
     ({"output_options": {"logprobs": 21}}, "output_options.logprobs"),
-    ({"routing": {"lora_name": "x"}}, "routing.lora_name"),
     ({"bootstrap_info": {"bootstrap_room": 1}}, "bootstrap_info"),
 ]
 

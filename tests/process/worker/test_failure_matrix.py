@@ -311,6 +311,8 @@ ROWS = [
         "bad endpoint types",
         2,
         config={"endpoint_types": "chat,nonsense"},
+        starts=0,
+        cleanups=0,
         says=("InvalidArgument: unknown endpoint type 'nonsense'",),
     ),
     Row(
