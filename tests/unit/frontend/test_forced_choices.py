@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, Final
-
-import pytest
 
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output
 from dynamo.protocol.openai.chat_options import chat_options
@@ -14,6 +13,7 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text import ByteTokenizer
 from dynamo.text.formats import REASONING_FORMATS, TOOL_FORMATS
 from dynamo.text.output import Joined, OutputEvent, joined
+from support.cases import each_case
 from support.format_runs import NAMES
 from support.format_writers import FORMAT_OF, TOOLS, WRITERS
 
@@ -70,8 +70,7 @@ def around(writer: str, text: str) -> list[str]:
     return [text, *own.get(writer, [])]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("writer", NAMES)
+@each_case("writer,choice", list(itertools.product(NAMES, CHOICES)))
 def test_guided_json_is_calls_with_every_format(writer: str, choice: str) -> None:
     made = plan(writer, CHOICES[choice])
     calls = [FIND] if choice == "named" else [FIND, PING]
@@ -84,8 +83,7 @@ def test_guided_json_is_calls_with_every_format(writer: str, choice: str) -> Non
                 assert all(call.is_complete for call in found.calls)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("writer", NAMES)
+@each_case("writer,choice", list(itertools.product(NAMES, CHOICES)))
 def test_the_formats_own_form_is_read_after_a_forced_choice(writer: str, choice: str) -> None:
     made = plan(writer, CHOICES[choice])
     text = WRITERS[writer].calls([PING, FIND])
@@ -97,8 +95,7 @@ def test_the_formats_own_form_is_read_after_a_forced_choice(writer: str, choice:
             assert calls == ([FIND] if choice == "named" else [PING, FIND])
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("writer", NAMES)
+@each_case("writer,choice", list(itertools.product(NAMES, CHOICES)))
 def test_a_forced_call_that_is_cut_off_anywhere_is_what_there_is_of_it_and_never_text(writer: str, choice: str) -> None:
     made = plan(writer, CHOICES[choice])
     whole = json.dumps(ARGUMENTS)
@@ -121,8 +118,7 @@ WAIT: Final = {"default", "pythonic", "minimax_m3", "minimax_m3_nom"}
 """Formats whose calls are known only when they are whole."""
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("writer", NAMES)
+@each_case("writer,choice", list(itertools.product(NAMES, CHOICES)))
 def test_a_call_in_the_formats_own_form_that_is_cut_off_anywhere_is_never_text(writer: str, choice: str) -> None:
     made = plan(writer, CHOICES[choice])
     text = WRITERS[writer].calls([FIND])
@@ -136,8 +132,7 @@ def test_a_call_in_the_formats_own_form_that_is_cut_off_anywhere_is_never_text(w
     assert names > 10 or writer in WAIT
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("writer", NAMES)
+@each_case("writer,choice", list(itertools.product(NAMES, ["auto", "required"])))
 def test_one_call_is_kept_without_parallel_calls(writer: str, choice: str) -> None:
     made = plan(writer, choice, parallel_tool_calls=False)
     texts = [WRITERS[writer].calls([PING, FIND])] + ([guided(choice, PING, FIND)] if choice == "required" else [])
@@ -148,8 +143,7 @@ def test_one_call_is_kept_without_parallel_calls(writer: str, choice: str) -> No
             assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [PING]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("writer", NAMES)
+@each_case("writer,choice", list(itertools.product(NAMES, CHOICES)))
 def test_text_where_a_call_had_to_come_is_content(writer: str, choice: str) -> None:
     made = plan(writer, CHOICES[choice])
     for text in ("I would rather not.", "No {x} and [y].", "{smile} ok", "[1] says so"):

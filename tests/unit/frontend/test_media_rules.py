@@ -11,6 +11,7 @@ from dynamo.frontend.media.addresses import MediaRefused, check_address, check_u
 from dynamo.frontend.media.cache import MediaCache
 from dynamo.frontend.media.content import Media, read_data_url, read_media
 from dynamo.frontend.media.settings import FetchRules
+from support.cases import each_case
 from support.pictures import GIF, JPEG, MP4, RED, WAV, WEBP, data_url, png_of
 
 STRICT = FetchRules()
@@ -18,7 +19,7 @@ INTERNAL = FetchRules.of(None, allow_internal=True)
 PIXELS = 64_000_000
 
 
-@pytest.mark.parametrize(
+@each_case(
     "url",
     [
         "file:///etc/passwd", "ftp://a.com/x", "s3://bucket/x", "gopher://a.com", "javascript:1", "//a.com/x", "/etc/passwd", "a.png",
@@ -64,7 +65,7 @@ def test_only_listed_hosts_where_there_is_a_list() -> None:
             check_url(f"https://{host}/x", rules)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "address",
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
@@ -92,7 +93,7 @@ def test_a_shown_url_holds_neither_payload_nor_key() -> None:
     assert len(shown_url("https://a.com/" + "x" * 5000)) < 250
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fetcher", "expected"),
     [
         (None, STRICT),
@@ -114,7 +115,7 @@ def test_the_rules_of_a_card(fetcher: object, expected: FetchRules) -> None:
 # -- contents ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "kind", "mime", "size"),
     [
         (RED, "image", "image/png", (8, 8)),
@@ -144,7 +145,7 @@ def test_webp_sizes_of_all_three_headers() -> None:
         assert (media.width, media.height) == (99, 50)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "kind"),
     [
         (b"", "image"),
@@ -175,7 +176,7 @@ def test_a_content_that_is_not_what_it_should_be_is_refused(data: bytes, kind: s
         read_media(data, kind, max_pixels=PIXELS)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "url",
     ["data:", "data:,", "data:image/png,AA", "data:image/png;base64", "data:image/png;base64,@@", "data:;base64,A", "data:;base64,AA==x"],
 )  # fmt: skip
@@ -213,7 +214,7 @@ def test_the_cache_is_bounded_and_forgets_what_is_old() -> None:
     assert cache.find(49) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("header", "seconds"),
     [("", 60), ("max-age=5", 5), ("public, max-age=99999", 60), ("no-store", 0), ("private, max-age=9", 0), ("no-cache", 0), ("x", 60)],
 )  # fmt: skip

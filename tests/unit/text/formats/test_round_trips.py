@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from datetime import UTC, datetime
 from typing import Any
-
-import pytest
 
 from dynamo.text import ChatTemplate
 from dynamo.text.formats import REASONING_FORMATS, TOOL_FORMATS, ToolSet
@@ -65,8 +64,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.parametrize("name", FAMILIES)
+@each_case("name,turn", list(itertools.product(FAMILIES, TURNS)))
 def test_a_turn_that_a_template_wrote_is_read_back(name: str, turn: str) -> None:
     family = FAMILIES[name]
     message = TURNS[turn]

@@ -16,6 +16,7 @@ from dynamo.text.formats.scanner import TextMachine
 from dynamo.text.formats.tagged_answer import tagged_machine
 from dynamo.text.formats.tools import unified_parser
 from dynamo.text.output import CallArguments, Joined, OutputEvent, joined
+from support.cases import each_case
 from support.format_runs import NAMES, TOOL_SET, cuts_of
 from support.format_writers import FORMAT_OF, WRITERS
 
@@ -67,7 +68,7 @@ def halves(text: str) -> Iterator[list[str]]:
         yield [text[:place], text[place:]]
 
 
-@pytest.mark.parametrize(("writer", "tags"), list(itertools.product(TAGGED, TAGS)), ids=str)
+@each_case("writer,tags", list(itertools.product(TAGGED, TAGS)))
 def test_tags_in_arguments_are_data_and_tags_around_calls_are_tags(writer: str, tags: tuple[str, str]) -> None:
     opening, closing = tags
     form = WRITERS[writer]
@@ -83,7 +84,7 @@ def test_tags_in_arguments_are_data_and_tags_around_calls_are_tags(writer: str, 
         assert found_calls(found) == calls, pieces
 
 
-@pytest.mark.parametrize("writer", NAMES)
+@each_case("writer", NAMES)
 def test_one_cut_anywhere_changes_nothing_where_tags_stand_in_arguments(writer: str) -> None:
     calls = calls_of(writer, "<think>", "</think>")
     text = WRITERS[writer].calls(calls[:2])
@@ -91,8 +92,7 @@ def test_one_cut_anywhere_changes_nothing_where_tags_stand_in_arguments(writer: 
         assert found_calls(read(machine(writer, "qwen3"), pieces)) == calls[:2], pieces
 
 
-@pytest.mark.parametrize("writer", UNIFIED)
-@pytest.mark.parametrize("tags", TAGS, ids=str)
+@each_case("writer,tags", list(itertools.product(UNIFIED, TAGS)))
 def test_tags_of_other_families_in_arguments_of_a_unified_format(writer: str, tags: tuple[str, str]) -> None:
     calls = calls_of(writer, *tags)
     text = WRITERS[writer].calls(calls)
@@ -108,7 +108,7 @@ REASONED: Final = [
 ]
 
 
-@pytest.mark.parametrize(("writer", "tags"), list(itertools.product(REASONED, TAGS)), ids=str)
+@each_case("writer,tags", list(itertools.product(REASONED, TAGS)))
 def test_tags_in_a_call_that_stands_in_reasoning_are_data(writer: str, tags: tuple[str, str]) -> None:
     opening, closing = tags
     (call,) = calls_of(writer, opening, closing)[:1]
@@ -119,7 +119,7 @@ def test_tags_in_a_call_that_stands_in_reasoning_are_data(writer: str, tags: tup
         assert found_calls(found) == [call], pieces
 
 
-@pytest.mark.parametrize("writer", REASONED)
+@each_case("writer", REASONED)
 def test_a_call_in_reasoning_that_is_none_hides_neither_the_closing_tag_nor_what_follows(writer: str) -> None:
     ping = WRITERS[writer].calls([("ping", {})])
     whole = WRITERS[writer].calls([("run", {"code": "abc"})])

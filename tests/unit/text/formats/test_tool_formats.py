@@ -14,18 +14,19 @@ from dynamo.text.formats import TOOL_FORMATS
 from dynamo.text.formats.reasoning import REASONING_FORMATS
 from dynamo.text.output import Content
 from dynamo.text.output_parser import OutputParser
+from support.cases import each_case
 from support.format_runs import NAMES, assert_is_consistent, corpus, cuts_of, fuzz, meaning, parser, run, token_pieces
 from support.format_writers import CORPUS, WRITERS, cases, random_arguments
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_the_corpus_is_what_its_writer_says(name: str) -> None:
     generated: list[dict[str, Any]] = json.loads((CORPUS / f"{name}.json").read_text(encoding="utf-8"))
     assert generated == json.loads(json.dumps(cases(WRITERS[name])))
     assert len(corpus(name)) >= 15
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_every_case_means_what_the_corpus_says(name: str) -> None:
     wrong = []
     for case in corpus(name):
@@ -36,7 +37,7 @@ def test_every_case_means_what_the_corpus_says(name: str) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_no_cut_changes_the_meaning(name: str) -> None:
     dice = random.Random(f"cuts {name}")
     for case in corpus(name):
@@ -45,7 +46,7 @@ def test_no_cut_changes_the_meaning(name: str) -> None:
             assert run(name, pieces) == whole, pieces
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_one_cut_anywhere_changes_nothing_where_marks_stand_in_a_string(name: str) -> None:
     (text,) = [case["text"] for case in corpus(name) if case["name"] == "marks in a string"]
     whole = run(name, [text])
@@ -64,7 +65,7 @@ def test_two_cuts_anywhere_change_nothing(name: str) -> None:
             assert run(name, [text[:i], text[i : i + 3], text[i + 3 :]]) == whole, (text[:i], text[i : i + 3])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_an_end_anywhere_loses_nothing_and_breaks_nothing(name: str) -> None:
     for case in corpus(name)[::6]:
         text = case["text"]
@@ -81,12 +82,12 @@ def test_an_end_at_every_character_of_every_case(name: str) -> None:
             assert_is_consistent(name, text[:end], list(text[:end]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_pieces_of_calls_in_any_order(name: str) -> None:
     fuzz(name, 12)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_what_a_family_writes_is_read_back(name: str) -> None:
     dice = random.Random(f"round trip {name}")
     for _ in range(8):
