@@ -6,7 +6,8 @@ ARGS ?=
 # Compiled files are kept between runs also where the shell says not to: a third of the time of `make test` without them.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 # What `make test` is: no plugins that no unit uses (1.5 s of imports for each process), and neighbours stay together.
-UNITS := -q -n 2 --dist worksteal -p no:schemathesis -p no:anyio -m "not process" --hypothesis-profile=quick
+# Three processes for two processors: many tests wait for something.
+UNITS := -q -n 3 --dist worksteal -p no:schemathesis -p no:anyio -m "not process" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
 
@@ -32,7 +33,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
 	@$(BIN)/dynamo serve $(ARGS)
 
-test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 65 to 90 seconds, the first time three minutes
+test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 50 to 80 seconds, the first time three minutes
 	@$(PYTEST) $(UNITS) tests/unit tests/contract $(ARGS)
 
 test-all: $(VENV)/.dev ## the rest: every example of the properties, processes, real servers, simulated clusters, hostile peers
