@@ -5,7 +5,8 @@ forked, which does not notice that the engine ends. Their numbers are in DIR/chi
 one is.
 
 That first one also makes shared memory of which nothing but its own mapping knows. The path of it, and of a private
-directory with a file and a socket in it, are in DIR/files.
+directory with a file and a socket in it, are in DIR/files. Where DIR/notes exists the engine writes down that memory, as
+engines do whose processes may die before the guard has looked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Self
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, LLMEngine
-from dynamo.runtime.process_guard import private_directory
+from dynamo.runtime.process_guard import note_shared_memory, private_directory
 from dynamo.worker.run import run
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
@@ -71,6 +72,8 @@ class ParentEngine(LLMEngine):
         assert self.core.stdout is not None
         shared = self.core.stdout.readline().decode().strip()
         (self.directory / "files").write_text(f"{private}\n{shared}")
+        if (self.directory / "notes").exists():
+            note_shared_memory(private, [self.core.pid])
         apart = subprocess.Popen(SLEEP, start_new_session=True)
         orphan = subprocess.run([sys.executable, "-S", "-c", ORPHAN, *SLEEP], stdout=subprocess.PIPE, check=True)
         forked = os.fork()

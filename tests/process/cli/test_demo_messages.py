@@ -106,7 +106,7 @@ def test_a_stream_is_text_as_it_is_written(client: Any) -> None:
     with client.messages.stream(model="demo", max_tokens=100, messages=question) as stream:
         pieces = list(stream.text_stream)
     assert "".join(pieces) == "3, 4, 5, 6, 7, 8, 9"
-    assert len(pieces) > 5
+    assert len(pieces) > 1  # tokens that come while the machine is busy share an event
 
 
 def test_the_count_of_tokens_is_that_of_the_usage(client: Any) -> None:
