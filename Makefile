@@ -95,6 +95,14 @@ test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai and instructor aga
 	@$(BIN)/python tools/client_environments.py
 	@$(BIN)/python -m pytest -q -m clients tests/process/clients -rs $(ARGS)
 
+test-browser: $(VENV)/.dev ## the inspector's page in a headless Chromium (Debian: apt-get install chromium), by playwright, which this installs
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[browser]'
+	@$(BIN)/python -m pytest -q -m browser tests/process/inspect_page -rs $(ARGS)
+
+screenshots: $(VENV)/.dev ## the pictures of docs/img: every view of the inspector's page under load (ARGS="--only streams")
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[browser]'
+	@$(BIN)/python tools/screenshots.py $(ARGS)
+
 test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; drains and rolling restarts
 	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/long/faults tests/process/reference/test_disaggregated_processes.py -rs $(ARGS)
 
@@ -111,4 +119,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all coverage check house docs format bench bench-native bench-vllm bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-clients test-engines test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-clients test-engines test-rust test-interop clean

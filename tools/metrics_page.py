@@ -13,6 +13,8 @@ from typing import Final
 
 from pages import write_page
 
+from dynamo.frontend.metrics.autoscale import AUTOSCALE_PREFIX
+from dynamo.frontend.metrics.autoscale import FAMILIES as AUTOSCALE
 from dynamo.frontend.metrics.table import FAMILIES as FRONTEND
 from dynamo.mocker.metrics import FAMILIES as MOCKER
 from dynamo.router.kv.metrics import FAMILIES as KV_ROUTER
@@ -37,6 +39,7 @@ TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
     "kv": KV_PUBLISHER,
     "mocker": MOCKER,
     "kv_router": (*KV_ROUTER, *ROUTER_QUEUE),
+    "autoscale": tuple(family.under(AUTOSCALE_PREFIX) for family in AUTOSCALE),
     "frontend": tuple(family.under("dynamo_frontend") for family in FRONTEND),
 }
 

@@ -17,17 +17,24 @@ from dynamo.cli.bench.flags import BenchFlags
 from dynamo.cli.bench.replay.flags import ReplayFlags
 from dynamo.cli.chat import ChatFlags
 from dynamo.cli.conformance import ConformanceFlags
+from dynamo.cli.doctor.command import DoctorFlags
 from dynamo.cli.explain import ExplainFlags
 from dynamo.cli.new import NewFlags
+from dynamo.cli.replay.flags import ResendFlags
 from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
 from dynamo.cli.simulate import SimulateFlags
+from dynamo.cli.status import StatusFlags
+from dynamo.cli.top import TopFlags
 from dynamo.contract import args as worker
 from dynamo.contract.config import ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, NAMESPACE_SUFFIX, WorkerConfig
 from dynamo.frontend import settings as frontend
+from dynamo.frontend.inspector.settings import InspectorSettings
 from dynamo.frontend.media.settings import MediaSettings
 from dynamo.frontend.metrics.buckets import LOG_BUCKETS
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
+from dynamo.frontend.recording.settings import RecordingSettings
+from dynamo.frontend.recording.trace_settings import RequestTraceSettings
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
@@ -81,13 +88,14 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "runtime-flags": tuple(of_runtime()),
     "mocker": (*own(MockerSettings), BOOTSTRAP_HOST),
     "router-service": tuple(own(RouterServiceSettings)),
-    "status": (*own(*STATUS_TABLES), *runtime.IGNORED),
-    "frontend": (*own(FrontendSettings, flags=True), *ONE_VALUE, frontend.DUMP_CONFIG_TO),
+    "frontend": (*own(FrontendSettings, flags=True), *own(InspectorSettings), *ONE_VALUE, frontend.DUMP_CONFIG_TO),
+    "status-server": (*own(*STATUS_TABLES), *runtime.IGNORED),
     "frontend-variables": (
         *own(ApiLimits), *own(FrontendSettings, flags=False), frontend.TOKENIZER_CACHE, *frontend.ROUTES.values(),
     ),
     "kv-router": tuple(own(KvRouterSettings, ConditionalSettings)),
     "media": tuple(own(MediaSettings)),
+    "recording": tuple(own(RecordingSettings, RequestTraceSettings)),
     "model-files": (*own(FilePolicy), *(made for name, made in settings_of(FrontendSettings) if name in LOADING)),
     "templates": tuple(own(BudgetSpec)),
     "guided": (*own(GuidedLimits), COMPILE_LIMIT),
@@ -99,6 +107,10 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "conformance": tuple(own(ConformanceFlags)),
     "simulate": tuple(own(SimulateFlags)),
     "explain": tuple(own(ExplainFlags)),
+    "resend": tuple(own(ResendFlags)),
+    "top": tuple(own(TopFlags)),
+    "status": tuple(own(StatusFlags)),
+    "doctor": tuple(own(DoctorFlags)),
     "discovery": (
         *(made for made in own(RuntimeSettings, flags=False) if made.variable in DISCOVERY), runtime.TEMPORARY,
         *own(runtime.EtcdSettings, runtime.KubernetesSettings),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.runtime.discovery import Change, Delete, Discovery, Put
+from dynamo.runtime.discovery.base import SharedRecords
 from support.cases import each_case
 from support.discovery_rigs import EtcdRig, FileRig, KubernetesRig, MemoryRig, Rig
 from support.fake_kubernetes import FakeKubernetes
@@ -304,3 +305,31 @@ async def test_a_store_that_answers_has_no_trouble_and_its_ids_survive_a_reader_
     await store.put(KEY, b"{}")
     assert store.trouble() is None
     assert int(float(store.lease_id)) == store.lease_id < 2**53
+
+
+async def test_of_several_that_replace_a_shared_record_at_once_one_does_and_it_outlives_its_writer(
+    open_store: OpenStore,
+) -> None:
+    stores = [await open_store() for _ in range(3)]
+    if not isinstance(stores[0], SharedRecords):
+        pytest.skip("this store has no records that are shared")
+    key = "v1/limits/pages/07"
+
+    async def replace(before: bytes | None, *, after: bytes) -> int:
+        written = await asyncio.gather(
+            *[store.swap(key, before, after) for store in stores if isinstance(store, SharedRecords)]
+        )
+        return sum(written)
+
+    assert await replace(None, after=b"1") == 1
+    assert await replace(None, after=b"2") == 0
+    assert await replace(b"2", after=b"3") == 0
+    assert await replace(b"1", after=b"4") == 1
+    view: dict[str, bytes] = {}
+    async with stores[2].watch("v1/limits") as changes:
+        await until(changes, view, lambda: view == {key: b"4"})
+        assert await replace(b"4", after=b"5") == 1
+        await until(changes, view, lambda: view == {key: b"5"})
+    for store in stores[:2]:
+        await store.close()
+    assert await stores[2].get_prefix("v1/limits") == {key: b"5"}

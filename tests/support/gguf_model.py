@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from dynamo.reference.weights import read_tensors
+from dynamo.reference.tensor_files import read_tensors
 
 __all__ = ["write_gguf"]
 

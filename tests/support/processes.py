@@ -243,6 +243,12 @@ class Cluster:
         own = ["--model-name", model, "--component", model]
         return self._worker(name, model, [*argv, *own, *flags], env, self.root / f"{name}.journal")
 
+    def raw(self, name: str, model: str, program: str, *flags: str, **env: str) -> Worker:
+        """Start a worker of a raw engine, a module that is run."""
+        own = ["--model-name", model, "--component", model]
+        argv = [sys.executable, "-m", program, *self._discovery, *own, *flags]
+        return self._worker(name, model, argv, env, self.root / f"{name}.journal")
+
     def reference(self, name: str, model: str, directory: Path, *flags: str, program: str = "", **env: str) -> Worker:
         """Start a worker of the reference engine; `program`: Python to run before it."""
         start = f"{program}\nfrom dynamo.reference.__main__ import main\nmain()"

@@ -20,7 +20,7 @@ A request that another worker had begun to answer (its prompt is longer than `Co
 script stood after as many tokens.
 
 SCRIPTED_TOOL_PARSER and SCRIPTED_REASONING_PARSER are what its card says of its output, SCRIPTED_MAX_NUM_SEQS of what it runs
-at once, and SCRIPTED_ROLE is `prefill` or `decode` for one half of a pair. A request also brings
+at once, SCRIPTED_START_SECONDS is how long it takes to start, and SCRIPTED_ROLE is `prefill` or `decode` for one half of a pair. A request also brings
 a `x-dynamo-meta-tag` under which the journal, JSON lines in the file SCRIPTED_JOURNAL, can be searched.
 """
 
@@ -66,6 +66,7 @@ class ScriptedEngine(LLMEngine):
         )
 
     async def start(self, worker_id: int) -> EngineConfig:
+        await asyncio.sleep(float(os.environ.get("SCRIPTED_START_SECONDS", "0")))
         return EngineConfig(model=MODEL, context_length=1_000_000, max_num_seqs=MAX_NUM_SEQS or None)
 
     async def register_prometheus(self, metrics: Any) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(dynamo.__file__).parent
 PURE_FORBIDDEN = frozenset({"asyncio", "socket", "ssl", "selectors", "time", "os", "threading", "subprocess", "signal"})
 
 # Each room and the rooms it may import. The longest prefix of a module's name decides.
-PURE = frozenset({"errors", "access", "settings", "protocol", "text", "kv", "placement", "scheduling"})
+PURE = frozenset({"errors", "access", "settings", "protocol", "text", "kv", "placement", "scheduling", "scaling"})
 CONTRACT = frozenset(
     {
         "errors",
@@ -42,6 +42,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "protocol": frozenset({"errors", "settings", "protocol"}),
     "text": frozenset({"errors", "settings", "protocol", "text"}),
     "kv": frozenset({"errors", "protocol", "kv"}),
+    "scaling": frozenset({"errors", "scaling"}),
     "scheduling": frozenset({"errors", "protocol", "kv", "scheduling"}),
     "prometheus_names": frozenset(),
     "runtime": frozenset({"errors", "settings", "placement", "runtime", "prometheus_names"}),
@@ -64,7 +65,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "trtllm": WORKER | {"trtllm"},
     "mocker": FACADE | {"scheduling", "mocker"},
     "replay": frozenset({"errors", "kv", "placement", "router", "scheduling", "mocker", "replay"}),
-    "supervise": frozenset({"errors", "protocol", "runtime", "supervise"}),
+    "supervise": frozenset({"errors", "protocol", "runtime", "scaling", "supervise"}),
     "testing": WORKER | FRONTEND | {"testing"},
     "cli": WORKER | FRONTEND | {"engines", "testing", "scheduling", "mocker", "replay", "cli"},
 }

@@ -18,9 +18,14 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from demo_model.conversations import KINDS, Answer, Conversation, conversation
+from demo_model.conversations.picture_chats import PICTURE_KINDS
+from demo_model.lessons.pictures import Picture
 from dynamo.reference.core import Core, Failure
 from dynamo.reference.demo import DIRECTORY
+from dynamo.reference.demo.drawing import encode_png
 from dynamo.reference.loading import Options, load_core
+from dynamo.reference.media import NO_MEDIA, MediaPrompt
+from dynamo.reference.picture_codes import FILE, Vision
 from dynamo.reference.request import read_request
 from dynamo.text.templates import ChatTemplate
 
@@ -28,9 +33,10 @@ __all__ = ["Result", "answers_of", "examine", "is_right", "questions", "table"]
 
 SEED: Final = "final examination"
 MAX_ANSWER_TOKENS: Final = 160
-EXAMINED: Final = tuple(
-    kind for kind in KINDS if kind not in ("exercises", "drills", "counts", "judgements", "yes or no", "unsaid")
-)  # nobody asks so
+EXAMINED: Final = (
+    *(kind for kind in KINDS if kind not in ("exercises", "drills", "counts", "judgements", "yes or no", "unsaid")),
+    *PICTURE_KINDS,
+)  # nobody asks as the others do
 MARK_BEGIN, MARK_END = "<!-- examined -->", "<!-- end -->"
 
 
@@ -52,12 +58,12 @@ def examine(directory: Path, *, count: int, kinds: Iterable[str] = EXAMINED, see
     """Ask `count` held-out questions of every kind."""
     found = []
     for kind in kinds:
+        if kind in PICTURE_KINDS and not (directory / FILE).exists():
+            continue  # it sees nothing
         asked = questions(kind, count, seed)
-        given = answers_of(directory, [(c.messages[: a.at], c.variables) for c, a in asked])
+        given = answers_of(directory, [(c.messages[: a.at], c.variables, c.pictures) for c, a in asked])
         wrong = tuple(
-            (str(c.messages[a.at - 1]["content"]), a.text, got)
-            for (c, a), got in zip(asked, given, strict=True)
-            if not is_right(a, got)
+            (_shown(c, a), a.text, got) for (c, a), got in zip(asked, given, strict=True) if not is_right(a, got)
         )
         found.append(Result(kind, count - len(wrong), count, wrong))
     return found
@@ -71,20 +77,40 @@ def questions(kind: str, count: int, seed: str = SEED) -> list[tuple[Conversatio
     rng = Random(f"{seed}:{kind}")
     found: dict[str, tuple[Conversation, Answer]] = {}
     while len(found) < count:
-        made = conversation(rng, held_out=True, kind=kind)
+        is_seen = kind in PICTURE_KINDS
+        made = PICTURE_KINDS[kind](rng, True) if is_seen else conversation(rng, held_out=True, kind=kind)
         if not made.answers[-1].given:
-            found.setdefault(str(made.messages), (made, made.answers[-1]))
+            found.setdefault(
+                str((made.messages, *made.keys)) if is_seen else str(made.messages), (made, made.answers[-1])
+            )
     return list(found.values())
 
 
-def answers_of(directory: Path, asked: Sequence[tuple[Sequence[dict[str, Any]], dict[str, Any]]]) -> list[str]:
-    """Return the model's answer to each (messages, template variables)."""
+def _shown(asked: Conversation, answer: Answer) -> str:
+    """Return the last question, and what its picture shows."""
+    content = asked.messages[answer.at - 1]["content"]
+    if not asked.pictures:
+        return str(content)
+    text = next(part["text"] for part in content if part["type"] == "text")
+    return f"{text} [{asked.pictures[0].described}: {asked.pictures[0].drawing}]"
+
+
+def answers_of(directory: Path, asked: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Return the model's answer to each (messages, template variables), or with the pictures of these messages behind."""
     template = ChatTemplate((directory / "chat_template.jinja").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    prompts = [template.render(messages, variables=variables) for messages, variables in asked]
+    prompts = [template.render(messages, variables=variables) for messages, variables, *_ in asked]
     core = load_core(directory, Options(max_num_seqs=32, kv_cache_mb=64))
     tokens = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
-    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in _generate(core, tokens)]
+    media = [_seen(core.limits.vision, *pictures) for _, _, *pictures in asked]
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in _generate(core, tokens, media)]
+
+
+def _seen(vision: Vision | None, pictures: Sequence[Picture] = ()) -> MediaPrompt:
+    """Return what stands for the pictures in the prompt, read from PNG as the engine would."""
+    if vision is None or not pictures:
+        return NO_MEDIA
+    return MediaPrompt(tuple(token for each in pictures for token in vision.tokens(encode_png(each.pixels()))))
 
 
 def is_right(answer: Answer, got: str) -> bool:
@@ -108,7 +134,7 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join(("| Kind of question | Right | Answers |", "|---|---|---|", *rows))
 
 
-def _generate(core: Core, prompts: Sequence[list[int]]) -> list[list[int]]:
+def _generate(core: Core, prompts: Sequence[list[int]], media: Sequence[MediaPrompt]) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
     places = {}
     for number, tokens in enumerate(prompts):
@@ -117,7 +143,7 @@ def _generate(core: Core, prompts: Sequence[list[int]]) -> list[list[int]]:
             "sampling_options": {"temperature": 0.0},
             "stop_conditions": {"max_tokens": MAX_ANSWER_TOKENS},
         }
-        places[core.add(read_request(request, core.limits))[0]] = number
+        places[core.add(read_request(request, core.limits, media=media[number]))[0]] = number
     while not core.is_idle:
         for emission in core.step():
             if isinstance(emission, Failure):

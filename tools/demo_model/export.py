@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_SHARD_BYTES", "to_bfloat16", "write_shards"]
+__all__ = ["MAX_SHARD_BYTES", "to_bfloat16", "write_shards", "write_tensors"]
 
 MAX_SHARD_BYTES: Final = 2_500_000  # a file of a repository, not of a model hub
 
@@ -36,6 +36,11 @@ def write_shards(tensors: Mapping[str, npt.NDArray[np.float32]], directory: Path
     total = sum(array.nbytes for shard in shards for array in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(tensors: Mapping[str, npt.NDArray[np.float32]], path: Path) -> None:
+    """Write one file."""
+    _write({name: to_bfloat16(values) for name, values in sorted(tensors.items())}, path)
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dynamo.reference.config import ModelConfig
 
-__all__ = ["Network"]
+__all__ = ["Network", "rotate"]
 
 
 class Network(nn.Module):
@@ -116,8 +116,8 @@ class _Attention(nn.Module):
         queries, keys, values = mixed.split((self.heads, self.kv_heads, self.kv_heads), 1)
         share = self.heads // self.kv_heads
         seen = F.scaled_dot_product_attention(
-            _rotate(self.q_norm(queries), turn),
-            _rotate(self.k_norm(keys), turn).repeat_interleave(share, 1),
+            rotate(self.q_norm(queries), turn),
+            rotate(self.k_norm(keys), turn).repeat_interleave(share, 1),
             values.repeat_interleave(share, 1),
             is_causal=True,  # rows are padded on the right, so padding is never looked at
         )
@@ -138,7 +138,7 @@ class _Mlp(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = turn
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -30,7 +30,7 @@ from demo_model.network import Network
 from demo_model.vocabulary import END_OF_TEXT, END_OF_TURN, build_tokenizer, write_tokenizer
 from dynamo.reference.config import read_model_config
 from dynamo.reference.demo import DIRECTORY
-from dynamo.reference.weights import read_tensors
+from dynamo.reference.tensor_files import read_tensors
 
 __all__ = ["main", "padded", "rate_at"]
 

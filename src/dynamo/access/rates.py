@@ -14,10 +14,10 @@ __all__ = ["Rate"]
 class Rate:
     """So many units in so many seconds, `burst` of them at once."""
 
-    __slots__ = ("_room", "burst", "interval", "limit")
+    __slots__ = ("_room", "burst", "interval", "limit", "period_seconds")
 
-    def __init__(self, limit: int, period_seconds: float, burst: int) -> None:
-        self.limit, self.burst = limit, burst
+    def __init__(self, limit: float, period_seconds: float, burst: float) -> None:
+        self.limit, self.burst, self.period_seconds = limit, burst, period_seconds
         self.interval = period_seconds / limit
         """Seconds after which one more unit is allowed."""
         # Adding and taking away the same interval leaves a rest of some nanoseconds, which must not refuse anybody.
@@ -40,10 +40,24 @@ class Rate:
         """Return how many units may come now."""
         owed = full_at - now
         if owed <= 0:
-            return self.burst
+            return int(self.burst)
         left = math.floor((self._room - owed) / self.interval)
         return left if left > 0 else 0
 
     def reset_seconds(self, full_at: float, now: float) -> float:
         """Return how long it takes until the whole burst may come."""
         return max(0.0, full_at - now)
+
+    # -- parts of a rate -------------------------------------------------------------------------------------------------
+
+    def part(self, limit: float) -> Rate:
+        """Return a smaller rate with its part of the burst; one unit always may come."""
+        return Rate(limit, self.period_seconds, max(1.0, self.burst * limit / self.limit))
+
+    def level(self, full_at: float, now: float) -> float:
+        """Return how many units may come now, with fractions; negative where more is owed than the burst."""
+        return self.burst - max(0.0, full_at - now) / self.interval
+
+    def full_at(self, level: float, now: float) -> float:
+        """Return the state in which so many units may come now."""
+        return now + (self.burst - level) * self.interval

@@ -52,8 +52,19 @@ class KeyRole(enum.StrEnum):
     """What a key is for."""
 
     USER = "user"
+    VIEWER = "viewer"
+    """May look at the inspector, but at no content; uses no other routes unless its record names them."""
+    CONTENT = "content"
+    """The same, with the text of prompts and answers where the inspector shows it."""
+    OPERATOR = "operator"
+    """May look at the inspector without content, and act: abort requests, drain workers."""
     ADMIN = "admin"
     """May use the admin routes, too."""
+
+    @property
+    def only_inspects(self) -> bool:
+        """Whether such a key is for the inspector alone."""
+        return self in (KeyRole.VIEWER, KeyRole.CONTENT, KeyRole.OPERATOR)
 
 
 class Revocation(enum.StrEnum):
@@ -162,6 +173,8 @@ class KeyRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
 
     def allows_group(self, group: RouteGroup) -> bool:
         """Return whether it may use the routes of a group."""
+        if self.routes is None and self.role.only_inspects:
+            return group is RouteGroup.METRICS
         if self.routes is None:
             return group is not RouteGroup.METRICS or self.role is KeyRole.ADMIN
         return group in self.routes

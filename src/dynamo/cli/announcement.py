@@ -9,9 +9,9 @@ from typing import Any
 
 from dynamo.cli.console import Console
 from dynamo.cli.local_processes import LocalProcesses
-from dynamo.cli.readiness import PROGRESS_SECONDS, Address, ready_text, takes_requests, wait_listed
+from dynamo.cli.readiness import PROGRESS_SECONDS, Address, ready_text, say_inspector, takes_requests, wait_listed
+from dynamo.supervise.newcomer import POLL_SECONDS, WorkerRefused
 from dynamo.supervise.process import SupervisedProcess
-from dynamo.supervise.rolling import POLL_SECONDS, WorkerRefused
 
 __all__ = ["Announcement"]
 
@@ -29,6 +29,11 @@ class Announcement:
         self._surfaces = ""
         self._is_table_shown = False
         self._is_announced = False
+
+    @property
+    def model(self) -> str | None:
+        """What the workers serve; None: none has served yet."""
+        return next((model for model, _ in self._served.values()), None)
 
     def on_configured(self, worker: SupervisedProcess, report: Mapping[str, Any]) -> None:
         """Take the report of a worker that has read its command line."""
@@ -80,6 +85,7 @@ class Announcement:
                 self._is_announced = True
                 self._console.say("Ready", strong=True)
                 self._console.say(ready_text(self._address, models[0], self._surfaces))
+                say_inspector(self._console, self._processes.admin_port or self._address.port)
             else:
                 self._console.say(f"frontend serves again at {self._address.url}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 from urllib.parse import SplitResult, urlsplit
@@ -46,8 +46,13 @@ class ApiClient:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._parts.geturl()
+
     def connect(self) -> http.client.HTTPConnection:
-        """Return a connection that is not made yet; the caller closes it."""
+        """Return a connection that is made with its first request; the caller closes it."""
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_SECONDS)
 
@@ -60,24 +65,54 @@ class ApiClient:
         *,
         raw: Any = None,
         headers: dict[str, str] | None = None,
+        timeout_seconds: float = READ_SECONDS,
     ) -> http.client.HTTPResponse:
         """Send one request and return its answer, once its headers are there. Raises ServerError unless it is a success.
 
         `raw`: a body that is sent as it is (bytes, or an iterable of them), with `headers` that say what it is.
+        `timeout_seconds`: how long the answer may pause.
         """
+        content = raw if body is None else json.dumps(body).encode()
         try:
-            connection.connect()
-            connection.sock.settimeout(READ_SECONDS)
-            content = raw if body is None else json.dumps(body).encode()
-            connection.request(method, self._base + path, content, self._headers | (headers or {}))
-            answer = connection.getresponse()
+            if connection.sock is None:
+                connection.connect()
+            connection.sock.settimeout(timeout_seconds)
+        except OSError as error:
+            raise self._no_answer(error) from error
+        try:
+            answer = self._exchange(connection, method, path, content, headers or {})
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(
-                f"no answer from {self._parts.geturl()}: {error or type(error).__name__}; is it running? `dynamo serve` starts one"
-            ) from error
+            raise ServerError(f"no answer from {self.url}: {error or type(error).__name__}") from error
         if not 200 <= answer.status < 300:
             raise ServerError(f"{answer.status}: {error_text(_json(answer.read(MAX_LINE_BYTES)))}", answer.status)
         return answer
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, method: str, path: str, content: Any, headers: Mapping[str, str]
+    ) -> http.client.HTTPResponse:
+        """Send a request and return its answer, also one that the server gave before it had read all of the request."""
+        try:
+            connection.request(method, self._base + path, content, self._headers | dict(headers))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            # A server that refuses a body answers and closes: the answer may lie there already.
+            with suppress(OSError, http.client.HTTPException):
+                return _answer_at_once(connection, method)
+            raise ServerError(
+                f"{self._parts.geturl()} closed the connection while the request was being sent; it may be too large"
+            ) from error
+        return connection.getresponse()
+
+    def open(self, connection: http.client.HTTPConnection) -> None:
+        """Make a connection, for whoever needs its socket before there is an answer. Raises ServerError."""
+        try:
+            connection.connect()
+        except OSError as error:
+            raise self._no_answer(error) from error
+
+    def _no_answer(self, error: Exception) -> ServerError:
+        return ServerError(
+            f"no answer from {self.url}: {error or type(error).__name__}; is it running? `dynamo serve` starts one"
+        )
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send one request and return its answer, read as JSON. Raises ServerError."""
@@ -102,6 +137,13 @@ class ServerFlags:
     def settle(self, env: Mapping[str, str]) -> Self:
         """Find the server of this machine where no other is named."""
         return self if self.url else replace(self, url=f"http://127.0.0.1:{self.port}")
+
+
+def _answer_at_once(connection: http.client.HTTPConnection, method: str) -> http.client.HTTPResponse:
+    """Read the answer to a request that could not be sent as a whole."""
+    answer = http.client.HTTPResponse(connection.sock, method=method)
+    answer.begin()
+    return answer
 
 
 def error_text(body: Any) -> str:

@@ -14,7 +14,7 @@ from dynamo.cli.console import Console
 from dynamo.cli.engines import load_engine
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local import stopping_signals
-from dynamo.cli.readiness import Address, ready_text, wait_listed
+from dynamo.cli.readiness import Address, ready_text, say_inspector, wait_listed
 from dynamo.cli.usage import UsageError
 from dynamo.errors import DynamoException, InvalidArgument, text_of
 from dynamo.frontend.app import Frontend
@@ -44,9 +44,9 @@ def serve_in_process(options: ServeOptions, console: Console, listener: socket.s
     engine_cls = load_engine(options.engine)
     configure_dynamo_logging()
     system_port = SystemSettings.from_env().port
-    if options.flags.workers > 1 and system_port > 0:
+    if options.flags.workers.most > 1 and system_port > 0:
         raise UsageError(
-            f"DYN_SYSTEM_PORT={system_port} is one port for {options.flags.workers} workers in one process; use 0"
+            f"DYN_SYSTEM_PORT={system_port} is one port for {options.flags.workers.most} workers in one process; use 0"
         )
     failure: BaseException | None = None
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -76,7 +76,7 @@ class _OneProcess:
         self._times = shutdown_times({"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0", **os.environ})
 
     async def run(self, engine_cls: type[BaseEngine]) -> None:
-        made = [await self._make(engine_cls) for _ in range(self._options.flags.workers)]
+        made = [await self._make(engine_cls) for _ in range(self._options.flags.workers.most)]
         admin = self._options.flags.admin_port
         settings = parse_args(
             [
@@ -115,17 +115,21 @@ class _OneProcess:
         self._workers = [Worker(engine, config, times=self._times, embedded=True) for engine, config in made]
         await server.start()
         try:
-            async with asyncio.TaskGroup() as group:
-                for number, worker in enumerate(self._workers, 1):
-                    group.create_task(self._run(worker), name=f"worker-{number}")
-                readiness = group.create_task(self._announce(made[0][1].endpoint_types), name="readiness")
-                await self._stop.wait()
-                readiness.cancel()
-                await server.stop()  # first: its requests need the workers to end well
-                for worker in self._workers:
-                    worker.request_stop()
+            with server.published_inspector():
+                await self._work(made, server)
         finally:
             await server.close()
+
+    async def _work(self, made: list[tuple[BaseEngine, WorkerConfig]], server: HttpServer) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number, worker in enumerate(self._workers, 1):
+                group.create_task(self._run(worker), name=f"worker-{number}")
+            readiness = group.create_task(self._announce(made[0][1].endpoint_types), name="readiness")
+            await self._stop.wait()
+            readiness.cancel()
+            await server.stop()  # first: its requests need the workers to end well
+            for worker in self._workers:
+                worker.request_stop()
 
     async def _run(self, worker: Worker) -> None:
         await worker.run()
@@ -140,6 +144,7 @@ class _OneProcess:
         )
         self._console.say("Ready", strong=True)
         self._console.say(ready_text(self._address, models[0], surfaces))
+        say_inspector(self._console, self._options.flags.admin_port or self._address.port)
 
     def _show_table(self, configs: list[WorkerConfig]) -> None:
         pid = str(os.getpid())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import secrets
 import sqlite3
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +26,9 @@ from dynamo.frontend.access.key_editor import change_key_file
 from dynamo.frontend.access.key_store import load_key_file
 from dynamo.frontend.access.usage_store import COUNTS, GROUPS, UsageQuery, usage_rows
 from dynamo.settings.command import CommandParser
+from dynamo.settings.flags import add_flags
+from dynamo.settings.readers import SettingReader, each, integer, number, one_of, placeholder, switch, text, words
+from dynamo.settings.table import read_settings, setting, settings_of
 
 __all__ = ["main"]
 
@@ -41,14 +44,12 @@ A running frontend reads a file that has changed within a second or two.
 """
 
 _SPAN: Final = re.compile(r"(\d+)([smhdw])")
+_LIMITS: Final = "Limits"
+_BUDGET: Final = "Budget"
+_LIMIT_NAMES: Final = (
+    "requests_per_minute", "requests_per_day", "tokens_per_minute", "concurrent", "max_tokens_per_request",
+)  # fmt: skip
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_LIMIT_FLAGS: Final = {
-    "rpm": ("requests_per_minute", "requests per minute"),
-    "rpd": ("requests_per_day", "requests per day"),
-    "tpm": ("tokens_per_minute", "input and output tokens per minute"),
-    "concurrent": ("concurrent", "requests at once"),
-    "max-request-tokens": ("max_tokens_per_request", "input and output tokens of one request"),
-}
 
 
 def read_span(given: str) -> timedelta:
@@ -76,76 +77,120 @@ def read_moment(given: str) -> datetime:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
-def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a type for argparse that keeps the text of a ValueError."""
-
-    def parse(given: str) -> Any:
-        try:
-            return read(given)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse
+_span: Final = SettingReader(read_span, metavar="TIME")
+_moment: Final = SettingReader(read_moment, metavar="WHEN")
+_count: Final = integer()
 
 
-def build_parser() -> CommandParser:
+@dataclass(frozen=True, slots=True)
+class KeyFileFlags:
+    """Which file."""
+
+    file: str = setting(
+        DEFAULT_FILE,
+        "DYN_KEYS",
+        placeholder("FILE", text),
+        "The key file, TOML, or JSON if its name ends in .json",
+        flag="--file",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KeyListFlags(KeyFileFlags):
+    """How keys are listed."""
+
+    as_json: bool = setting(False, None, switch, "As JSON", flag="--json", negative="", dest="json")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRotateFlags(KeyFileFlags):
+    """How a key gets a new secret."""
+
+    keep: timedelta | None = setting(None, None, _span, "Take the old secret for so long, too (24h)", flag="--keep")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUsageFlags:
+    """What of the usage is shown."""
+
+    # fmt: off
+    usage_db: str | None = setting(None, "DYN_USAGE_DB", placeholder("FILE", text), "The frontend's `--usage-db`", flag="--usage-db")
+    by: tuple[str, ...] = setting(("key",), None, placeholder("GROUPS", words), f"Some of {', '.join(GROUPS)}, with commas", flag="--by")
+    since: timedelta = setting(timedelta(days=7), None, _span, "How far back", flag="--since", shown="7d")
+    as_json: bool = setting(False, None, switch, "As JSON", flag="--json", negative="", dest="json")
+    # fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCreateFlags(KeyFileFlags):
+    """What a new key may do."""
+
+    # fmt: off
+    name: str | None = setting(None, None, text, "What people call it", flag="--name")
+    project: str | None = setting(None, None, text, "Whose files, batches, limits and budget it shares", flag="--project")
+    is_admin: bool = setting(False, None, switch, "May use the admin routes, too", flag="--admin", negative="", dest="admin")
+    models: tuple[str, ...] = setting((), None, each(placeholder("PATTERN", text)), "May use these models only (repeatable)", flag="--model", dest="models", repeats=True)
+    routes: tuple[str, ...] = setting((), None, each(one_of(*map(str, RouteGroup))), f"May use these routes only (repeatable): {', '.join(RouteGroup)}", flag="--route", dest="routes", repeats=True)
+    cidrs: tuple[str, ...] = setting((), None, each(placeholder("NETWORK", text)), "May come from here only (repeatable)", flag="--cidr", dest="cidrs", repeats=True)
+    expires: datetime | None = setting(None, None, _moment, "When it ends: 30d, or 2027-01-31", flag="--expires")
+    priority: int | None = setting(None, None, _count, "The highest priority of its requests", flag="--priority")
+    max_tokens: int | None = setting(None, None, _count, "Output tokens of one answer", flag="--max-tokens")
+    requests_per_minute: int | None = setting(None, None, _count, "Requests per minute", flag="--rpm", group=_LIMITS)
+    requests_per_day: int | None = setting(None, None, _count, "Requests per day", flag="--rpd", group=_LIMITS)
+    tokens_per_minute: int | None = setting(None, None, _count, "Input and output tokens per minute", flag="--tpm", group=_LIMITS)
+    concurrent: int | None = setting(None, None, _count, "Requests at once", flag="--concurrent", group=_LIMITS)
+    max_tokens_per_request: int | None = setting(None, None, _count, "Input and output tokens of one request", flag="--max-request-tokens", group=_LIMITS)
+    budget_tokens: int | None = setting(None, None, _count, "Tokens of a `--budget-period`", flag="--budget-tokens", group=_BUDGET)
+    budget_money: float | None = setting(None, None, number(metavar="X"), "Money of a `--budget-period`, by the file's prices", flag="--budget-money", group=_BUDGET)
+    budget_period: str = setting("month", None, one_of(*map(str, Period)), "After which time a budget is whole again: day, month or total", flag="--budget-period", group=_BUDGET)
+    is_hard: bool = setting(False, None, switch, "End an answer where the budget ends", flag="--hard", negative="", dest="hard", group=_BUDGET)
+    revokes_now: bool = setting(False, None, switch, "Removing it cuts its running requests", flag="--revoke-now", negative="", dest="revoke_now")
+    is_imported: bool = setting(False, None, switch, "Read the key itself from stdin", flag="--import", negative="", dest="is_imported")
+    # fmt: on
+
+    def limits(self) -> dict[str, int]:
+        """Return the limits that were given, by the names of a key file."""
+        found = {name: getattr(self, name) for name in _LIMIT_NAMES}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+_ACTIONS: Final[Mapping[str, tuple[type, str]]] = {
+    "create": (KeyCreateFlags, "make a key, and print it once"),
+    "list": (KeyListFlags, "list the keys, without the keys themselves"),
+    "usage": (KeyUsageFlags, "show what keys have used"),
+    "show": (KeyFileFlags, "show the record of a key as JSON"),
+    "disable": (KeyFileFlags, "refuse a key from now on"),
+    "enable": (KeyFileFlags, "take a disabled key again"),
+    "delete": (KeyFileFlags, "remove a key"),
+    "rotate": (KeyRotateFlags, "give a key a new secret, and print it once"),
+}
+_OF_ONE_KEY: Final = ("show", "disable", "enable", "delete", "rotate")
+
+
+def build_parser(env: Mapping[str, str]) -> CommandParser:
     """Make the parser of this command."""
     parser = CommandParser("dynamo keys", description=_DESCRIPTION, epilog=_EPILOG)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
-    file = CommandParser(add_help=False)
-    file.add_argument(
-        "--file",
-        default=os.environ.get("DYN_KEYS", "").strip() or DEFAULT_FILE,
-        metavar="FILE",
-        help="the key file, TOML, or JSON if its name ends in .json [DYN_KEYS] (default: %(default)s)",
-    )
-    create = commands.add_parser("create", parents=[file], help="make a key, and print it once")
-    _add_create_flags(create)
-    listed = commands.add_parser("list", parents=[file], help="list the keys, without the keys themselves")
-    listed.add_argument("--json", action="store_true", help="as JSON")
-    _add_usage_flags(commands.add_parser("usage", help="show what keys have used"))
-    for name, meaning in (
-        ("show", "show the record of a key as JSON"),
-        ("disable", "refuse a key from now on"),
-        ("enable", "take a disabled key again"),
-        ("delete", "remove a key"),
-        ("rotate", "give a key a new secret, and print it once"),
-    ):
-        one = commands.add_parser(name, parents=[file], help=meaning)
-        one.add_argument("id", metavar="ID", help="the id of the key, as `list` shows it")
-        if name == "rotate":
-            one.add_argument(
-                "--keep", type=_argument(read_span), metavar="TIME", help="take the old secret for so long, too (24h)"
-            )
+    for name, (kind, meaning) in _ACTIONS.items():
+        one = commands.add_parser(name, help=meaning)
+        if name in _OF_ONE_KEY:
+            one.add_argument("id", metavar="ID", help="the id of the key, as `list` shows it")
+        add_flags(one, (made for _, made in settings_of(kind)), env)
     return parser
 
 
-def _add_usage_flags(usage: argparse.ArgumentParser) -> None:
-    usage.add_argument(
-        "--usage-db",
-        default=os.environ.get("DYN_USAGE_DB", "").strip() or None,
-        metavar="FILE",
-        help="the frontend's --usage-db [DYN_USAGE_DB]",
-    )
-    usage.add_argument("--by", default="key", metavar="GROUPS", help=f"some of {', '.join(GROUPS)}, with commas (key)")
-    usage.add_argument(
-        "--since", type=_argument(read_span), default=read_span("7d"), metavar="TIME", help="default: 7d"
-    )
-    usage.add_argument("--json", action="store_true", help="as JSON")
-
-
-def _usage(options: argparse.Namespace) -> None:
+def _usage(options: KeyUsageFlags) -> None:
     """Print what keys have used, from the file that the frontends write."""
     if options.usage_db is None:
         raise UsageError("name the file that the frontend writes: --usage-db FILE (DYN_USAGE_DB)")
     since = int((datetime.now(UTC) - options.since).timestamp()) // 60
-    groups = tuple(options.by.split(","))
+    groups = options.by
     try:
         with closing(sqlite3.connect(f"file:{Path(options.usage_db).absolute()}?mode=ro", uri=True)) as database:
             rows = usage_rows(database, UsageQuery(groups, max(0, since)))
     except sqlite3.Error as error:
         raise UsageError(f"{options.usage_db} cannot be read: {error}") from None
-    if options.json:
+    if options.as_json:
         print(json.dumps(rows, indent=2, ensure_ascii=False))
         return
     _table([[name.upper() for name in (*groups, *COUNTS)], *[[_cell(name, row[name]) for name in row] for row in rows]])
@@ -163,56 +208,37 @@ def _table(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _add_create_flags(create: argparse.ArgumentParser) -> None:
-    create.add_argument("--name", help="what people call it")
-    create.add_argument("--project", help="whose files, batches, limits and budget it shares")
-    create.add_argument("--admin", action="store_true", help="may use the admin routes, too")
-    create.add_argument("--model", action="append", metavar="PATTERN", help="may use these models only (repeatable)")
-    create.add_argument(
-        "--route", action="append", choices=list(map(str, RouteGroup)), help="may use these routes only (repeatable)"
-    )
-    create.add_argument("--cidr", action="append", metavar="NETWORK", help="may come from here only (repeatable)")
-    create.add_argument("--expires", type=_argument(read_moment), metavar="WHEN", help="30d, or 2027-01-31")
-    create.add_argument("--priority", type=int, metavar="N", help="the highest priority of its requests")
-    create.add_argument("--max-tokens", type=int, metavar="N", help="output tokens of one request")
-    for flag, (_, meaning) in _LIMIT_FLAGS.items():
-        create.add_argument(f"--{flag}", type=int, metavar="N", help=meaning)
-    create.add_argument("--budget-tokens", type=int, metavar="N", help="tokens of a --budget-period")
-    create.add_argument(
-        "--budget-money", type=float, metavar="X", help="money of a --budget-period, by the file's prices"
-    )
-    create.add_argument("--budget-period", choices=list(map(str, Period)), default="month", help="default: %(default)s")
-    create.add_argument("--hard", action="store_true", help="end an answer where the budget ends")
-    create.add_argument("--revoke-now", action="store_true", help="removing it cuts its running requests")
-    create.add_argument("--import", action="store_true", dest="is_imported", help="read the key itself from stdin")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run one command; the exit status."""
-    options = build_parser().parse_args(argv)
+    given = build_parser(os.environ).parse_args(argv)
+    options: Any = read_settings(_ACTIONS[given.command][0], os.environ, vars(given))
     try:
-        match options.command:
-            case "create":
+        match options:
+            case KeyCreateFlags():
                 _create(options)
-            case "usage":
+            case KeyUsageFlags():
                 _usage(options)
-            case "list":
-                _list(options.file, as_json=options.json)
-            case "show":
-                print(_json(_find(options.file, options.id)))
-            case "rotate":
-                _rotate(options)
-            case "delete":
-                is_json = _is_json(options.file)
-                change_key_file(options.file, lambda text: remove_key(text, options.id, is_json=is_json))
-                _say(f"deleted the key {options.id}")
-            case _:
-                is_enabled = options.command == "enable"
-                _change(options.file, options.id, lambda record: msgspec.structs.replace(record, enabled=is_enabled))
-                _say(f"{options.command}d the key {options.id}")
+            case KeyListFlags():
+                _list(options.file, as_json=options.as_json)
+            case KeyRotateFlags():
+                _rotate(options, given.id)
+            case KeyFileFlags():
+                _change_one(given.command, options.file, given.id)
     except InvalidArgument as error:
         raise UsageError(str(error)) from None
     return 0
+
+
+def _change_one(action: str, path: str, id: str) -> None:
+    """Show, disable, enable or delete a key."""
+    if action == "show":
+        print(_json(_find(path, id)))
+    elif action == "delete":
+        change_key_file(path, lambda text: remove_key(text, id, is_json=_is_json(path)))
+        _say(f"deleted the key {id}")
+    else:
+        _change(path, id, lambda record: msgspec.structs.replace(record, enabled=action == "enable"))
+        _say(f"{action}d the key {id}")
 
 
 def _is_json(path: str) -> bool:
@@ -244,7 +270,7 @@ def _change(path: str, id: str, change: Callable[[KeyRecord], KeyRecord]) -> Non
     change_key_file(path, changed)
 
 
-def _create(options: argparse.Namespace) -> None:
+def _create(options: KeyCreateFlags) -> None:
     key, record = _new_record(options)
     is_json = _is_json(options.file)
     is_new = not Path(options.file).exists()
@@ -254,7 +280,7 @@ def _create(options: argparse.Namespace) -> None:
         print(key)
 
 
-def _new_record(options: argparse.Namespace) -> tuple[str | None, KeyRecord]:
+def _new_record(options: KeyCreateFlags) -> tuple[str | None, KeyRecord]:
     """Return a key that was made (None: it was imported) and its record. Raises UsageError."""
     id = new_id(secrets.token_bytes(32))
     if options.is_imported:
@@ -265,31 +291,26 @@ def _new_record(options: argparse.Namespace) -> tuple[str | None, KeyRecord]:
             raise UsageError(f"--import: {error}") from None
     else:
         key = key_text(id, secrets.token_bytes(RANDOM_BYTES))
-    limits = {
-        name: value
-        for flag, (name, _) in _LIMIT_FLAGS.items()
-        if (value := getattr(options, flag.replace("-", "_"))) is not None
-    }
     members: dict[str, Any] = {
         "id": id,
         "hash": hash_of(key.encode()),
         "name": options.name,
         "project": options.project,
-        "role": "admin" if options.admin else "user",
-        "revoke": "now" if options.revoke_now else "later",
+        "role": "admin" if options.is_admin else "user",
+        "revoke": "now" if options.revokes_now else "later",
         "created": datetime.now(UTC).replace(microsecond=0),
         "expires": options.expires,
-        "models": options.model,
-        "routes": options.route,
-        "cidrs": options.cidr,
+        "models": options.models or None,
+        "routes": options.routes or None,
+        "cidrs": options.cidrs or None,
         "priority": options.priority,
         "max_tokens": options.max_tokens,
-        "limits": limits or None,
+        "limits": options.limits() or None,
     }
     if options.budget_tokens is not None or options.budget_money is not None:
         budget = {"tokens": options.budget_tokens, "money": options.budget_money, "period": options.budget_period}
-        members["budget"] = {**budget, "hard": options.hard}
-    elif options.hard:
+        members["budget"] = {**budget, "hard": options.is_hard}
+    elif options.is_hard:
         raise UsageError("--hard is about a budget: give --budget-tokens or --budget-money, too")
     try:
         record = msgspec.convert({name: value for name, value in members.items() if value is not None}, KeyRecord)
@@ -298,8 +319,8 @@ def _new_record(options: argparse.Namespace) -> tuple[str | None, KeyRecord]:
     return None if options.is_imported else key, record
 
 
-def _rotate(options: argparse.Namespace) -> None:
-    key = key_text(options.id, secrets.token_bytes(RANDOM_BYTES))
+def _rotate(options: KeyRotateFlags, id: str) -> None:
+    key = key_text(id, secrets.token_bytes(RANDOM_BYTES))
 
     def rotated(record: KeyRecord) -> KeyRecord:
         kept, until = None, None
@@ -307,8 +328,8 @@ def _rotate(options: argparse.Namespace) -> None:
             kept, until = record.hash, datetime.now(UTC).replace(microsecond=0) + options.keep
         return msgspec.structs.replace(record, hash=hash_of(key.encode()), previous_hash=kept, previous_expires=until)
 
-    _change(options.file, options.id, rotated)
-    _say(f"the key {options.id} has a new secret, which is shown once, and not kept:")
+    _change(options.file, id, rotated)
+    _say(f"the key {id} has a new secret, which is shown once, and not kept:")
     print(key)
 
 

@@ -16,10 +16,13 @@ from dynamo.cli.console import Console
 from dynamo.cli.ending import Ending
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local_processes import LocalProcesses
-from dynamo.cli.readiness import Address, takes_requests
+from dynamo.cli.readiness import Address, read_load, takes_requests
 from dynamo.cli.reload import watch_sources
+from dynamo.scaling.decide import ScaleRules
+from dynamo.supervise.newcomer import Newcomers
 from dynamo.supervise.process import GaveUp, SupervisedProcess
 from dynamo.supervise.rolling import RollingRestart
+from dynamo.supervise.scaling import LoadReading, Scaling
 
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
@@ -45,12 +48,24 @@ class LocalCluster:
         )
         self._announcement = Announcement(console, self._processes, address, store)
         self._ending = Ending(console)
-        self._restart = RollingRestart(
-            self._processes,
-            partial(takes_requests, address),
-            console.say,
-            limit_seconds=options.flags.replace_seconds,
+        self._newcomers = Newcomers(
+            partial(takes_requests, address), console.say, limit_seconds=options.flags.replace_seconds
         )
+        self._restart = RollingRestart(self._processes, self._newcomers, console.say)
+        self._scaling = None if options.flags.workers.is_fixed else self._made_scaling(address)
+
+    def _made_scaling(self, address: Address) -> Scaling:
+        flags = self._options.flags
+
+        async def read() -> LoadReading | None:
+            model = self._announcement.model
+            return None if model is None else await read_load(address, model)
+
+        rules = ScaleRules(
+            flags.workers.least, flags.workers.most, flags.scale_target, down_after_seconds=flags.scale_down_after
+        )
+        say = self._console.say
+        return Scaling(self._processes, self._newcomers, read, say, rules, is_advice_only=flags.scale_advise)
 
     async def run(self) -> int:
         """Serve until a signal or a failure; return the exit status of the command."""
@@ -64,6 +79,8 @@ class LocalCluster:
                     group.create_task(self._announcement.follow_frontend(), name="readiness"),
                     group.create_task(self._restart.run(), name="rolling restart"),
                 ]
+                if self._scaling is not None:
+                    beside.append(group.create_task(self._scaling.run(), name="scaling"))
                 if self._options.flags.reload:
                     self._sources = asyncio.get_running_loop().create_future()
                     beside.append(group.create_task(self._reload(self._sources), name="reload"))
@@ -93,7 +110,8 @@ class LocalCluster:
             case "refused":
                 self._ending.on_refusal(report["reason"])
             case "serving":
-                if not self._restart.on_registered(process, report):
+                self._processes.instances[process] = report["instance_id"]
+                if not self._newcomers.registered(process, report):
                     process.mark_ready()
                 self._announcement.on_serving(process, report)
 

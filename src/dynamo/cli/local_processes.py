@@ -22,7 +22,8 @@ OnReport = Callable[[SupervisedProcess, Mapping[str, Any]], None]
 
 
 class LocalProcesses:
-    """Not started yet: whoever has them keeps them. It is the `WorkerPool` of a rolling restart."""
+    """Not started yet: whoever has them keeps them. It is the `WorkerPool` of a rolling restart, and the
+    `ScalablePool` of scaling."""
 
     def __init__(
         self,
@@ -46,14 +47,22 @@ class LocalProcesses:
         self.workers = [self._supervised(worker) for worker in workers]
         # Of all workers that run, those on their way out included.
         self._slots = {worker: slot for slot, worker in enumerate(self.workers)}
+        self.instances: dict[SupervisedProcess, int] = {}  # the ids that workers registered with
 
     def all(self) -> list[SupervisedProcess]:
         """Return every process that runs."""
         return [self.frontend, *self._slots]
 
+    @property
+    def admin_port(self) -> int | None:
+        """The port of the admin routes; None: that of the API, or one that only the log names."""
+        return self._options.flags.admin_port or None
+
     def missing(self) -> str:
         """Describe what is waited for before a model can be listed."""
         loading = [worker.name for worker in self.workers if not worker.is_ready]
+        if not self.workers:
+            return "a worker, which is started with the next request"
         if len(loading) == len(self.workers):
             return f"{', '.join(loading)} to load its model" if len(loading) == 1 else f"{', '.join(loading)} to load"
         return "the frontend to list a model"
@@ -67,18 +76,34 @@ class LocalProcesses:
 
     def add_replacement(self, leaving: SupervisedProcess, policy: RestartPolicy) -> SupervisedProcess:
         """Return the process that replaces `leaving`, not started yet."""
-        slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots.values())
-        new = self._supervised(worker_program(self._options, self._store, os.environ, leaving.name, slot), policy)
-        self._slots[new] = slot
-        return new
+        return self._added(leaving.name, policy)
 
     def remove(self, process: SupervisedProcess) -> None:
         """Forget a worker that was stopped."""
         del self._slots[process]
+        self.instances.pop(process, None)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` until the command ends."""
         return self._group.create_task(work, name=name)
+
+    # -- what scaling needs ----------------------------------------------------------------------------------------
+
+    def add_worker(self, policy: RestartPolicy) -> SupervisedProcess:
+        """Return one more worker, not started yet and not in `workers`."""
+        taken = {worker.name for worker in self._slots}
+        name = next(name for number in range(1, len(taken) + 2) if (name := f"worker-{number}") not in taken)
+        return self._added(name, policy)
+
+    def instance_of(self, worker: SupervisedProcess) -> int | None:
+        """Return the instance id that a worker registered with; None: not yet."""
+        return self.instances.get(worker)
+
+    def _added(self, name: str, policy: RestartPolicy) -> SupervisedProcess:
+        slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots.values())
+        new = self._supervised(worker_program(self._options, self._store, os.environ, name, slot), policy)
+        self._slots[new] = slot
+        return new
 
     def _supervised(self, program: Program, policy: RestartPolicy | None = None) -> SupervisedProcess:
         self._console.join(program.name)

@@ -25,7 +25,14 @@ COMMANDS: Final = {
     "keys": ("dynamo.cli.keys", "make, show and take away API keys"),
     "simulate": ("dynamo.cli.simulate", "run clusters under virtual time with seeded faults"),
     "batch": ("dynamo.cli.batch", "run a file of requests as a batch, and look after batches"),
+    "replay": ("dynamo.cli.replay.command", "send recorded requests again and compare, or answer from the recording"),
     "explain": ("dynamo.cli.explain", "say why requests went where they went, and what another policy would have done"),
+    "top": ("dynamo.cli.top", "show what a served system is doing, live in the terminal or once as text"),
+    "status": ("dynamo.cli.status", "say whether everything is ready, and what is wrong"),
+    "doctor": (
+        "dynamo.cli.doctor.command",
+        "examine this machine and its settings, and say what to do about what is wrong",
+    ),
     "bench": ("dynamo.cli.bench.command", "load a server and report throughput and latency"),
     "completion": ("dynamo.cli.completion", "print a script that completes this command in bash, zsh or fish"),
 }

@@ -25,7 +25,8 @@ GRACE_SECONDS: Final = 0.3
 def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> list[Program]:
     """Return the programs to start: the frontend, then the workers."""
     workers = (
-        worker_program(options, store, environ, f"worker-{slot + 1}", slot) for slot in range(options.flags.workers)
+        worker_program(options, store, environ, f"worker-{slot + 1}", slot)
+        for slot in range(options.flags.workers.at_first)
     )
     found = [_frontend_program(options, listener, store, environ), *workers]
     return [replace(program, first_env=_chaos(options, program.name)) for program in found]
@@ -45,10 +46,20 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
         *("--http-host", options.flags.http_host, "--http-port", str(options.flags.http_port)),
         *(() if options.flags.admin_port is None else ("--admin-port", str(options.flags.admin_port))),
         *(() if options.flags.keys is None else ("--keys", options.flags.keys)),
+        *_scaling_arguments(options),
         *options.frontend_args,
         *(() if options.flags.frontend_workers is None else ("--workers", str(options.flags.frontend_workers))),
     )
     return Program("frontend", arguments, env, stop_seconds, (listener,))
+
+
+def _scaling_arguments(options: ServeOptions) -> tuple[str, ...]:
+    """Return what a frontend is told whose workers come and go by their load."""
+    workers = options.flags.workers
+    if workers.is_fixed:
+        return ()
+    on_demand = () if workers.least else ("--cold-start-wait-seconds", str(options.flags.cold_start_wait))
+    return ("--autoscale", *on_demand)
 
 
 def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str], name: str, slot: int) -> Program:

@@ -18,9 +18,19 @@ from urllib.parse import quote
 from dynamo.cli.console import Console
 from dynamo.cli.usage import PlainRefusal, UsageError
 from dynamo.runtime.addresses import bound_socket
-from dynamo.supervise.rolling import POLL_SECONDS, WorkerRefused
+from dynamo.supervise.newcomer import POLL_SECONDS, WorkerRefused
+from dynamo.supervise.scaling import LoadReading
 
-__all__ = ["Address", "bind", "listed_models", "ready_text", "takes_requests", "wait_listed"]
+__all__ = [
+    "Address",
+    "bind",
+    "listed_models",
+    "read_load",
+    "ready_text",
+    "say_inspector",
+    "takes_requests",
+    "wait_listed",
+]
 
 PROBE_SECONDS: Final = 2.0
 PROGRESS_SECONDS: Final = 3.0
@@ -94,6 +104,23 @@ async def takes_requests(address: Address, model: str, instance_id: int) -> bool
     return False
 
 
+async def read_load(address: Address, model: str) -> LoadReading | None:
+    """Return what the frontend says of the load of a model's workers; None while it does not answer."""
+    with suppress(OSError, TimeoutError, ValueError, KeyError, TypeError):
+        async with asyncio.timeout(PROBE_SECONDS):
+            try:
+                said = json.loads(await _get(address, f"/autoscale/v1/{quote(model)}"))
+            except UnknownThere:
+                return LoadReading(0.0, is_known=False)
+        running = {int(worker["id"], 16): int(worker["running"]) for worker in said["workers"]}
+        return LoadReading(float(said["value"]) * max(1, int(said["ready"])), running)
+    return None
+
+
+class UnknownThere(ValueError):
+    """The frontend answered with a 404."""
+
+
 async def _get(address: Address, path: str) -> bytes:
     """Return the body of a 200; raises what goes wrong."""
     tls = None
@@ -107,8 +134,9 @@ async def _get(address: Address, path: str) -> bytes:
         head = f"GET {path} HTTP/1.1\r\nHost: {address.host}\r\n{authorization}Connection: close\r\n\r\n"
         writer.write(head.encode())
         answer_head = await reader.readuntil(b"\r\n\r\n")
-        if answer_head.split(b" ", 2)[1] != b"200":
-            raise ValueError("not a 200")
+        status = answer_head.split(b" ", 2)[1]
+        if status != b"200":
+            raise UnknownThere if status == b"404" else ValueError("not a 200")
         return await reader.read(MAX_ANSWER_BYTES) if b"chunked" not in answer_head else b""
     finally:
         writer.close()
@@ -136,6 +164,18 @@ async def wait_listed(
             missing = waits_for() if has_answered else f"{waits_for()}; the frontend does not answer yet"
             console.say(f"waiting for {missing} ({reported_at - begun:.0f} s)")
         await asyncio.sleep(POLL_SECONDS)
+
+
+def say_inspector(console: Console, port: int) -> None:
+    """Print the address of the inspector at a port once, with its token; nothing where it has none.
+
+    The token stands behind `#`, so that no browser sends it in an address and no log gets it.
+    """
+    from dynamo.runtime.inspector_token import find_access  # here: whoever only waits for a frontend does not need it
+
+    access = find_access(port)
+    if access is not None:
+        console.say(f"inspector: {access.url}/inspect/#k={access.token}")
 
 
 def ready_text(address: Address, model: str, surfaces: str) -> str:

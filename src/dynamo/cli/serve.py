@@ -44,6 +44,9 @@ Only this machine can connect, unless --host names an address of a network (0.0.
 (max-requests-in-flight = 100), and those of the engine in [engine-args]. The command line wins over the file, and the file
 over the environment.
 
+--workers 1..4 adds a worker when those there are full, and takes one away when it was not missed for --scale-down-after
+seconds; with 0..4 the last one goes, too, and the next request waits for a new one.
+
 A process that dies is started again. Ctrl-C lets requests in flight end; a second one does not. Exit status: 0 after a
 clean stop, 2 for an error of use, else that of the process that could not be kept running.
 
@@ -55,6 +58,7 @@ example:
   dynamo serve ~/models/Qwen3-0.6B
   dynamo serve --engine app.py:answer --reload
   dynamo serve --engine my_backend.engine:MyEngine --workers 2 --http-port 9000 -- --delay 0.02
+  dynamo serve ~/models/Qwen3-0.6B --workers 1..4
 """
 
 
@@ -125,6 +129,10 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         )
     if flags.reload and flags.in_process:
         raise UsageError("--reload replaces worker processes, and --in-process has none")
+    if flags.in_process and not flags.workers.is_fixed:
+        raise UsageError(f"--workers {flags.workers} adds and removes processes, and --in-process has one")
+    if flags.scale_advise and flags.workers.is_fixed:
+        raise UsageError(f"--scale-advise needs a range of workers: --workers MIN..MAX, not {flags.workers}")
     if flags.in_process and (flags.router_mode or flags.files_dir or file.frontend_args):
         raise UsageError(
             "--router-mode, --files-dir and [frontend-args] have no meaning with --in-process: there is one worker, and no "

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
-from dynamo.settings.readers import above_zero, folder, integer, one_of, path, placeholder, port, switch, text
+from dynamo.settings.readers import (
+    SettingReader,
+    above_zero,
+    folder,
+    integer,
+    one_of,
+    path,
+    placeholder,
+    port,
+    switch,
+    text,
+)
 from dynamo.settings.table import declared, setting
 
-__all__ = ["CONFIG_FILE", "MAX_FRONTEND_WORKERS", "ROUTER_MODES", "ServeFlags"]
+__all__ = ["CONFIG_FILE", "MAX_FRONTEND_WORKERS", "ROUTER_MODES", "ServeFlags", "WorkerRange"]
 
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
@@ -19,6 +30,47 @@ DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the 
 ROUTER_MODES: Final = (
     "round-robin", "random", "power-of-two", "least-loaded", "kv", "direct", "device-aware-weighted",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRange:
+    """How many workers there are: at least and at most."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least}..{self.most}"
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there are always as many."""
+        return self.least == self.most
+
+    @property
+    def at_first(self) -> int:
+        """How many are started with the command: one at least, as a worker says what its model is."""
+        return max(1, self.least)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse "2" or "1..4". Raises ValueError saying what is wrong."""
+        least, dots, most = text.partition("..")
+        try:
+            numbers = int(least), int(most) if dots else int(least)
+        except ValueError:
+            raise ValueError(
+                f"{text!r} is neither an integer from 1 to {MAX_WORKERS} nor a range of them (1..4)"
+            ) from None
+        lowest = 0 if dots else 1
+        if not all(lowest <= number <= MAX_WORKERS for number in numbers) or not numbers[1]:
+            raise ValueError(f"{text} is out of range: use {lowest} to {MAX_WORKERS}")
+        if numbers[0] > numbers[1]:
+            raise ValueError(f"{text} has the larger number first: write {most}..{least}")
+        return cls(*numbers)
+
+
+_workers: Final = SettingReader(WorkerRange.parse, metavar="N|MIN..MAX")
 
 CONFIG_FILE: Final = declared(
     None, path, "A TOML file with these options, for the frontend and for the engine; see below", flag="--config"
@@ -36,7 +88,16 @@ class ServeFlags:
         flag="--engine", shown="by the model")
     allow_download: bool = setting(False, None, switch,
         "Fetch a `MODEL` that is not here from the hub, as `hub:MODEL` does", flag="--allow-download", negative="")
-    workers: int = setting(1, None, integer(1, MAX_WORKERS), "How many workers", flag="--workers")
+    workers: WorkerRange = setting(WorkerRange(1, 1), None, _workers,
+        "How many workers; `MIN..MAX`: as many as [the load](scaling.md) needs", flag="--workers")
+    scale_target: float = setting(0.7, "DYN_AUTOSCALE_TARGET", above_zero(1),
+        "With `MIN..MAX`: how full workers are meant to be; 1: full", flag="--scale-target")
+    scale_down_after: float = setting(120.0, None, above_zero(unit="s", metavar="SECONDS"),
+        "How long a worker must not be missed before it goes", flag="--scale-down-after")
+    scale_advise: bool = setting(False, None, switch, "Say what would be done about the number of workers, and do nothing",
+        flag="--scale-advise", negative="")
+    cold_start_wait: float = setting(120.0, "DYN_COLD_START_WAIT_SECS", above_zero(unit="s", metavar="SECONDS"),
+        "With `MIN` 0: how long a request waits for a worker that is started for it", flag="--cold-start-wait")
     http_host: str = setting(DEFAULT_HOST, "DYN_HTTP_HOST", text,
         "Address the frontend listens on; `0.0.0.0` opens it to the network", flag=("--host", "--http-host"),
         dest="http_host")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Self, TypedDict, Unpack
 
-from dynamo.contract.flag_values import endpoint_of, endpoint_types_of, name_of, read_structural_tag
+from dynamo.contract.flag_values import adapter_of, endpoint_of, endpoint_types_of, name_of, read_structural_tag
 from dynamo.contract.health_check import parse_health_check_payload_cli
 from dynamo.contract.modes import DisaggregationMode, coerce_disaggregation_mode, parse_disaggregation_mode
 from dynamo.health_check import PAYLOAD_VARIABLE
@@ -15,7 +15,7 @@ from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
 from dynamo.protocol.structural_tag import TAG_SCHEMAS, TAG_SCOPES, check_structural_tag
 from dynamo.runtime.settings import RESPONSE_PLANES, RuntimeSettings
-from dynamo.settings.readers import SettingReader, file_path, one_of, switch, text
+from dynamo.settings.readers import SettingReader, file_path, one_of, switch, text, words
 from dynamo.settings.table import declared, metadata_of, setting, settings_of
 
 __all__ = [
@@ -60,6 +60,9 @@ HEALTH_CHECK_PAYLOAD: Final = declared(
     is_read_later=True,
 )
 
+_adapters: Final[SettingReader[tuple[str, ...]]] = SettingReader(
+    lambda given: tuple(map(adapter_of, words.parse(given))), show=",".join, metavar="NAME=URI"
+)
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "structural_tag_mode": ("off", "on"),
     "structural_tag_scope": TAG_SCOPES,
@@ -99,6 +102,7 @@ class _Overrides(TypedDict, total=False):
     response_plane: str
     enable_rl: bool
     allow_download: bool
+    loras: tuple[str, ...]
     runtime_settings: RuntimeSettings | None
 
 
@@ -225,6 +229,11 @@ class WorkerConfig:
         "leaves the machine",
         flag="--allow-download", group=_OPERATION)
     """Look a model name that is not a directory up on the hub; without it only `hub:NAME` is."""
+    loras: tuple[str, ...] = setting((), "DYN_LORAS", _adapters,
+        "Adapter to load at start, `NAME=PATH` or `NAME=URI` with `file:///` or `hf://`; may be repeated, or separated by "
+        "commas. For engines that [load adapters](adapters.md)",
+        flag="--lora", dest="loras", group=_OPERATION, repeats=True)
+    """Adapters to load at start, each `NAME=PATH` or `NAME=URI`."""
     runtime_settings: RuntimeSettings | None = field(default=None, compare=False, repr=False)
     """What the runtime is told beside the planes above. None: what the environment says."""
     # fmt: on

@@ -10,7 +10,7 @@ from dynamo.protocol.model_types import parse_endpoint_types
 from dynamo.protocol.structural_tag import check_structural_tag
 from dynamo.settings.readers import FALSY, TRUTHY, SettingReader, read_boolean
 
-__all__ = ["endpoint_of", "endpoint_types_of", "name_of", "read_structural_tag"]
+__all__ = ["adapter_of", "endpoint_of", "endpoint_types_of", "name_of", "read_structural_tag"]
 
 
 def _read_name(given: str) -> str:
@@ -31,6 +31,16 @@ def _read_endpoint(given: str) -> str:
 def _read_endpoint_types(given: str) -> str:
     """Check a comma list of OpenAI surfaces; it stays text."""
     parse_endpoint_types(given)
+    return given
+
+
+def adapter_of(given: str) -> str:
+    """Check the name and the source of an adapter, `NAME=PATH` or `NAME=URI`; it stays text. Raises ValueError."""
+    name, _, source = given.partition("=")
+    if not name or not source:
+        raise ValueError(f"{given!r} is no adapter: write NAME=PATH or NAME=URI")
+    if "://" in source and not source.startswith(("file:///", "hf://")):
+        raise ValueError(f"{given!r}: an adapter comes from a path, file:/// or hf://ORGANISATION/NAME")
     return given
 
 

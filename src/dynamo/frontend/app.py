@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import datetime
 from types import TracebackType
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING
 
 from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.access.key_store import KeyStore
-from dynamo.frontend.access.opening import open_keys
+from dynamo.frontend.access.opening import open_cluster_limits, open_keys
 from dynamo.frontend.access.request_logs import RequestLogs
 from dynamo.frontend.admission.process import Admission, Stage
 from dynamo.frontend.batches.opening import open_batches
-from dynamo.frontend.http.application import FrontendRoutes
+from dynamo.frontend.http.application import FrontendRoutes, OperatorParts
 from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import Peers
+from dynamo.frontend.inspector.inspector import Inspector
 from dynamo.frontend.media.intake import MediaIntake
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.metrics.loop_probe import LoopProbe
@@ -37,9 +39,12 @@ from dynamo.frontend.models.text_models import TextModelLoader
 from dynamo.frontend.pipeline.exchange import ExchangeRegister
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.recording.opening import open_recording
 from dynamo.frontend.response_store.opening import open_response_store
+from dynamo.frontend.scaling.signals import MANY, AutoscaleSignals
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.router.stall_detector import StallDetector, StallPolicy
+from dynamo.scaling.decide import ScaleRules
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
@@ -81,9 +86,12 @@ class Frontend:
         )
         self.loads = LoadFollower(settings, self.models, access.loads, peers, report_own=access.report_own)
         adapters = AdapterKeeper(self.models, access.ask_adapters)
-        self.exchanges = ExchangeRegister()
-        self.metrics.requests.read_stage_requests(self.exchanges.count_in_stage)
+        register = ExchangeRegister()
+        self.metrics.requests.read_stage_requests(register.count_in_stage)
         preparing: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
+        recording = open_recording(settings, self.metrics.dropped_records)
+        opened = open_keys(settings, self.metrics.keys, None if peers is None else peers.limits())
+        cluster_limits = open_cluster_limits(settings, opened, runtime.discovery)
         self.pipeline = Pipeline(
             settings,
             admission,
@@ -91,20 +99,30 @@ class Frontend:
             self.metrics,
             Preprocessor(settings, self.metrics, preparing),
             MediaIntake(settings.media, preparing, self.metrics.media),
-            self.exchanges,
+            register,
             StallDetector(_stall_policy(settings), self.metrics.stalled),
-            *open_keys(settings, self.metrics.keys, None if peers is None else peers.limits()),
+            *opened,
+            recording=recording,
         )
         responses = open_response_store(
             settings.responses_store, settings.response_limits, is_shared_port=peers is not None
         )
         self.batches = open_batches(settings, self.pipeline)
+        if self.batches is not None:
+            self.pipeline.media.serve_files(self.batches.files)
         logs = RequestLogs(settings)
-        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers, responses, self.batches, adapters, logs)
+        self.inspector = Inspector(self.pipeline, self.loads, peers) if _has_inspector(settings) else None
+        signals = None if not settings.autoscale else self._signals(runtime, peers)
+        operators = OperatorParts(
+            loads=self.loads, adapters=adapters, logs=logs, peers=peers, inspector=self.inspector, signals=signals
+        )
+        routes = FrontendRoutes(self.pipeline, preparing, responses, self.batches, operators)
         self.asgi = routes.for_clients()
         self.admin_asgi = routes.for_operators()
-        probe = LoopProbe(self.metrics.event_loop, self.models.measure)
-        self._starts = (adapters.start, probe.start)  # once the store is followed
+        measures = [self.models.measure, *(() if signals is None else (signals.measure,))]
+        probe = LoopProbe(self.metrics.event_loop, measures)
+        # Once the store is followed:
+        self._starts: list[Callable[[], Awaitable[None] | None]] = [adapters.start, probe.start, recording.start]
         self._parts = AsyncExitStack()  # closed from the last one to the first: the view of the cluster goes late
         self._parts.callback(preparing.close)
         self._parts.push_async_callback(logs.aclose)
@@ -116,22 +134,41 @@ class Frontend:
             self._parts.push_async_callback(self.keys.aclose)
         if self.pipeline.quotas is not None:
             self._parts.callback(self.pipeline.quotas.table.close)
+        if cluster_limits is not None:
+            self._starts.append(cluster_limits.start)
+            self._parts.push_async_callback(cluster_limits.aclose)
         if self.pipeline.meter is not None:  # after the requests have ended, and before their limits go
             self._parts.push_async_callback(self.pipeline.meter.aclose)
+        self._parts.push_async_callback(recording.aclose)
         self._parts.callback(text_models.close)
         self._parts.push_async_callback(access.aclose)
         self._parts.push_async_callback(self.models.aclose)
         self._parts.push_async_callback(adapters.aclose)
         self._parts.push_async_callback(self.loads.aclose)
         self._parts.callback(self.watch.close)
+        if signals is not None:
+            self._parts.push_async_callback(signals.aclose)
         self._parts.callback(probe.stop)
         if self.batches is not None:
             self._parts.push_async_callback(self.batches.aclose)
+        if self.inspector is not None:
+            self._starts.append(self.inspector.start)
+            self._parts.push_async_callback(self.inspector.aclose)
+
+    def _signals(self, runtime: DistributedRuntime, peers: Peers | None) -> AutoscaleSignals:
+        rules = ScaleRules(0, MANY, self.settings.autoscale_target)
+        reports_of = self.loads.busy_workers.reports_of
+        return AutoscaleSignals(self.models, runtime.metrics, reports_of, rules, peers, member=str(os.getpid()))
 
     @property
     def admission(self) -> Admission:
         """How many requests are in flight, and whether new ones are welcome."""
         return self.pipeline.admission
+
+    @property
+    def exchanges(self) -> ExchangeRegister:
+        """The requests in flight."""
+        return self.pipeline.register
 
     @property
     def watch(self) -> StallDetector:
@@ -164,7 +201,9 @@ class Frontend:
         if self.pipeline.meter is not None:
             self.pipeline.meter.start()
         for start in self._starts:
-            start()
+            begun = start()
+            if begun is not None:
+                await begun
         if self.batches is not None:
             self.batches.start()
 
@@ -193,11 +232,17 @@ class Frontend:
     def stopping(self) -> None:
         """Mark the process as neither ready nor alive: the listener is about to close."""
         self.admission.move(Stage.STOPPING)
+        if self.inspector is not None:
+            self.inspector.stopping()
 
     async def aclose(self) -> None:
         """Leave: the view of the cluster goes last. Idempotent."""
         self.stopping()
         await self._parts.aclose()
+
+
+def _has_inspector(settings: FrontendSettings) -> bool:
+    return settings.inspector.is_on and not settings.disable_admin_api
 
 
 def _stall_policy(settings: FrontendSettings) -> StallPolicy:

@@ -13,8 +13,11 @@ from urllib.parse import urlsplit
 from dynamo.access.records import Network
 from dynamo.frontend.access.key_store import KeySources
 from dynamo.frontend.admission.model import RequestLimit
+from dynamo.frontend.inspector.settings import InspectorSettings
 from dynamo.frontend.media.settings import MediaSettings
 from dynamo.frontend.models.file_policy import FilePolicy
+from dynamo.frontend.recording.settings import RecordingSettings
+from dynamo.frontend.recording.trace_settings import RequestTraceSettings
 from dynamo.frontend.response_store.base import StoreLimits
 from dynamo.frontend.response_store.opening import IN_MEMORY, read_store_place
 from dynamo.placement.prefill_bypass import BypassRules
@@ -29,6 +32,7 @@ from dynamo.runtime.http_limits import HttpLimits
 from dynamo.runtime.settings import FromEnvironment, RuntimeSettings, discovery_store
 from dynamo.settings.readers import (
     SettingReader,
+    above_zero,
     integer,
     kibibytes,
     mebibytes,
@@ -233,6 +237,9 @@ class FrontendSettings(BusySettings, FromEnvironment):
     usage_db: str | None = setting(None, "DYN_USAGE_DB", text,
         "File of SQLite with [what keys have used](keys.md#what-keys-use); budgets go on with it when the frontend is "
         "started again", flag="--usage-db", group=_ACCESS)
+    divide_limits: bool = setting(True, "DYN_DIVIDE_LIMITS", switch,
+        "Divide limits and budgets of keys among [the frontends of a cluster](keys.md#several-processes-and-frontends), "
+        "where discovery is etcd. Off: each frontend enforces the whole limit", flag="--divide-limits", group=_ACCESS)
     usage_keep_days: int = setting(90, "DYN_USAGE_KEEP_DAYS", integer(1),
         "How many days the minutes in that file are kept")
     access_log: str | None = setting(None, "DYN_ACCESS_LOG", text,
@@ -298,6 +305,15 @@ class FrontendSettings(BusySettings, FromEnvironment):
     replacement_wait_seconds: float = setting(10.0, "DYN_REPLACEMENT_WAIT_SECS", seconds(),
         "How long a request waits for [a replacement](migration.md#the-last-worker) when the model's last worker was "
         "lost; 0: not at all", flag="--replacement-wait-seconds", group=_CLUSTER)
+    autoscale: bool = setting(False, "DYN_AUTOSCALE", switch,
+        "Measure how full the workers of each model are, as [metrics and JSON for autoscalers](scaling.md)",
+        flag="--autoscale", group=_CLUSTER)
+    autoscale_target: float = setting(0.7, "DYN_AUTOSCALE_TARGET", above_zero(1),
+        "How full workers are meant to be; 1: full", flag="--autoscale-target", group=_CLUSTER)
+    cold_start_wait_seconds: float = setting(0.0, "DYN_COLD_START_WAIT_SECS", seconds(),
+        "A model that has lost its last worker stays listed, and its requests wait so long for the next one, as where "
+        "[workers are scaled to none](scaling.md#none-at-all); 0: it goes after the replacement wait",
+        flag="--cold-start-wait-seconds", group=_CLUSTER)
     stall_floor_seconds: float = setting(10.0, "DYN_STALL_FLOOR_SECS", seconds(),
         "Minimum silence before a stream counts as [stalled](migration.md#no-progress); 0: off",
         flag="--stall-floor-seconds", group=_CLUSTER)
@@ -386,6 +402,8 @@ class FrontendSettings(BusySettings, FromEnvironment):
     inline_tokenize_characters: int = INLINE_TOKENIZE_CHARACTERS
     guided: GuidedLimits = section(GuidedLimits)
     media: MediaSettings = section(MediaSettings)
+    recording: RecordingSettings = section(RecordingSettings)
+    request_trace: RequestTraceSettings = section(RequestTraceSettings)
     template_budget: BudgetSpec = section(BudgetSpec)
 
     max_models: int = setting(2000, "DYN_MAX_MODELS", integer(1),
@@ -402,6 +420,7 @@ class FrontendSettings(BusySettings, FromEnvironment):
         "Prefix of the frontend's metrics", flag="--metrics-prefix", group=_OTHER)
     # fmt: on
 
+    inspector: InspectorSettings = section(InspectorSettings)
     kv_router: KvRouterSettings = section(KvRouterSettings)
     conditional_disagg: ConditionalSettings = section(ConditionalSettings)
     runtime: RuntimeSettings = section(RuntimeSettings)

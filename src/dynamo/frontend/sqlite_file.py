@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -13,13 +13,22 @@ from dynamo.errors import InvalidArgument
 
 __all__ = ["open_database", "writing"]
 
+NO_UPGRADES: Final[Mapping[int, str]] = {}
 BUSY_SECONDS: Final = 5.0  # to wait for another process that writes
 
 
 def open_database(
-    path: Path, what: str, version: int, statements: Sequence[str], *, survives_power_loss: bool = False
+    path: Path,
+    what: str,
+    version: int,
+    statements: Sequence[str],
+    *,
+    upgrades: Mapping[int, str] = NO_UPGRADES,
+    survives_power_loss: bool = False,
 ) -> sqlite3.Connection:
     """Open the file, or make it; `statements` make its tables, `what` names it in errors.
+
+    `upgrades`: by a version, the statement that makes the next one of it.
 
     It may be used in any thread, in one at a time. `survives_power_loss`: what was committed is on the disk for good; otherwise
     the file survives the death of its processes, which costs no wait for the disk.
@@ -36,6 +45,9 @@ def open_database(
         database.execute(f"PRAGMA synchronous = {'FULL' if survives_power_loss else 'NORMAL'}")
         database.execute("BEGIN IMMEDIATE")
         (found,) = database.execute("PRAGMA user_version").fetchone()
+        while found in upgrades:
+            database.execute(upgrades[found])
+            found += 1
         if found not in (0, version):
             raise InvalidArgument(f"{what} {path} is of version {found}; this is version {version}")
         for statement in statements:

@@ -52,25 +52,27 @@ class Booked:
         self.output_tokens = 0
         self.output = OutputBlocks()
         self.first_token_at: float | None = None
-        self.clock_at_first_token = (0.0, 0.0, 0.0)  # area, pass_seconds, pass_steps
+        self.clock_at_first_token = (0.0, 0.0, 0.0, 0.0)  # area, stream_seconds, pass_seconds, pass_steps
         self.expires = True
 
 
 class LoadClock:
     """What has added up on one rank over time; the difference between two moments gives a mean."""
 
-    __slots__ = ("_at", "area", "pass_seconds", "pass_steps")
+    __slots__ = ("_at", "area", "pass_seconds", "pass_steps", "stream_seconds")
 
     def __init__(self) -> None:
         self.area = 0.0  # tokens of context times the seconds that they were there
+        self.stream_seconds = 0.0  # of all streams together
         self.pass_seconds = 0.0  # of passes that computed prompts
         self.pass_steps = 0.0  # steps that the streams made in them
         self._at = 0.0
 
-    def advance(self, context_tokens: int, now: float) -> None:
-        """Count the time since the last call, in which there were `context_tokens`."""
+    def advance(self, context_tokens: int, streams: int, now: float) -> None:
+        """Count the time since the last call, in which there were `context_tokens` and `streams`."""
         if now > self._at:
             self.area += context_tokens * (now - self._at)
+            self.stream_seconds += streams * (now - self._at)
             self._at = now
 
     def add(self, passes: FinishedPasses) -> None:
@@ -239,7 +241,7 @@ class ActiveLoad:
         booked.context_tokens = prompt_tokens
         booked.expected_output, booked.expires = expected_output, expires
         self._booked[request_id] = load.booked[request_id] = booked
-        load.clock.advance(load.context_tokens, now)
+        load.clock.advance(load.context_tokens, load.streams, now)
         load.context_tokens += prompt_tokens
         load.hold(sequence)
         if sequence:
@@ -263,10 +265,11 @@ class ActiveLoad:
         passes = load.prefill_pass.complete(request_id, now)
         if passes is not None:
             load.clock.add(passes)
+        clock = load.clock
+        clock.advance(load.context_tokens, load.streams, now)
         load.streams += 1
         load.boundary_at = now
-        load.clock.advance(load.context_tokens, now)
-        booked.clock_at_first_token = (load.clock.area, load.clock.pass_seconds, load.clock.pass_steps)
+        booked.clock_at_first_token = (clock.area, clock.stream_seconds, clock.pass_seconds, clock.pass_steps)
         self.changed.add(booked.rank)
         if self.on_relief:
             self.relieved()
@@ -298,12 +301,12 @@ class ActiveLoad:
         load = self._ranks[booked.rank]
         del load.booked[request_id]
         self._end_prefill(load, booked)
+        load.clock.advance(load.context_tokens, load.streams, now)
         if booked.first_token_at is None:
             load.prefill_pass.drop(request_id, now)
         else:
             load.streams -= 1
             load.boundary_at = now if load.streams else None
-        load.clock.advance(load.context_tokens, now)
         load.context_tokens -= booked.context_tokens
         load.reuse.touch(booked.sequence, now)
         load.let_go(booked.sequence)

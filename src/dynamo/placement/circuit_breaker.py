@@ -77,6 +77,10 @@ class CircuitBreaker:
         """Forget a worker that vanished or registered anew; an unknown id is fine."""
         self._open.pop(instance_id, None)
 
+    def until(self) -> dict[int, float]:
+        """Return when each circuit that is not closed lets the next probe through."""
+        return {known: circuit.until for known, circuit in self._open.items()}
+
     def open_circuits(self, now: float) -> frozenset[int]:
         """Return the ids to exclude at `now`: those whose circuit is still open."""
         return frozenset([known for known, circuit in self._open.items() if now < circuit.until])

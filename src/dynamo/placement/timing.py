@@ -1,7 +1,8 @@
 """What a worker has shown of its speed: how long a prefill takes, and one step of its running streams. Pure.
 
-Both are curves of three parts, `base + linear x + square x²`. The x of a prefill is the uncached tokens that one pass
-computes; the x of a decode step is the share of the rank's cache that its streams' contexts fill.
+Both are curves, `base + linear x + square x²`. The x of a prefill is the uncached tokens that one pass computes; the x of a
+decode step is the share of the rank's cache that its streams' contexts fill, and each stream adds the same to it, however
+short its context is.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class RankTiming(msgspec.Struct, frozen=True, gc=False):
     prefill: TimeCurve  # x: uncached tokens in one pass
     decode: TimeCurve  # x: share of the cache that the contexts of the streams fill
     output_tokens: float = 256.0  # that a request generates where nothing says otherwise
+    stream_ms: float = 0.0  # that each stream adds to a decode step
+
+    def step_ms(self, fill: float, streams: float) -> float:
+        """Return how long a decode step of so many streams takes, whose contexts fill this share of the cache."""
+        return self.decode.at(fill) + self.stream_ms * streams
 
 
 def pass_ms(curve: TimeCurve, tokens: float, budget: int) -> float:
@@ -47,5 +53,5 @@ def pass_ms(curve: TimeCurve, tokens: float, budget: int) -> float:
 
 
 # Before anything has been seen: the shape of a medium accelerator and model. A prefill has a fixed cost, a cost per token,
-# and a small one for attention; a decode step reads the weights and all contexts.
-DEFAULT_TIMING: Final = RankTiming(TimeCurve(15.0, 0.015, 4e-7), TimeCurve(6.0, 45.0, -18.0))
+# and a small one for attention; a decode step reads the weights and all contexts, and computes a little for each stream.
+DEFAULT_TIMING: Final = RankTiming(TimeCurve(15.0, 0.015, 4e-7), TimeCurve(6.0, 40.0), stream_ms=0.05)

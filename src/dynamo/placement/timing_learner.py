@@ -2,11 +2,13 @@
 
 A curve is fitted by least squares of relative errors with three unknowns. Old samples fade. Beside a rank's own samples
 stand a few of all ranks together, which decide while the rank has shown little, and the prior, which decides while nobody
-has shown anything. A sample that is far off counts for less, so one slow request moves little.
+has shown anything. A sample that is far off counts for less, so one slow request moves little. And what a rank has shown is
+believed only as far as chance would not have shown it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -24,6 +26,10 @@ USUAL_ERROR: Final = 0.3  # relative; less is never far off
 SPREAD_FADE: Final = 0.1  # how much a new error counts in what is usual for the rank
 FITTED_EACH: Final = 8.0  # samples: up to so many each one is fitted at once
 SAMPLES_PER_FIT: Final = 8  # after that; a fit takes some 20 us, and one sample of fifty moves little
+UNSURE: Final = 5.0  # twice the error of a mean over a quarter of the samples, by their mean distance from it
+SAME_SPEED: Final = (
+    0.01  # a pool that moves less is taken to stand still: all its ranks would have to be looked at again
+)
 LEAST_MS: Final = 0.05  # a shorter sample says nothing about an engine
 FEWEST_STEPS: Final = 8  # of an answer whose steps are measured
 OUTPUT_FADE: Final = 0.02  # how much a new answer's length counts, once there are many
@@ -36,15 +42,18 @@ Row = tuple[float, float, float]
 class CurveFit:
     """The weighted samples of one curve, as sums. `pool` is added to a rank's own samples, with a limited weight."""
 
-    __slots__ = ("_pool", "_prior", "_spread", "_sums", "_unfitted", "count", "row")
+    __slots__ = ("_lean", "_pool", "_prior", "_scatter", "_spread", "_sums", "_unfitted", "count", "row", "shared")
 
     def __init__(self, prior: Row, pool: CurveFit | None = None) -> None:
         self._prior, self._pool = prior, pool
         self._spread = 0.0  # the usual relative error
+        self._lean = 0.0  # the same with its sign: where the fit is off
+        self._scatter = 0.0  # how far the errors usually are from that
         self._sums = [0.0] * 9  # of products of the parts with each other (6), and with the measured time (3)
         self._unfitted = 0  # samples since the last fit
         self.count = 0.0  # samples, each with its weight
         self.row = prior  # the fitted parts
+        self.shared = prior  # of a pool: what its ranks are compared with
 
     def add(self, parts: Row, measured: float) -> None:
         """Take a sample: the amounts of the three parts, and the time they took together."""
@@ -56,11 +65,17 @@ class CurveFit:
         expected = a * base + b * linear + c * square
         if expected <= LEAST_MS:
             expected = LEAST_MS
-        error = (measured - expected if measured >= expected else expected - measured) / expected
+        lean = (measured - expected) / expected
+        error = lean if lean >= 0.0 else -lean
         limit = 3.0 * self._spread
         if limit <= USUAL_ERROR:
             limit = USUAL_ERROR
-        self._spread += SPREAD_FADE * ((error if error <= 3.0 * limit else 3.0 * limit) - self._spread)
+        if error > 3.0 * limit:
+            lean = 3.0 * limit if lean > 0.0 else -3.0 * limit
+        self._spread += SPREAD_FADE * ((lean if lean >= 0.0 else -lean) - self._spread)
+        off = lean - self._lean
+        self._lean += SPREAD_FADE * off
+        self._scatter += SPREAD_FADE * ((off if off >= 0.0 else -off) - self._scatter)
         weight = limit / error / (expected * measured) if error > limit else 1.0 / (expected * measured)
         sums = self._sums
         fresh = (a * a, a * b, a * c, b * b, b * c, c * c, a * measured, b * measured, c * measured)
@@ -70,6 +85,43 @@ class CurveFit:
         if self.count < FITTED_EACH or self._unfitted >= SAMPLES_PER_FIT:
             self._unfitted = 0
             self.row = self._fitted()
+
+    def share(self) -> bool:
+        """Let the ranks of this pool compare themselves with its newest fit. False where that is nearly the last one."""
+        if self.row is self.shared:
+            return False
+        new, old = self._at_samples(self.row), self._at_samples(self.shared)
+        if old > 0.0 and abs(new / old - 1.0) <= SAME_SPEED:
+            return False
+        self.shared = self.row
+        return True
+
+    def believed(self) -> Row:
+        """Return the parts that the rank is taken to have: its own as far as they differ from those of all ranks by more than
+        its samples leave in doubt.
+
+        Else chance looks like the speed of the rank that it happened to, and all requests go to the others until it happens to
+        those.
+        """
+        pool = self._pool
+        if pool is None or not self.count:
+            return self.row if pool is None else pool.shared
+        own, theirs = self._at_samples(self.row), self._at_samples(pool.shared)
+        if theirs <= 0.0:
+            return self.row
+        apart = abs(own / theirs - 1.0)
+        # Of how well a mean of so many samples is known; as those of a crowd err alike, four count as one.
+        doubt = self._scatter / (1.0 - (1.0 - SPREAD_FADE) ** self.count) * min(1.0, UNSURE / math.sqrt(self.count))
+        if apart <= doubt:
+            return pool.shared
+        share = 1.0 - (doubt / apart) ** 2
+        x, y, z = (common + share * (mine - common) for mine, common in zip(self.row, pool.shared, strict=True))
+        return x, y, z
+
+    def _at_samples(self, row: Row) -> float:
+        """Return what these parts make of the samples together."""
+        a, b, c = self._sums[:3]
+        return a * row[0] + b * row[1] + c * row[2]
 
     def _fitted(self) -> Row:
         # A rank's own samples are in the pool, too, so they count twice against the prior. The pool itself counts twice as
@@ -115,21 +167,17 @@ def _eliminate(table: list[list[float]]) -> None:
                 other[:] = [value - factor * lead for value, lead in zip(other, pivot, strict=True)]
 
 
-def _prefill_curve(fit: CurveFit) -> TimeCurve:
-    base, linear, square = fit.row
+def _prefill_curve(row: Row) -> TimeCurve:
+    base, linear, square = row
     return TimeCurve(base, linear / KILO, square / (KILO * KILO))
 
 
-def _decode_curve(fit: CurveFit) -> TimeCurve:
-    base, linear, square = fit.row
-    return TimeCurve(base, linear, max(square, -linear / 2))  # a fuller cache is never faster
-
-
 class _RankFits:
-    __slots__ = ("capacity", "decode", "prefill", "timing", "unsettled")
+    __slots__ = ("basis", "capacity", "decode", "prefill", "timing", "unsettled")
 
     def __init__(self, prefill: CurveFit, decode: CurveFit, timing: RankTiming) -> None:
         self.prefill, self.decode, self.timing = prefill, decode, timing
+        self.basis: tuple[object, ...] = (None,) * 5  # what `timing` was made from
         self.capacity = DEFAULT_CAPACITY_TOKENS
         self.unsettled: _Unsettled | None = None  # the last sample of prefills
 
@@ -145,18 +193,17 @@ class _Unsettled(NamedTuple):
 class TimingLearner:
     """The speed of every rank. Bounded by the ranks: `keep` forgets those that are gone.
 
-    What one rank shows changes what is believed of ranks that have shown nothing; `moved` names them, for whoever keeps what
-    `timing` said, and is emptied by its reader.
+    What one rank shows changes what is believed of the others; `moved` names them, for whoever keeps what `timing` said, and is
+    emptied by its reader.
     """
 
-    __slots__ = ("_answers", "_decode", "_output_tokens", "_prefill", "_ranks", "_shown_nothing", "moved")
+    __slots__ = ("_answers", "_decode", "_output_tokens", "_prefill", "_ranks", "moved")
 
     def __init__(self) -> None:
         self.moved: set[WorkerRank] = set()
-        self._shown_nothing: set[WorkerRank] = set()  # of their prefills
         prefill, decode = DEFAULT_TIMING.prefill, DEFAULT_TIMING.decode
         self._prefill = CurveFit((prefill.base, prefill.linear * KILO, prefill.square * KILO * KILO))
-        self._decode = CurveFit((decode.base, decode.linear, decode.square))
+        self._decode = CurveFit((decode.base, decode.linear, DEFAULT_TIMING.stream_ms))
         self._ranks: dict[WorkerRank, _RankFits] = {}
         self._output_tokens = DEFAULT_TIMING.output_tokens
         self._answers = 0
@@ -165,20 +212,21 @@ class TimingLearner:
         """Take the ranks there are, with the tokens that the cache of each holds; forget all others."""
         for gone in self._ranks.keys() - capacities.keys():
             del self._ranks[gone]
-            self._shown_nothing.discard(gone)
             self.moved.discard(gone)
         for rank, capacity in capacities.items():
             self._of(rank).capacity = capacity or DEFAULT_CAPACITY_TOKENS
 
     def timing(self, rank: WorkerRank) -> RankTiming:
-        """Return the speed of a rank as it is believed to be now; that of all ranks, where it has shown nothing itself."""
+        """Return the speed of a rank as it is believed to be now."""
         fits = self._of(rank)
-        timing = fits.timing
-        prefill = timing.prefill if fits.prefill.count else _prefill_curve(self._prefill)
-        decode = timing.decode if fits.decode.count else _decode_curve(self._decode)
-        if timing.output_tokens != self._output_tokens or prefill is not timing.prefill or decode is not timing.decode:
-            timing = fits.timing = RankTiming(prefill, decode, self._output_tokens)
-        return timing
+        basis = (fits.prefill.row, self._prefill.shared, fits.decode.row, self._decode.shared, self._output_tokens)
+        if any(new is not old for new, old in zip(basis, fits.basis, strict=True)):
+            fits.basis = basis
+            base, linear, stream_ms = fits.decode.believed()
+            fits.timing = RankTiming(
+                _prefill_curve(fits.prefill.believed()), TimeCurve(base, linear), self._output_tokens, stream_ms
+            )
+        return fits.timing
 
     def prefilled(self, rank: WorkerRank, load: LoadOfRank, passes: FinishedPasses, now: float) -> None:
         """Take what a first token has shown at `now`. It counts once no correction of it can come."""
@@ -191,7 +239,8 @@ class TimingLearner:
         if unsettled is not None:
             self._settle(rank, fits, unsettled)
         others = load.streams - 1  # streams that made steps meanwhile
-        step = fits.timing.decode.at(min(1.0, load.context_tokens / fits.capacity)) if others > 0 else 0.0
+        fill = min(1.0, load.context_tokens / fits.capacity)
+        step = fits.timing.step_ms(fill, others) if others > 0 else 0.0
         # An arrival finds the step that runs half done; then every pass does one step beside the prompts.
         measured = passes.seconds * 1000.0 - step * (passes.passes + (0.5 if passes.was_idle else 0.0))
         if measured >= LEAST_MS and passes.tokens > 0:
@@ -202,14 +251,9 @@ class TimingLearner:
         fits.unsettled = None
         passes = unsettled.passes
         parts = (float(passes.passes), passes.tokens / KILO, passes.squares / (KILO * KILO))
-        before, pool_before = fits.prefill.row, self._prefill.row
         fits.prefill.add(parts, unsettled.measured)
-        if self._shown_nothing:
-            self._shown_nothing.discard(rank)
-            if self._prefill.row is not pool_before:
-                self.moved |= self._shown_nothing
-        if fits.prefill.row is not before:  # else it is the curve that is there
-            fits.timing = RankTiming(_prefill_curve(fits.prefill), fits.timing.decode, self._output_tokens)
+        if self._prefill.share():
+            self.moved |= self._ranks.keys() - {rank}
 
     def ended(self, booked: Booked, load: LoadOfRank, now: float) -> None:
         """Take what the end of an answer has shown."""
@@ -227,25 +271,25 @@ class TimingLearner:
         if seconds <= 0.0:
             return
         # What it generated beside prompts is left out, with the time of those passes.
-        clock, (area, pass_seconds, pass_steps) = load.clock, booked.clock_at_first_token
+        clock, (area, stream_seconds, pass_seconds, pass_steps) = load.clock, booked.clock_at_first_token
         steps = tokens - 1 - (clock.pass_steps - pass_steps)
         if steps < FEWEST_STEPS:
             return
         step = 1000.0 * (seconds - (clock.pass_seconds - pass_seconds)) / steps
         if step < LEAST_MS:
             return
-        fill = min(1.0, (load.clock.area - area) / seconds / fits.capacity)
-        fits.decode.add((1.0, fill, fill * fill), step)
-        fits.timing = RankTiming(fits.timing.prefill, _decode_curve(fits.decode), self._output_tokens)
+        fill = min(1.0, (clock.area - area) / seconds / fits.capacity)
+        fits.decode.add((1.0, fill, (clock.stream_seconds - stream_seconds) / seconds), step)
+        if self._decode.share():
+            self.moved |= self._ranks.keys() - {booked.rank}
 
     def _of(self, rank: WorkerRank) -> _RankFits:
         fits = self._ranks.get(rank)
         if fits is None:
-            self._shown_nothing.add(rank)
             prefill, decode = DEFAULT_TIMING.prefill, DEFAULT_TIMING.decode
             fits = self._ranks[rank] = _RankFits(
                 CurveFit((prefill.base, prefill.linear * KILO, prefill.square * KILO * KILO), self._prefill),
-                CurveFit((decode.base, decode.linear, decode.square), self._decode),
+                CurveFit((decode.base, decode.linear, DEFAULT_TIMING.stream_ms), self._decode),
                 DEFAULT_TIMING,
             )
         return fits

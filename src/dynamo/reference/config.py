@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dynamo.contract.requests.json_files import read_object
 from dynamo.errors import InvalidArgument
+from dynamo.reference.picture_codes import Vision, known_tokens, read_picture_codes
 from dynamo.reference.vision import COLOURS, ColourGrid
 
 __all__ = [
@@ -17,7 +19,6 @@ __all__ = [
     "RopeScaling",
     "SamplingDefaults",
     "read_model_config",
-    "read_object",
 ]
 
 ARCHITECTURES: Final = tuple(
@@ -79,12 +80,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults = NO_DEFAULTS
     labels: tuple[str, ...] = ()  # of a model that classifies
-    vision: ColourGrid | None = None  # None: it sees nothing
+    vision: Vision | None = None  # None: it sees nothing
 
     @property
     def has_head(self) -> bool:
         """Whether it can say which token comes next."""
         return self.architecture.endswith("ForCausalLM")
+
+    @property
+    def known_tokens(self) -> int:
+        """How many tokens it has a vector for: its vocabulary, and the codes of pictures behind it."""
+        return known_tokens(self.vocab_size, self.vision)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -154,24 +160,28 @@ def read_model_config(directory: Path) -> ModelConfig:
         eos_token_ids=tuple(eos),
         sampling=_sampling_defaults(directory),
         labels=_labels(source) if architecture.endswith("ForSequenceClassification") else (),
-        vision=_vision(source, vocab),
+        vision=_vision(source, vocab, directory),
     )
 
 
-def _vision(source: _Fields, vocab: int) -> ColourGrid | None:
-    """Read `vision_config` (`{"model_type": "colour_grid", "first_token_id": N}`) and `image_token_id`."""
+def _vision(source: _Fields, vocab: int, directory: Path) -> Vision | None:
+    """Read `vision_config` (`{"model_type": "colour_grid" or "picture_codes", "first_token_id": N}`) and `image_token_id`."""
     found = source.values.get("vision_config")
     if found is None:
         return None
-    if not isinstance(found, dict) or found.get("model_type") != "colour_grid":
-        raise source.wrong("vision_config", found, "of the model_type colour_grid")
-    first, image = _Fields(source.path, found).integer("first_token_id"), source.integer("image_token_id")
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or kind not in ("colour_grid", "picture_codes"):
+        raise source.wrong("vision_config", found, "of the model_type colour_grid or picture_codes")
+    fields = _Fields(source.path, found)
+    first, image = fields.integer("first_token_id"), source.token("image_token_id", vocab)
+    if kind == "picture_codes":
+        if first != vocab:
+            raise fields.wrong("first_token_id", first, f"vocab_size ({vocab}): the codes are behind all words")
+        return read_picture_codes(directory, image_token_id=image, first_token_id=first)
     if first + COLOURS > vocab:
         raise source.wrong(
             "vision_config.first_token_id", first, f"at most {vocab - COLOURS}, as there are {COLOURS} colours"
         )
-    if image >= vocab:
-        raise source.wrong("image_token_id", image, f"below vocab_size ({vocab})")
     return ColourGrid(image, first)
 
 
@@ -190,6 +200,12 @@ class _Fields:
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_ROUGH_SIZE:
             raise self.wrong(name, value, "an integer above 0")
+        return value
+
+    def token(self, name: str, vocab: int) -> int:
+        value = self.values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab:
+            raise self.wrong(name, value, f"a token, at least 0 and below vocab_size ({vocab})")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -283,21 +299,3 @@ def _sampling_defaults(directory: Path) -> SamplingDefaults:
         min_p=within("min_p", 0.0, 0.0, 1.0),
         repetition_penalty=within("repetition_penalty", 1.0, 1e-9, 100.0),
     )
-
-
-def read_object(path: Path, *, items: str | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds one object. Raises InvalidArgument naming the file.
-
-    `items`: it holds a list, which becomes the member of that name.
-    """
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise InvalidArgument(f"{path} is not JSON: {error}") from error
-    if items is not None and isinstance(value, list):
-        return {items: value}
-    if not isinstance(value, dict) or items is not None:
-        raise InvalidArgument(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value

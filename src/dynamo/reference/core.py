@@ -27,7 +27,8 @@ from dynamo.reference.sampler import (
 )
 from dynamo.reference.scheduler import Scheduler, Sequenced, Work
 from dynamo.reference.steering import Steering
-from dynamo.reference.weights import NO_WEIGHTS, Array, Weights
+from dynamo.reference.tensor_files import Array
+from dynamo.reference.weights import NO_WEIGHTS, Weights
 
 __all__ = ["Core", "Emission", "Failure", "PromptEntry", "RunningChoice"]
 
@@ -47,6 +48,7 @@ class RunningChoice:
     is_plain: bool  # the most likely token, whatever was before it; only `min_tokens` may still stand against it
     steering: Steering | None = None
     adapter: Adapter | None = None
+    pictured: int | None = None  # where the first code of a picture is; None: nowhere
     generated: int = 0  # tokens drawn here, also one that ended the choice and is not shown
     keeps: bool = False  # its blocks outlive it when it ends with "length": another worker goes on
     prompt_logprobs: int | None = None
@@ -166,7 +168,7 @@ class Core:
         plan = [] if self.is_halted else self.scheduler.plan()
         if not plan:
             return []
-        pieces = [_piece(work, self._adapter(work.sequence)) for work in plan]
+        pieces = [self._piece(work) for work in plan]
         batch = make_batch(pieces, self.pool.block_size)
         hidden = self.model.forward(batch, self.cache)
         sampling = []
@@ -247,16 +249,31 @@ class Core:
             prompt_tokens=original,
             sampling=job.sampling,
             stop=job.stop,
-            history=History(frozenset(job.prompt[:original]), Counter(job.prompt[original:])),
+            history=History(frozenset(self._words(job, original)), Counter(job.prompt[original:])),
             is_plain=job.sampling.is_plain and job.steering is None,
             steering=None if job.steering is None else job.steering.copy(),
             adapter=job.adapter,
+            pictured=job.pictured,
             prompt_logprobs=job.prompt_logprobs if number == 0 else None,
         )
 
-    def _adapter(self, sequence: Sequenced) -> Adapter | None:
+    def _words(self, job: Job, original: int) -> tuple[int, ...]:
+        """Return the tokens of the client's prompt, without those of pictures."""
+        prompt = job.prompt[:original]
+        if job.pictured is None:
+            return prompt
+        return tuple(token for token in prompt if token < self.limits.vocab_size)
+
+    def _piece(self, work: Work) -> Piece:
+        sequence = work.sequence
+        tokens = sequence.tokens[work.start : work.start + work.count]
         running = self._choices.get(sequence)
-        return self._inputs[sequence].adapter if running is None else running.adapter
+        if running is None:
+            return Piece(tokens, work.start, sequence.blocks, self._inputs[sequence].adapter)
+        if running.pictured is None:
+            return Piece(tokens, work.start, sequence.blocks, running.adapter)
+        sight = self.model.weights.sight
+        return Piece(tokens, work.start, sequence.blocks, running.adapter, sight, running.pictured)
 
     def _pool(self, work: Work, hidden: Array) -> None:
         """Take the hidden states of one piece of an input; behind the last one its vector is ready."""
@@ -343,8 +360,3 @@ def _prompt_entry(logits: Array, token: int, count: int) -> tuple[PromptEntry, .
     rank = int(np.count_nonzero(own > own[token])) + 1
     others = [(other, place, value) for place, (other, value) in enumerate(top_entries(own, count), 1)]
     return ((token, rank, float(own[token])), *(entry for entry in others if entry[0] != token))
-
-
-def _piece(work: Work, adapter: Adapter | None) -> Piece:
-    tokens = work.sequence.tokens[work.start : work.start + work.count]
-    return Piece(tokens, work.start, work.sequence.blocks, adapter)

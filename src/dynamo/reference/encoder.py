@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -18,10 +19,12 @@ from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.flags import read_arguments
 from dynamo.reference.media import EncodedMedia, MediaItem, MediaOptions
 from dynamo.runtime.context import Context
+from dynamo.runtime.metrics import TypedFamily
 from dynamo.runtime.tasks import SingleFlight
 
 __all__ = ["EncodedCache", "ReferenceEncoder"]
 
+CACHE_METRICS: Final = "reference_encoder_cache"
 _ENTRY_BYTES: Final = 300  # of a digest and its place
 _TOKEN_BYTES: Final = 40  # of a number and its place in a tuple
 
@@ -33,11 +36,15 @@ class EncodedCache:
         self._max_bytes = max_bytes
         self._tokens: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self.bytes = 0
+        self.hits = self.misses = self.evictions = 0
 
     def find(self, digest: str) -> tuple[int, ...] | None:
         """Return the tokens of a content that is kept."""
         found = self._tokens.get(digest)
-        if found is not None:
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
             self._tokens.move_to_end(digest)
         return found
 
@@ -49,6 +56,7 @@ class EncodedCache:
         self.bytes += _bytes_of(tokens)
         while self.bytes > self._max_bytes:
             self.bytes -= _bytes_of(self._tokens.popitem(last=False)[1])
+            self.evictions += 1
 
 
 def _bytes_of(tokens: tuple[int, ...]) -> int:
@@ -110,6 +118,21 @@ class ReferenceEncoder(LLMEngine):
             return tokens
 
         return await self._attempts.run(item.digest, encode, f"encode {item.where}")
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        metrics.register_prometheus_typed_callback(partial(self._cache_metrics, metrics.auto_labels))
+
+    def _cache_metrics(self, labels: Mapping[str, str]) -> list[TypedFamily]:
+        cache, own = self.cache, [*labels.items()]
+        return [
+            (f"{CACHE_METRICS}_{name}", text, kind, [(f"{CACHE_METRICS}_{name}", own, value)])
+            for name, kind, value, text in (
+                ("hits_total", "counter", cache.hits, "Parts of media whose tokens were kept"),
+                ("misses_total", "counter", cache.misses, "Parts of media that were not kept"),
+                ("evictions_total", "counter", cache.evictions, "Contents that made room for others"),
+                ("bytes", "gauge", cache.bytes, "What the kept contents take"),
+            )
+        ]
 
     async def cleanup(self) -> None:
         self._is_closed = True

@@ -151,7 +151,7 @@ class ReferenceEngine(LLMEngine):
         narrowed = request if prefill is None else prefill.narrowed(request)
         media = await self._media(request, steps.limits)
         if ticket is not None:
-            media = MediaPrompt(ticket.media_token_ids)
+            media = MediaPrompt(ticket.media_token_ids, ticket.media_hashes)
         job = read_request(
             narrowed, steps.limits, prompt_tokens=context.prompt_tokens, adapters=operations.adapters, media=media
         )
@@ -181,7 +181,7 @@ class ReferenceEngine(LLMEngine):
                 for chunk in stream.take():
                     if prefill is not None and chunk.get("finish_reason") == "length":
                         let_go = partial(steps.submit_if_running, partial(stream.abort, results=steps.results))
-                        chunk["disaggregated_params"] = prefill.hand_over(stream.choice, let_go, media.token_ids)
+                        chunk["disaggregated_params"] = prefill.hand_over(stream.choice, let_go, media)
                         holds_blocks = False
                     yield chunk
         finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.contract.requests.pooling import MODES
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference import demo
@@ -15,7 +16,6 @@ from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.reference.kv_transfer import TRANSPORTS, TransferOptions, check_installed
 from dynamo.reference.loading import Options
 from dynamo.reference.media import DEFAULT_PART_TOKENS, MediaOptions
-from dynamo.reference.pooling_config import MODES
 from dynamo.reference.roles import RoleOptions
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.settings.table import read_settings

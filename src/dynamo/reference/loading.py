@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from dynamo.contract.requests.pooling import read_pooling
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.core import Core
 from dynamo.reference.guided import COMPILE_SECONDS
 from dynamo.reference.model import TransformerModel
-from dynamo.reference.pooling_config import read_pooling
 from dynamo.reference.weights import load_weights, weight_bytes
 
 __all__ = ["Options", "available_memory_bytes", "check_memory", "load_core"]
@@ -75,7 +75,9 @@ def load_core(directory: Path, options: Options, *, available_bytes: int | None 
         max_step_tokens=options.max_num_batched_tokens,
         prefix_caching=options.prefix_caching,
     )
-    pooling = read_pooling(directory, config, mode=options.pooling, normalize=options.normalize)
+    pooling = read_pooling(
+        directory, config.hidden_size, labels=config.labels, mode=options.pooling, normalize=options.normalize
+    )
     core.limits = replace(core.limits, guided=options.guided, pooling=pooling, generates=config.has_head)
     return core
 

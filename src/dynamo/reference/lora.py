@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from dynamo.contract.requests.json_files import read_object
 from dynamo.errors import InvalidArgument
-from dynamo.reference.config import ModelConfig, read_object
-from dynamo.reference.weights import Array, read_tensors
+from dynamo.reference.config import ModelConfig
+from dynamo.reference.tensor_files import Array, read_tensors
 
-__all__ = ["Adapter", "AdapterLayer", "LowRank", "load_adapter"]
+__all__ = ["Adapter", "AdapterLayer", "LowRank", "load_adapter", "unscaled_adapter"]
 
 MAX_RANK: Final = 512
 TENSOR: Final = re.compile(
@@ -88,16 +89,26 @@ def load_adapter(name: str, directory: Path, config: ModelConfig) -> Adapter:
         raise InvalidArgument(f"{path}: r must be an integer from 1 to {MAX_RANK}, got {rank!r}")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise InvalidArgument(f"{path}: lora_alpha must be a number, got {alpha!r}")
-    tensors = read_tensors(directory / "adapter_model.safetensors")
-    pairs = _paired(tensors, directory, config, rooted=options.get("use_rslora") is True, alpha=float(alpha))
+    path = directory / "adapter_model.safetensors"
+    is_rooted = options.get("use_rslora") is True
+    pairs = _paired(read_tensors(path), path, config, lambda own: alpha / (math.sqrt(own) if is_rooted else own))
     return Adapter(name, directory, rank, tuple(_layer(pairs, number, config) for number in range(config.layers)))
 
 
+def unscaled_adapter(name: str, path: Path, tensors: Mapping[str, Array], config: ModelConfig) -> Adapter:
+    """Return the adapter of these tensors of a file, named as PEFT names them, each pair added as it is.
+
+    Raises InvalidArgument naming the file and the tensor for what is missing or wrong.
+    """
+    pairs = _paired(tensors, path, config, lambda own: 1.0)
+    rank = max(len(pair.a) for pair in pairs.values())
+    return Adapter(name, path.parent, rank, tuple(_layer(pairs, number, config) for number in range(config.layers)))
+
+
 def _paired(
-    tensors: Mapping[str, Array], directory: Path, config: ModelConfig, *, rooted: bool, alpha: float
+    tensors: Mapping[str, Array], path: Path, config: ModelConfig, scale: Callable[[int], float]
 ) -> dict[tuple[int, str], LowRank]:
-    """Read the matrices by (layer, projection), scaled, with every shape checked against the model's."""
-    path = directory / "adapter_model.safetensors"
+    """Return the matrices by (layer, projection), scaled by their rank, with every shape checked against the model's."""
     sizes = _sizes(config)
     found: dict[tuple[int, str], dict[str, Array]] = {}
     for name, tensor in tensors.items():
@@ -119,8 +130,7 @@ def _paired(
                 f"{path}: layer {layer}, {part}_proj has the shapes {list(a.shape)} and {list(b.shape)}, "
                 f"the model needs [r, {inward}] and [{outward}, r]"
             )
-        scale = alpha / (math.sqrt(rank) if rooted else rank)
-        pairs[layer, part] = LowRank(a, b * np.float32(scale))
+        pairs[layer, part] = LowRank(a, b * np.float32(scale(rank)))
     return pairs
 
 

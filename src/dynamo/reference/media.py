@@ -24,7 +24,8 @@ from dynamo.contract.requests.multimodal import extract_multimodal_kwargs, requi
 from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import media_pad_token
 from dynamo.protocol.records import MEDIA_KINDS
-from dynamo.reference.vision import IMAGE_TOKENS, ColourGrid
+from dynamo.reference.picture_codes import Vision, known_tokens
+from dynamo.reference.vision import IMAGE_TOKENS
 
 __all__ = ["DEFAULT_PART_TOKENS", "NO_MEDIA", "EncodedMedia", "MediaItem", "MediaOptions", "MediaPrompt"]
 
@@ -66,7 +67,7 @@ class MediaPrompt:
     ] = ()  # XXH3-64 of each image; (): not all of the parts are images that are seen, or not known here
 
     def placed(
-        self, token_ids: Sequence[int], prompt_tokens: int, vision: ColourGrid | None
+        self, token_ids: Sequence[int], prompt_tokens: int, vision: Vision | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the whole prompt, and how routers hash its beginning; () where that is the prompt itself.
 
@@ -101,7 +102,7 @@ class MediaOptions:
         if not 0 <= self.part_tokens <= MAX_PART_TOKENS:
             raise InvalidArgument(f"--media-tokens must be in 0..{MAX_PART_TOKENS}, got {self.part_tokens}")
 
-    def declaration(self, vision: ColourGrid | None) -> dict[str, list[str]]:
+    def declaration(self, vision: Vision | None) -> dict[str, list[str]]:
         """Return what the card says of media; a decode worker leaves it to the prefill workers.
 
         Raises InvalidArgument for an encode worker before one that takes no media.
@@ -121,7 +122,7 @@ class MediaOptions:
         options = msgspec.json.encode(request.get("mm_processor_kwargs") or {}, order="deterministic")
         return _items(extract_multimodal_kwargs(request) or {}, options)
 
-    def tokens(self, item: MediaItem, vocab_size: int, vision: ColourGrid | None = None) -> tuple[int, ...]:
+    def tokens(self, item: MediaItem, vocab_size: int, vision: Vision | None = None) -> tuple[int, ...]:
         """Return what stands for a part in the prompt. Raises InvalidArgument naming it."""
         if vision is not None and item.kind == "image":
             try:
@@ -132,13 +133,13 @@ class MediaOptions:
             raise InvalidArgument(f"{item.where}: this worker takes no {item.kind} (see --media-tokens)")
         return _drawn(bytes.fromhex(item.digest), self.part_tokens, vocab_size)
 
-    def encode(self, request: Mapping[str, Any], vocab_size: int, vision: ColourGrid | None = None) -> EncodedMedia:
+    def encode(self, request: Mapping[str, Any], vocab_size: int, vision: Vision | None = None) -> EncodedMedia:
         """Return the digests and tokens of a request's parts. Raises InvalidArgument naming the part that is wrong."""
         items = self.parts_of(request)
         tokens = tuple(self.tokens(item, vocab_size, vision) for item in items)
         return EncodedMedia(tuple(item.digest for item in items), tokens)
 
-    def prompt_of(self, request: Mapping[str, Any], vocab_size: int, vision: ColourGrid | None = None) -> MediaPrompt:
+    def prompt_of(self, request: Mapping[str, Any], vocab_size: int, vision: Vision | None = None) -> MediaPrompt:
         """Return what stands for the media in the prompt. Blocks while it sees.
 
         Raises InvalidArgument where media are refused, and where the result of the encode worker is missing or another
@@ -160,7 +161,7 @@ class MediaOptions:
             encoded = EncodedMedia.from_result(require_encoder_result(request, self.mode))
             if encoded.digests != tuple(item.digest for item in items):
                 raise InvalidArgument("encoder_result belongs to other media than those of this request")
-            _check(encoded.token_ids, vocab_size)
+            _check(encoded.token_ids, known_tokens(vocab_size, vision))
             parts = encoded.token_ids
         else:
             parts = tuple(self.tokens(item, vocab_size, vision) for item in items)
@@ -228,9 +229,9 @@ def _drawn(digest: bytes, count: int, vocab_size: int) -> tuple[int, ...]:
     return tuple(int.from_bytes(drawn[at : at + TOKEN_BYTES], "little") % vocab_size for at in steps)
 
 
-def _check(parts: Sequence[Sequence[int]], vocab_size: int) -> None:
+def _check(parts: Sequence[Sequence[int]], known: int) -> None:
     """Raises InvalidArgument for a token that the model does not have."""
     for part in parts:
         for token in part:
-            if token >= vocab_size:
-                raise InvalidArgument(f"encoder_result.token_ids holds {token}; this model knows 0 to {vocab_size - 1}")
+            if token >= known:
+                raise InvalidArgument(f"encoder_result.token_ids holds {token}; this model knows 0 to {known - 1}")

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from dynamo.reference.config import ModelConfig, RopeScaling
 from dynamo.reference.kv_transfer.base import Layout
 from dynamo.reference.lora import Adapter, LowRank
-from dynamo.reference.weights import Array, Layer, Weights
+from dynamo.reference.tensor_files import Array
+from dynamo.reference.weights import Layer, Weights
 
 __all__ = ["Batch", "KvCache", "Piece", "TransformerModel", "make_batch"]
 
@@ -34,6 +35,8 @@ class Piece:
     start: int  # position of the first of them
     blocks: Sequence[int]  # the sequence's block table; covers start + len(tokens) positions
     adapter: Adapter | None = None
+    sight: Adapter | None = None  # acts in addition, from the position `pictured` on
+    pictured: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,9 @@ def _adapted(pieces: Sequence[Piece], counts: Sequence[int], ends: Ints) -> tupl
     for piece, count, end in zip(pieces, counts, ends, strict=True):
         if piece.adapter is not None:
             rows.setdefault(piece.adapter, []).append(np.arange(end - count, end))
+        if piece.sight is not None and piece.pictured < piece.start + count:
+            skipped = max(piece.pictured - piece.start, 0)
+            rows.setdefault(piece.sight, []).append(np.arange(end - count + skipped, end))
     return tuple((adapter, np.concatenate(parts)) for adapter, parts in rows.items())
 
 

@@ -8,13 +8,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from dynamo.contract.requests.pooling import dimensions_within
 from dynamo.errors import InvalidArgument
 from dynamo.reference.blocks import PrefixKey
 from dynamo.reference.lora import Adapter
-from dynamo.reference.pooling_config import Pooling
 from dynamo.reference.request import Limits, adapter_of
 from dynamo.reference.scheduler import Sequenced
-from dynamo.reference.weights import Array, Weights
+from dynamo.reference.tensor_files import Array
+from dynamo.reference.weights import Weights
 
 __all__ = ["InputJob", "Pooled", "RunningInput", "read_inputs"]
 
@@ -119,7 +120,7 @@ def read_inputs(request: Mapping[str, Any], limits: Limits, adapters: Mapping[st
             mode=modes.get(task, pooling.mode),
             normalize=pooling.normalize if normalize is None else normalize is True,
             activates=request.get("use_activation") is not False,
-            dimensions=_dimensions(request.get("dimensions"), pooling),
+            dimensions=dimensions_within(request.get("dimensions"), pooling),
             key=PrefixKey(cache_salt=routing.get("cache_salt"), lora_name=None if adapter is None else adapter.name),
             priority=priority if type(priority) is int else 0,
             adapter=adapter,
@@ -136,23 +137,6 @@ def _prompt(ids: Sequence[int], position: int, limits: Limits) -> tuple[int, ...
     if max(ids) >= limits.vocab_size or min(ids) < 0:
         raise InvalidArgument(f"token_ids[{position}] holds an id that is not in 0..{limits.vocab_size - 1}")
     return tuple(ids)
-
-
-def _dimensions(wanted: Any, pooling: Pooling) -> int | None:
-    if wanted is None or wanted == pooling.dimensions:
-        return None
-    if not pooling.shortens:
-        raise InvalidArgument(
-            f"dimensions is {wanted}, but this model makes vectors of {pooling.dimensions} and was not trained to shorten them"
-        )
-    if (
-        type(wanted) is not int
-        or not 1 <= wanted <= pooling.dimensions
-        or (pooling.lengths and wanted not in pooling.lengths)
-    ):
-        known = ", ".join(map(str, pooling.lengths)) or f"1 to {pooling.dimensions}"
-        raise InvalidArgument(f"dimensions must be one of {known}, got {wanted!r}")
-    return wanted
 
 
 def _normalised(vectors: Array) -> Array:

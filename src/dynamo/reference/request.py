@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dynamo.contract.requests.pooling import NO_POOLING, Pooling
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.reference.blocks import PrefixKey
@@ -15,10 +16,9 @@ from dynamo.reference.config import NO_DEFAULTS, SamplingDefaults
 from dynamo.reference.guided import GuideSpec, read_guide
 from dynamo.reference.lora import Adapter
 from dynamo.reference.media import NO_MEDIA, MediaPrompt
-from dynamo.reference.pooling_config import NO_POOLING, Pooling
+from dynamo.reference.picture_codes import Vision, known_tokens
 from dynamo.reference.sampler import Sampling, Stop
 from dynamo.reference.steering import Steering
-from dynamo.reference.vision import ColourGrid
 
 __all__ = ["Job", "Limits", "adapter_of", "read_request"]
 
@@ -46,7 +46,7 @@ class Limits:
     defaults: SamplingDefaults = NO_DEFAULTS  # the model's, for options that a request leaves open
     guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
     pooling: Pooling = NO_POOLING  # how vectors are made
-    vision: ColourGrid | None = None  # None: the model sees nothing
+    vision: Vision | None = None  # None: the model sees nothing
     generates: bool = True  # False: the model has no head, and makes vectors only
 
 
@@ -68,6 +68,7 @@ class Job:
     awaits_thoughts: bool = False  # `guided` holds for what follows the thoughts
     steering: Steering | None = None  # of the last three, set by who prepares the job
     adapter: Adapter | None = None
+    pictured: int | None = None  # where the first code of a picture is in the prompt; None: nowhere
 
     @property
     def needs_steering(self) -> bool:
@@ -92,7 +93,7 @@ def read_request(
     for name, what in UNSUPPORTED.items():
         if request.get(name):
             raise InvalidArgument(f"{name} is set, but the reference engine does not support {what}")
-    prompt, routed, produced = _prompt(request.get("token_ids"), limits, media, prompt_tokens)
+    prompt, routed, produced, pictured = _prompt(request.get("token_ids"), limits, media, prompt_tokens)
     sampling = _Group("sampling_options", request.get("sampling_options"))
     stops = _Group("stop_conditions", request.get("stop_conditions"))
     output = _Group("output_options", request.get("output_options"))
@@ -107,6 +108,10 @@ def read_request(
         None if output.get(name) is None else output.integer(name, 0, 0, MAX_LOGPROBS)
         for name in ("logprobs", "prompt_logprobs")
     )
+    if prompt_logprobs is not None and pictured is not None:
+        raise InvalidArgument(
+            "output_options.prompt_logprobs: the tokens of a picture are not predicted, and have none"
+        )
     extra = request.get("extra_args")
     extra = extra if isinstance(extra, Mapping) else {}
     more = _Group("extra_args.sampling_options", extra.get("sampling_options"))
@@ -126,6 +131,7 @@ def read_request(
         guided=read_guide(sampling.get("guided_decoding"), limits.guided),
         thinking_tokens=None if thinking is None else stops.integer("max_thinking_tokens", 0, 0, 2**31 - 1),
         adapter=adapter,
+        pictured=pictured,
         awaits_thoughts=request.get("require_reasoning") is True and not extra.get("reasoning_ended"),
     )
 
@@ -142,8 +148,9 @@ def adapter_of(lora_name: str | None, model: Any, adapters: Mapping[str, Adapter
 
 def _prompt(
     token_ids: Any, limits: Limits, media: MediaPrompt, prompt_tokens: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the prompt with its media, as routers hash it (`MediaPrompt.placed`), and how many tokens were generated."""
+) -> tuple[tuple[int, ...], tuple[int, ...], int, int | None]:
+    """Return the prompt with its media, as routers hash it (`MediaPrompt.placed`), how many tokens were generated, and where
+    the first code of a picture is."""
     if not token_ids:
         raise InvalidArgument("token_ids must not be empty")
     produced = 0 if prompt_tokens is None else max(len(token_ids) - prompt_tokens, 0)
@@ -155,8 +162,15 @@ def _prompt(
         )
     for token in prompt:
         if not 0 <= token < limits.vocab_size:
-            raise InvalidArgument(f"token_ids holds {token}; this model knows 0 to {limits.vocab_size - 1}")
-    return prompt, routed, produced
+            break
+    else:  # nearly always: there is no picture
+        return prompt, routed, produced, None
+    known = known_tokens(limits.vocab_size, limits.vision)
+    for token in prompt:
+        if not 0 <= token < known:
+            raise InvalidArgument(f"token_ids holds {token}; this model knows 0 to {known - 1}")
+    pictured = next(place for place, token in enumerate(prompt) if token >= limits.vocab_size)
+    return prompt, routed, produced, pictured
 
 
 def _sampling(options: _Group, more: _Group, logprobs: int | None, limits: Limits) -> Sampling:

@@ -26,7 +26,7 @@ from dynamo.contract.requests.disaggregation import (
 from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.reference.core import RunningChoice
 from dynamo.reference.kv_transfer import KvReceiver, KvSender, Ticket, TransferOptions, make_receiver, make_sender
-from dynamo.reference.media import MediaOptions
+from dynamo.reference.media import NO_MEDIA, MediaOptions, MediaPrompt
 from dynamo.reference.model import KvCache
 from dynamo.reference.request import Job
 from dynamo.runtime.context import Context
@@ -107,9 +107,9 @@ class PrefillRole:
         return enforce_prefill_max_tokens({**request, "stop_conditions": stops})
 
     def hand_over(
-        self, choice: RunningChoice, let_go: Callable[[], None], media: tuple[int, ...] = ()
+        self, choice: RunningChoice, let_go: Callable[[], None], media: MediaPrompt = NO_MEDIA
     ) -> dict[str, Any]:
-        """Hold a choice's blocks; `let_go` is called once when they may be freed. `media`: the tokens before its prompt.
+        """Hold a choice's blocks; `let_go` is called once when they may be freed. `media`: those of its prompt.
 
         Raises Overloaded.
         """
@@ -122,7 +122,8 @@ class PrefillRole:
 
         tokens = len(choice.sequence.tokens)
         ticket = self._sender.offer(choice.sequence.blocks, tokens, choice.sampling.seed, ended)
-        return msgspec.structs.replace(ticket, media_token_ids=media).to_params()
+        ticket = msgspec.structs.replace(ticket, media_token_ids=media.token_ids, media_hashes=media.hashes)
+        return ticket.to_params()
 
 
 class DecodeRole:

@@ -258,8 +258,22 @@ class Scheduler:
         fresh = block_hashes(
             sequence.tokens[known * size : blocks * size], size, lora_name=key.lora_name, cache_salt=key.cache_salt
         )
+        if known * size < len(sequence.routed):
+            fresh = self._with_content(sequence, fresh, known)
         chain: Sequence[int] = [sequence.hashes[-1], *fresh] if known else fresh
         sequence.hashes.extend(sequence_hashes(chain)[1 if known else 0 :])
+
+    def _with_content(self, sequence: Sequenced, hashes: Sequence[int], first: int) -> list[int]:
+        """Return the hashes of blocks so that those with images name the images' content, too.
+
+        Two images may become the same tokens. Their blocks would hold the same, and are told apart all the same: whether a
+        prompt was computed before is nothing that another image should tell.
+        """
+        size, key = self.pool.block_size, sequence.key
+        end = (first + len(hashes)) * size
+        shown = [*sequence.routed[first * size : end], *sequence.tokens[max(len(sequence.routed), first * size) : end]]
+        named = block_hashes(shown, size, lora_name=key.lora_name, cache_salt=key.cache_salt)
+        return [own if own == other else own ^ other for own, other in zip(hashes, named, strict=True)]
 
     def _drop_finished(self) -> None:
         while self._waiting and self._waiting[0][1].is_finished:

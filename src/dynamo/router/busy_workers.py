@@ -131,6 +131,10 @@ class BusyWorkers:
         ranks[load.dp_rank] = load.over(ranks.get(load.dp_rank))
         self._mark(load.worker_id)
 
+    def reports_of(self, worker: int) -> list[LoadReport]:
+        """Return the last report of each rank of a worker; empty: none was heard, or loads are not followed."""
+        return list(self._reports.get(worker, {}).values())
+
     def thresholds_changed(self) -> None:
         """Judge every worker anew."""
         for worker in list(self._reports):

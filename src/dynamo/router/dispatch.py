@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dynamo.errors import DynamoException, StreamIncomplete
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.failover import DispatchRequest, Failover
+from dynamo.router.failover import NO_WAIT, DispatchRequest, Failover, WorkerWait
 from dynamo.router.migration import Move, continued, tokens_left
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath, Suspect
@@ -30,20 +30,19 @@ logger = logging.getLogger(__name__)
 class Dispatcher:
     """Opens requests at the workers of one model."""
 
-    __slots__ = ("pool", "queries_of_death", "replacement_wait_seconds", "stages")
+    __slots__ = ("pool", "queries_of_death", "stages", "worker_wait")
 
     def __init__(
         self,
         pool: ModelPool,
         *,
-        replacement_wait_seconds: float = 0.0,
+        worker_wait: WorkerWait = NO_WAIT,
         queries_of_death: QueriesOfDeath | None = None,
     ) -> None:
-        """`pool`: the workers that answer. `replacement_wait_seconds`: how long a request that lost the last of them waits
-        for a replacement; 0: it fails at once. `queries_of_death`: shared by all dispatchers of a process."""
+        """`pool`: the workers that answer. `worker_wait`: how a request waits while there is none. `queries_of_death`: shared by all dispatchers of a process."""
         self.pool = pool
         self.queries_of_death = queries_of_death or QueriesOfDeath()
-        self.replacement_wait_seconds = replacement_wait_seconds
+        self.worker_wait = worker_wait
         self.stages: Sequence[DispatchStage] = ()  # before the worker that answers
 
     def open(self, request: DispatchRequest, context: Context) -> RoutedStream:
@@ -107,7 +106,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
     def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
         self._dispatcher, self._request, self._context = dispatcher, request, context
         self._body = request.body
-        self._failover = Failover(dispatcher.pool, request, context, dispatcher.replacement_wait_seconds)
+        self._failover = Failover(dispatcher.pool, request, context, dispatcher.worker_wait)
         self._suspect = Suspect(request.body, context.id(), dispatcher.queries_of_death)
         self._worker: ChosenWorker | None = None  # the last one that was tried
         self._stream: ResponseStream | None = None

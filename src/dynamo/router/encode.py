@@ -133,6 +133,7 @@ class EncodeRouter:
                 raise ResponseTimeout(f"the media were not encoded within {job.limit_seconds:g} s") from None
         except DynamoException as error:
             timer.arrived(failed=True)
+            job.record.note_failure("encode", worker.placement, error, _now())
             if not late:
                 worker.record_failure(error)
                 job.suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())

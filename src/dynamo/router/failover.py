@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -34,7 +34,16 @@ from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance
 
-__all__ = ["DEFAULT_RETRIES", "Attempts", "DispatchLimits", "DispatchRequest", "Failover", "pinned_instance"]
+__all__ = [
+    "DEFAULT_RETRIES",
+    "NO_WAIT",
+    "Attempts",
+    "DispatchLimits",
+    "DispatchRequest",
+    "Failover",
+    "WorkerWait",
+    "pinned_instance",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +202,16 @@ class Attempts:
                 del self._tried[key]
 
 
+class WorkerWait(NamedTuple):
+    """How a request waits while its model has no worker."""
+
+    seconds: float = 0.0  # 0: not at all
+    is_from_arrival: bool = False  # else from the loss of the last worker on
+
+
+NO_WAIT: Final = WorkerWait()
+
+
 class Failover:
     """Decides what one request does after a failure. It opens no stream itself."""
 
@@ -200,8 +219,8 @@ class Failover:
         "_context",
         "_may_wait",
         "_pool",
-        "_replacement_wait_seconds",
         "_request",
+        "_worker_wait",
         "attempts",
         "decided",
         "exempt_error",
@@ -211,11 +230,9 @@ class Failover:
         "transfer",
     )
 
-    def __init__(
-        self, pool: ModelPool, request: DispatchRequest, context: Context, replacement_wait_seconds: float
-    ) -> None:
+    def __init__(self, pool: ModelPool, request: DispatchRequest, context: Context, worker_wait: WorkerWait) -> None:
         self._pool, self._request, self._context = pool, request, context
-        self._replacement_wait_seconds = replacement_wait_seconds
+        self._worker_wait = worker_wait
         self.session: SessionHold | None = None  # of the request, where it has one; released by the stream
         self._may_wait = True  # in the router's queue: before the first attempt only
         self.attempts = Attempts()
@@ -318,7 +335,9 @@ class Failover:
         return deadline is not None and self._now() >= deadline
 
     def record_failure(self, worker: ChosenWorker, error: DynamoException) -> None:
-        """Count the failure against its worker, so that the next request need not find out for itself."""
+        """Note the failure, and count it against its worker, so that the next request need not find out for itself."""
+        request = self._request
+        request.record.note_failure("generate", worker.placement, error, self._now(), request.tokens)
         if error is self.exempt_error or self._is_late():
             return
         if self.session is not None:
@@ -366,11 +385,16 @@ class Failover:
             if not self.expects_replacement(last):
                 raise last or error from None
             failure = last or NoReplacement(self._pool.name)
-            emptied_at = self._pool.emptied_at
-            worker = await self.await_replacement(failure, self._now() if last or emptied_at is None else emptied_at)
+            worker = await self.await_replacement(failure, self._waits_since(last))
         if worker is not None and last is not None:
             logger.info("request %s: moves to worker %x", self._context.id(), worker.instance.instance_id)
         return worker
+
+    def _waits_since(self, last: DynamoException | None) -> float:
+        emptied_at = self._pool.emptied_at
+        if last is not None or emptied_at is None or self._worker_wait.is_from_arrival:
+            return self._now()
+        return emptied_at
 
     def expects_replacement(self, last: DynamoException | None) -> bool:
         """Return whether a worker was there moments ago and is gone now, and the request may wait for the next one.
@@ -378,15 +402,13 @@ class Failover:
         An error that a worker reports of a request shows that the worker is there, and so does a worker that is silent:
         neither makes room for a replacement.
         """
-        if (
-            self._replacement_wait_seconds <= 0
-            or self._request.pinned_instance_id is not None
-            or self._context.is_stopped()
-        ):
+        if self._worker_wait.seconds <= 0 or self._request.pinned_instance_id is not None or self._context.is_stopped():
             return False
         if last is None:
             emptied_at = self._pool.emptied_at
-            return emptied_at is not None and self._now() < emptied_at + self._replacement_wait_seconds
+            if emptied_at is None or self._worker_wait.is_from_arrival:
+                return emptied_at is not None
+            return self._now() < emptied_at + self._worker_wait.seconds
         if isinstance(last, CannotConnect | Disconnected):
             return not last.is_reported
         if (
@@ -403,7 +425,7 @@ class Failover:
         `lost_at`: when the last worker was lost.
         """
         pool, began = self._pool, self._now()
-        deadline = lost_at + self._replacement_wait_seconds
+        deadline = lost_at + self._worker_wait.seconds
         if self._context.deadline is not None:
             deadline = min(deadline, self._context.deadline)
         logger.warning(

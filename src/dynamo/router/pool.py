@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Container, Coroutine, Iterable, Mapping
+import copy
+from collections.abc import Callable, Collection, Container, Coroutine, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from dynamo.errors import DynamoException, InvalidArgument, Overloaded, WorkerUnavailable
@@ -19,6 +20,7 @@ from dynamo.router.kv.on_the_way import OnTheWay
 from dynamo.router.kv.placement import KvPlaced, KvPlacement
 from dynamo.router.kv.queue_gate import QueueGate
 from dynamo.router.kv.sessions import PoolSessions, SessionHold, session_id_of
+from dynamo.router.operator_desk import OperatedWorkers
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
@@ -35,6 +37,8 @@ class WorkerClient(Protocol):
     def candidates(self, *, members: Container[int] | None = None, busy: Container[int] = ()) -> list[Candidate]: ...
 
     def named(self, instance_id: int) -> Instance: ...
+
+    def circuits(self) -> dict[int, float]: ...
 
     async def open(self, instance: Instance, body: object, context: Context) -> ResponseStream: ...
 
@@ -69,7 +73,7 @@ class ChosenWorker(NamedTuple):
         return self.client.record_failure(self.instance, error)
 
 
-class ModelPool:
+class ModelPool(OperatedWorkers):
     """The members of one model and role, restricted to what their endpoints' clients have discovered.
 
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
@@ -85,6 +89,7 @@ class ModelPool:
         `policy`: of this pool alone, as it keeps the pool's turn; only a `KvPlacement` may be shared."""
         self.name = name
         self._clients = clients
+        super().__init__()
         self.on_the_way: OnTheWay | None = None  # what requests pass before they go to a worker
         self.use(policy)
         # Requests that wait for a worker, in order of arrival; bounded by those in flight.
@@ -213,10 +218,12 @@ class ModelPool:
             WorkerUnavailable: no member is left.
             Overloaded: every member that is left is busy, or, in the kv mode, the one that the request names.
         """
-        now = asyncio.get_running_loop().time()
-        placement = place(self._policy, request, self._in_reach(request), now, scope=f"model {self.name}")
+        now, candidates = asyncio.get_running_loop().time(), self._in_reach(request)
+        placement = place(self._policy, request, candidates, now, scope=f"model {self.name}")
         if self.kv is not None:
             placement = self.kv.settle(placement, request, now)
+        if self.desk.on_choice is not None:
+            self.desk.on_choice(self.name, candidates, placement)
         endpoint, instance_id = placement.candidate.key
         client = self._clients[endpoint]
         return ChosenWorker(placement, client.named(instance_id), client, self.kv)
@@ -270,12 +277,34 @@ class ModelPool:
             raise InvalidArgument(f"worker {pinned} is not in reach of the prefill worker: it has no {rule.taint}")
         return near
 
+    def preview(self, request: PlacementRequest) -> tuple[Sequence[Candidate], Placement]:
+        """Return what `choose` would choose from now, and what; nothing is booked, and no turn is used up.
+
+        Raises what `choose` raises.
+        """
+        now, candidates = asyncio.get_running_loop().time(), self._in_reach(request)
+        policy = copy.deepcopy(self._policy) if self.kv is None else self.kv.previewing()
+        return candidates, place(policy, request, candidates, now, scope=f"model {self.name}")
+
     def candidates(self) -> list[Candidate]:
-        """Return the members that discovery lists, as a policy sees them."""
+        """Return the members that discovery lists, as a policy sees them; without those that an operator drains."""
+        found = self.listed()
+        return self.desk.apply(found, asyncio.get_running_loop().time()) if self.desk else found
+
+    def listed(self) -> list[Candidate]:
+        """Return the members that discovery lists, whatever an operator says of them."""
         found: list[Candidate] = []
         for endpoint, ids in self._members.items():
             if (client := self._clients.get(endpoint)) is not None:
                 found += client.candidates(members=ids, busy=self._busy)
+        return found
+
+    def circuits(self) -> dict[int, float]:
+        """Return when each worker of its endpoints that failed, and has not answered since, is tried again: loop times."""
+        found: dict[int, float] = {}
+        for endpoint in self._members:
+            if (client := self._clients.get(endpoint)) is not None:
+                found |= client.circuits()
         return found
 
     def instance(self, instance_id: int) -> Instance | None:

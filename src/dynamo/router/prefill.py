@@ -204,6 +204,7 @@ class PrefillRouter:
                         raise late from None
                 except DynamoException as error:
                     timer.arrived(failed=True)
+                    record.note_failure("prefill", worker.placement, error, _now())
                     if error is not late:
                         worker.record_failure(error)
                         if session is not None:

@@ -55,10 +55,7 @@ class Client:
         self._runtime = endpoint.runtime
         self._mode = mode or RouterMode.RANDOM
         settings = self._runtime.settings
-        self._set = InstanceSet(
-            endpoint.path,
-            inhibit_seconds=settings.inhibit_seconds,
-        )
+        self._set = InstanceSet(endpoint.path, inhibit_seconds=settings.inhibit_seconds)
         self._policies: dict[RouterMode, Policy] = {}  # made on first use: most clients need one
         self._prefix = f"{INSTANCES}/{endpoint.namespace}/{endpoint.component}/{endpoint.name}"
         self._listeners: dict[object, OnChange] = {}
@@ -160,6 +157,10 @@ class Client:
     def count_quarantined(self) -> int:
         """Count the instances that are excluded, or were and have not answered since."""
         return len(self._set.breaker)
+
+    def circuits(self) -> dict[int, float]:
+        """Return when each instance that failed, and has not answered since, gets its next request; by id, loop times."""
+        return self._set.breaker.until()
 
     # -- calls, as the planes see them ---------------------------------------------------------------------------
 

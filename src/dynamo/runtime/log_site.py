@@ -42,7 +42,7 @@ class LogSite:
         if logging.getLogRecordFactory() is not logging.LogRecord:  # somebody wants records of their own
             self._logger.log(level, self._message, extra=fields)
             return
-        handler = _only_handler(self._logger)
+        handler = _only_handler(self._logger, level)
         if handler is not None:
             try:
                 is_written = handler.write_plain(self._logger.name, level, self._message, fields)
@@ -67,16 +67,20 @@ class LogSite:
         self._logger.handle(record)
 
 
-def _only_handler(logger: logging.Logger) -> LogHandler | None:
-    """Return the handler of ours that is all that sees the records of `logger`; None where something else does, too."""
+def _only_handler(logger: logging.Logger, level: int) -> LogHandler | None:
+    """Return the handler of ours that is all that sees the records of `logger` at `level`; None where something else does, too.
+
+    A handler of a higher level, such as one that gathers errors, is passed over: it would not see the record either.
+    """
     if logger.disabled or logger.filters:
         return None
     found: logging.Handler | None = None
     current: logging.Logger | None = logger
     while current is not None:
-        if current.handlers:
-            if found is not None or len(current.handlers) > 1:
-                return None
-            found = current.handlers[0]
+        for handler in current.handlers:
+            if handler.level <= level:
+                if found is not None:
+                    return None
+                found = handler
         current = current.parent if current.propagate else None
     return found if found.__class__ is LogHandler else None

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dynamo.runtime.settings import FromEnvironment
@@ -115,6 +115,7 @@ def check_status(status: str) -> None:
 
 
 NO_SPAN: Final = SpanProxy()
+NO_ATTRIBUTES: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 # -- spans that are exported ----------------------------------------------------------------------------------------------
@@ -204,12 +205,15 @@ class RequestSpan(ExportedSpan):
     def close(self) -> None:
         """Do nothing: only the framework ends this span, with `finish`."""
 
-    def past_child(self, name: str, began_ns: int, ended_ns: int) -> None:
+    def past_child(
+        self, name: str, began_ns: int, ended_ns: int, attributes: Mapping[str, Any] = NO_ATTRIBUTES
+    ) -> None:
         """Record a part of this span that is over. Times are Unix nanoseconds."""
         from opentelemetry.trace import set_span_in_context
 
         ambient = set_span_in_context(self._span)
-        self._tracer.start_span(name, context=ambient, start_time=began_ns).end(ended_ns)
+        kept = {key: coerce_attribute(value) for key, value in attributes.items()}
+        self._tracer.start_span(name, context=ambient, start_time=began_ns, attributes=kept).end(ended_ns)
 
     def start_call(self, request_id: str, attributes: Mapping[str, bool | int | float | str]) -> CallSpan:
         """Open the span of a call to another process. A later call for the same request has a link to the one before it:
@@ -253,6 +257,8 @@ class TracingVariables(FromEnvironment):
     sampler_ratio: float = setting(1.0, "OTEL_TRACES_SAMPLER_ARG", number(0), "The ratio of `traceidratio`")
     sample_ratio: float | None = setting(None, "OTEL_TRACES_SAMPLE_RATIO", number(0),
         "Without a sampler: `parentbased_traceidratio` with this ratio")
+    captures_content: bool = setting(False, "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", switch,
+        "Spans of requests hold the messages of requests and answers, up to 64 KiB each")
     # fmt: on
 
 
@@ -266,6 +272,7 @@ class TracingSettings:
     endpoint: str | None = None  # None: the exporter's own default
     sampler: str = "parentbased_always_on"
     sampler_ratio: float = 1.0
+    captures_content: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> TracingSettings:
@@ -287,7 +294,7 @@ class TracingSettings:
         if sampler not in SAMPLERS:
             logger.warning("OTEL_TRACES_SAMPLER=%r is none of %s; every trace is sampled", sampler, sorted(SAMPLERS))
             sampler = "parentbased_always_on"
-        return cls(True, given.service_name, protocol, endpoint, sampler, min(ratio, 1.0))
+        return cls(True, given.service_name, protocol, endpoint, sampler, min(ratio, 1.0), given.captures_content)
 
 
 SAMPLERS: Final = frozenset(
@@ -298,7 +305,9 @@ SAMPLERS: Final = frozenset(
 class Tracing:
     """Where the spans of this process go. One per process: see `tracing`; tests build their own."""
 
-    def __init__(self, provider: TracerProvider) -> None:
+    def __init__(self, provider: TracerProvider, *, captures_content: bool = False) -> None:
+        """`captures_content`: spans may hold what requests and answers contain."""
+        self.captures_content = captures_content
         self._provider = provider
         self._tracer = provider.get_tracer("dynamo")
 
@@ -391,7 +400,7 @@ def build_tracing(settings: TracingSettings) -> Tracing | None:
     resource = Resource.create({"service.name": settings.service_name})
     provider = TracerProvider(resource=resource, sampler=build_sampler(settings))
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Tracing(provider)
+    return Tracing(provider, captures_content=settings.captures_content)
 
 
 def build_sampler(settings: TracingSettings) -> Sampler:
@@ -462,6 +471,12 @@ def start_request_span(
 def is_tracing() -> bool:
     """Return whether spans are exported, so that attributes are worth making."""
     return (_Process.tracing if _Process.ready else tracing()) is not None
+
+
+def exports_content() -> bool:
+    """Return whether spans may hold what requests and answers contain."""
+    found = _Process.tracing if _Process.ready else tracing()
+    return found is not None and found.captures_content
 
 
 def start_server_span(context: Context, name: str, attributes: Mapping[str, Any]) -> RequestSpan | None:

@@ -13,7 +13,7 @@ from dynamo.contract.requests.logprobs import extract_from_sglang_meta
 from dynamo.contract.requests.structural_tag import serialize_structural_tag
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument
 
-__all__ = ["SglangAnswer", "logprob_arguments", "sampling_parameters"]
+__all__ = ["SglangAnswer", "check_not_aborted", "logprob_arguments", "sampling_parameters"]
 
 MAX_SEED: Final = 2**31  # SGLang keeps seeds as 32-bit integers
 
@@ -83,8 +83,7 @@ class SglangAnswer:
         """
         meta = output["meta_info"]
         reason = meta.get("finish_reason")
-        if reason is not None and reason["type"] == "abort":
-            raise _refusal(reason)
+        check_not_aborted(reason)
         ids = [int(token) for token in output.get("output_ids") or ()]
         self._tokens += len(ids)
         self._cached = meta.get("cached_tokens", self._cached)
@@ -108,6 +107,13 @@ class SglangAnswer:
 
     def usage(self) -> CompletionUsage:
         return usage(len(self._asked.prompt), self._tokens, cached_tokens=self._cached)
+
+
+def check_not_aborted(reason: Mapping[str, Any] | None) -> None:
+    """Raise InvalidArgument or HttpError for a finish reason with which SGLang refused a request, EngineShutdown for one with
+    which it gave it up."""
+    if reason is not None and reason["type"] == "abort":
+        raise _refusal(reason)
 
 
 def _refusal(reason: Mapping[str, Any]) -> Exception:

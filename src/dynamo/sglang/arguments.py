@@ -24,6 +24,8 @@ __all__ = ["MARK", "SglangArguments", "events_source", "read_arguments", "server
 logger = logging.getLogger(__name__)
 
 PROGRAM: Final = "dynamo.sglang"
+IS_EMBEDDING: Final = "--is-embedding"  # SGLang's flag
+VECTORS: Final = "embedding"
 SMALLEST_PAGE: Final = 8  # tokens
 DEFAULT_ENDPOINT: Final = "tcp://*:5557"  # of SGLang
 MARK: Final = "behaviour tested (0.5.23, on a CPU), speed not"
@@ -31,10 +33,8 @@ _EPILOG: Final = (
     "Every other flag is SGLang's own and is passed on as it is; they follow below where SGLang is installed."
 )
 _REFUSED: Final = {
-    "--embedding-worker": "embedding workers are not built",
     "--enable-multimodal": "images, audio and video are not built",
     "--skip-tokenizer-init": "SGLang then ignores constraints and min_tokens",
-    "--is-embedding": "embedding workers are not built",
 }
 
 
@@ -46,6 +46,7 @@ class SglangArguments:
     served_name: str
     sglang: Sequence[str]  # SGLang's own flags, of which its arguments are made once it is imported
     is_kv_routed: bool = False  # whether anyone takes KV events
+    embeds: bool = False  # makes vectors, and generates nothing
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> tuple[SglangArguments, WorkerConfig]:
@@ -73,8 +74,15 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[SglangArguments, 
         parser.error("--model-path is missing: the directory or name of a model")
     check_installed()
     name = own.served_model_name or served_name(own.model)
-    worker = worker_config_from(own, model_name=own.model, served_model_name=name)
-    return SglangArguments(own.model, name, tuple(rest), worker.enable_kv_routing), worker
+    embeds = own.embedding_worker or IS_EMBEDDING in rest
+    rest = [word for word in rest if word != IS_EMBEDDING]
+    if not embeds:
+        worker = worker_config_from(own, model_name=own.model, served_model_name=name)
+        return SglangArguments(own.model, name, tuple(rest), worker.enable_kv_routing), worker
+    worker = worker_config_from(
+        own, model_name=own.model, served_model_name=name, enable_kv_routing=False, endpoint_types=VECTORS
+    )
+    return SglangArguments(own.model, name, (*rest, IS_EMBEDDING), embeds=True), worker
 
 
 def check_installed() -> None:
@@ -137,5 +145,10 @@ def _own_parser() -> BackendArgumentParser:
     group = parser.add_argument_group("SGLang engine")
     group.add_argument("--model-path", "--model", "--model-name", dest="model", help="directory or name of the model")
     group.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")
+    group.add_argument(
+        "--embedding-worker",
+        action="store_true",
+        help="make embeddings: SGLang's `--is-embedding`, and `/v1/embeddings`",
+    )
     add_backend_arguments(parser)
     return parser

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from dynamo.contract.config import WorkerConfig
+from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
-from dynamo.contract.health_check import build_health_check_payload
+from dynamo.contract.health_check import build_health_check_payload, build_raw_health_check_payload
 from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.requests.generation import Feature, GenerationLimits, read_generation, read_generation_defaults
 from dynamo.contract.requests.output_grammar import grammar_of
@@ -35,9 +36,11 @@ from dynamo.runtime.process_guard import (
     shared_memory_of,
     temporary_files_in,
 )
+from dynamo.runtime.tasks import Background
 from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
 from dynamo.sglang.arguments import MARK, SglangArguments, events_source, read_arguments, server_arguments
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
+from dynamo.sglang.vectors import inputs_of, vector_of
 
 __all__ = ["SglangEngine"]
 
@@ -122,6 +125,8 @@ class SglangEngine(LLMEngine):
         limits, thread = self._limits, self._thread
         if limits is None or thread.engine is None:
             raise EngineShutdown("SGLang is not running")
+        if self._arguments.embeds:
+            raise InvalidArgument("this worker makes embeddings and generates nothing")
         asked = read_generation(request, limits)
         if asked.constraint is not None and asked.constraint.kind in ("json", "regex"):
             await asyncio.to_thread(
@@ -140,8 +145,11 @@ class SglangEngine(LLMEngine):
         }
         if asked.constraint is not None and asked.constraint.after_reasoning and self._tells_thoughts:
             arguments["require_reasoning"] = True  # the constraint holds behind the thoughts
+        arguments |= logprob_arguments(asked)
         try:
-            async with aclosing(thread.outputs(context, **arguments, **logprob_arguments(asked))) as outputs:
+            async with aclosing(
+                thread.outputs(context, lambda engine: engine.async_generate(stream=True, **arguments))
+            ) as outputs:
                 async for output in outputs:
                     if context.is_stopped():
                         break
@@ -158,6 +166,30 @@ class SglangEngine(LLMEngine):
         if not context.is_stopped():
             raise EngineShutdown("SGLang ended an answer without its last output")
         yield answer.cancelled()
+
+    async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
+        limits, thread = self._limits, self._thread
+        if limits is None or thread.engine is None:
+            raise EngineShutdown("SGLang is not running")
+        if not self._arguments.embeds:
+            raise InvalidArgument("this worker generates; one that makes embeddings is started with --embedding-worker")
+        inputs = inputs_of(request, limits.context_length, limits.vocab_size)
+        if context.is_stopped():
+            return
+        async with Background() as work:
+            running = [
+                work.start(
+                    vector_of(thread, context, ids, request.get("dimensions"), f"{context.id()}-{next(self._numbers)}"),
+                    f"input {index}",
+                    is_awaited=True,
+                )
+                for index, ids in enumerate(inputs)
+            ]
+            for index, each in enumerate(running):
+                vector = await each
+                if vector is None:
+                    return
+                yield embedding(index, vector)
 
     async def wait_dead(self) -> str:
         while True:
@@ -186,4 +218,8 @@ class SglangEngine(LLMEngine):
         return [] if source is None else [source]
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        return build_health_check_payload(0)
+        return (
+            build_raw_health_check_payload({"token_ids": [[0]]})
+            if self._arguments.embeds
+            else build_health_check_payload(0)
+        )

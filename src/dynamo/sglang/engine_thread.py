@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -76,10 +76,13 @@ class EngineThread:
         self._loop.call_soon_threadsafe(work)
         self.engine = await made
 
-    async def outputs(self, context: Context, **arguments: Any) -> AsyncGenerator[Any, None]:
+    async def outputs(
+        self, context: Context, submit: Callable[[Any], Awaitable[AsyncIterator[Any]]]
+    ) -> AsyncGenerator[Any, None]:
         """Yield the outputs of one request; ends early once the context is stopped.
 
-        Raises what SGLang raises for a request that it refuses at once.
+        `submit`, on the thread's loop, hands the request to the engine. Raises what SGLang raises for a request that it refuses
+        at once.
         """
         home = asyncio.get_running_loop()
         found: asyncio.Queue[tuple[Any, BaseException | None]] = asyncio.Queue()  # one entry per step of the request
@@ -87,8 +90,7 @@ class EngineThread:
         async def follow() -> None:
             failure: BaseException | None = None
             try:
-                stream = await self.engine.async_generate(stream=True, **arguments)
-                async for output in stream:
+                async for output in await submit(self.engine):
                     home.call_soon_threadsafe(found.put_nowait, (output, None))
             except asyncio.CancelledError:
                 raise

@@ -169,6 +169,15 @@ async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None])
         take(line)
 
 
+@dataclass(slots=True)
+class _Times:
+    """Loop times of one incarnation, and what the last start took that succeeded."""
+
+    started_at: float = 0.0
+    ready_since: float | None = None
+    start_seconds: float | None = None
+
+
 class SupervisedProcess:
     """Keeps one program running: starts it, and starts it again after it died, until `stop`."""
 
@@ -188,7 +197,7 @@ class SupervisedProcess:
         self.was_killed = False
         self._log, self._on_line, self._on_report, self._on_start = log, on_line, on_report, on_start
         self._policy = policy or RestartPolicy()
-        self._ready_since: float | None = None
+        self._times = _Times()
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -199,12 +208,19 @@ class SupervisedProcess:
     @property
     def is_ready(self) -> bool:
         """Whether the running incarnation was marked ready."""
-        return self._ready_since is not None
+        return self._times.ready_since is not None
+
+    @property
+    def start_seconds(self) -> float | None:
+        """How long its last start took until it served; None: none has served yet."""
+        return self._times.start_seconds
 
     def mark_ready(self) -> None:
         """Mark the running incarnation as serving; the restart policy counts from here."""
-        if self._ready_since is None:
-            self._ready_since = asyncio.get_running_loop().time()
+        times = self._times
+        if times.ready_since is None:
+            times.ready_since = asyncio.get_running_loop().time()
+            times.start_seconds = times.ready_since - times.started_at
 
     async def keep(self) -> None:
         """Return after `stop`. Raises GaveUp."""
@@ -214,8 +230,8 @@ class SupervisedProcess:
                 status, last_lines = await self._live()
                 if self._stopping.is_set():
                     return
-                healthy = None if self._ready_since is None else loop.time() - self._ready_since
-                self._ready_since = None
+                ready_since, self._times.ready_since = self._times.ready_since, None
+                healthy = None if ready_since is None else loop.time() - ready_since
                 delay = self._policy.after_death(status, healthy_seconds=healthy)
                 if delay is None:
                     raise GaveUp(self.name, status, last_lines)
@@ -235,6 +251,7 @@ class SupervisedProcess:
             on_report=lambda report: self._on_report(self, report),
         )
         self.starts += 1
+        self._times.started_at = asyncio.get_running_loop().time()
         self._on_start(self)
         try:
             if self._stopping.is_set():  # asked while it was being started

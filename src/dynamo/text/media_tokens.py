@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["NO_MEDIA", "MediaTokens", "media_tokens"]
+__all__ = ["CODES_PROCESSOR", "NO_MEDIA", "MediaTokens", "media_tokens"]
 
 ImageCounter = Callable[[int, int], "int | None"]
 """Return how many tokens an image of this width and height becomes; None: the model does not take such an image."""
 
 GRID_PROCESSOR: Final = "ColourGridProcessor"
-"""The image processor of the reference engine: every image is 4 x 4 colours, a token each."""
+CODES_PROCESSOR: Final = "PictureCodesProcessor"
+"""The image processors of the reference engine: every image is 4 x 4 colours, or sixteen codes, a token each."""
 
 _GRID_TOKENS: Final = 16
 _MAX_ASPECT: Final = 200  # width to height or the reverse, of the Qwen2-VL family
@@ -107,4 +108,5 @@ _FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], I
     "CLIPImageProcessor": _llava,
     "CLIPImageProcessorFast": _llava,
     GRID_PROCESSOR: _grid,
+    CODES_PROCESSOR: _grid,
 }

@@ -11,6 +11,7 @@ from typing import Final
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.contract.requests.pooling import MODES
 from dynamo.errors import InvalidArgument
 from dynamo.worker.hub import served_name
 
@@ -21,6 +22,7 @@ PACKAGES: Final = ("torch", "transformers")
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 PAGE: Final = 32  # tokens of a block: transformers' own 256 would share no prefix that is shorter
 CACHE_MB: Final = 1024
+VECTORS: Final = "embedding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class TransformersArguments:
     block_size: int
     kv_cache_mb: int | None  # None: on a GPU what is free
     trust_remote_code: bool
+    embeds: bool = False  # makes vectors, and generates nothing
+    pooling: str | None = None  # of the states of an input; None: as the model's files have it
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> tuple[TransformersArguments, WorkerConfig]:
@@ -63,8 +67,16 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TransformersArgum
         block_size=args.block_size,
         kv_cache_mb=args.kv_cache_mb,
         trust_remote_code=args.trust_remote_code,
+        embeds=args.embedding_worker,
+        pooling=args.pooling,
     )
-    worker = worker_config_from(args, model_name=args.model, served_model_name=name, enable_kv_routing=False)
+    worker = worker_config_from(
+        args,
+        model_name=args.model,
+        served_model_name=name,
+        enable_kv_routing=False,
+        endpoint_types=VECTORS if args.embedding_worker else args.endpoint_types,
+    )
     return arguments, worker
 
 
@@ -102,6 +114,13 @@ def _parser() -> BackendArgumentParser:
         type=_positive,
         metavar="MB",
         help=f"memory of the KV cache (default: what is free on a GPU, else {CACHE_MB})",
+    )
+    add("--embedding-worker", action="store_true", help="make embeddings: /v1/embeddings, and no answers")
+    add(
+        "--pooling",
+        choices=MODES,
+        help="how an input's states become its vector (default: as the model's files say, else the last one of a model "
+        "that generates, and the mean)",
     )
     add("--trust-remote-code", action="store_true", help="run Python code that the model's directory holds")
     add_backend_arguments(parser)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,8 +16,9 @@ from queue import Empty
 from typing import Any, ClassVar, Final, Self
 
 from dynamo.contract.config import WorkerConfig
+from dynamo.contract.embedding import Embedding, EmbedRequest
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, usage
-from dynamo.contract.health_check import build_health_check_payload
+from dynamo.contract.health_check import build_health_check_payload, build_raw_health_check_payload
 from dynamo.contract.requests.generation import (
     Feature,
     GenerationLimits,
@@ -25,12 +27,14 @@ from dynamo.contract.requests.generation import (
     read_generation_defaults,
 )
 from dynamo.contract.requests.output_grammar import grammar_of, read_thought_markers
+from dynamo.contract.requests.pooling import read_pooling
 from dynamo.errors import EngineShutdown, InvalidArgument, Unknown
 from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.context import Context, on_loop
 from dynamo.transformers.arguments import TransformersArguments, read_arguments
-from dynamo.transformers.loading import LoadedTransformers, load_transformers
+from dynamo.transformers.loading import LoadedTransformers, load_encoder, load_transformers
 from dynamo.transformers.row_sampling import ARGUMENT, RowSampling
+from dynamo.transformers.vectors import TransformersVectors
 from dynamo.worker.hub import fetch_model
 
 __all__ = ["TransformersEngine"]
@@ -52,6 +56,7 @@ class TransformersEngine(LLMEngine):
         self._loaded: LoadedTransformers | None = None
         self._limits: GenerationLimits | None = None
         self._grammars: _Grammars | None = None
+        self._vectors: TransformersVectors | None = None  # of a worker that makes vectors
         self._numbers = count()
         self._was_cleaned_up = False
 
@@ -62,6 +67,8 @@ class TransformersEngine(LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         directory = Path(await fetch_model(self._arguments.model))
+        if self._arguments.embeds:
+            return await self._start_vectors(directory)
         loaded = await asyncio.to_thread(load_transformers, self._arguments, directory)
         self._loaded = loaded
         if self._was_cleaned_up:
@@ -86,7 +93,27 @@ class TransformersEngine(LLMEngine):
             runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
+    async def _start_vectors(self, directory: Path) -> EngineConfig:
+        arguments = self._arguments
+        loaded = await asyncio.to_thread(load_encoder, arguments, directory)
+        mode = "last" if loaded.generates else "mean"
+        pooling = read_pooling(directory, loaded.hidden_size, mode=arguments.pooling, default_mode=mode)
+        self._vectors = TransformersVectors(
+            loaded, pooling, max_inputs=arguments.max_num_seqs, max_tokens=arguments.max_num_batched_tokens
+        )
+        if self._was_cleaned_up:
+            await self.cleanup()
+            raise EngineShutdown("this engine was cleaned up while it started")
+        return EngineConfig(
+            model=arguments.model,
+            served_model_name=arguments.served_name,
+            context_length=loaded.context_length,
+            runtime_data={MEDIA_KINDS: []},
+        )
+
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
+        if self._arguments.embeds:
+            raise InvalidArgument("this worker makes embeddings and generates nothing")
         loaded, limits, grammars = self._loaded, self._limits, self._grammars
         if loaded is None or limits is None or grammars is None or self._was_cleaned_up:
             raise EngineShutdown("transformers is not running")
@@ -151,6 +178,15 @@ class TransformersEngine(LLMEngine):
                 manager.cancel_request(request_id)
                 manager.output_router.result_handlers.pop(request_id, None)
 
+    async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
+        if not self._arguments.embeds:
+            raise InvalidArgument("this worker generates; one that makes embeddings is started with --embedding-worker")
+        if self._vectors is None:
+            raise EngineShutdown("transformers is not running")
+        async with aclosing(self._vectors.vectors(request, context)) as vectors:
+            async for vector in vectors:
+                yield vector
+
     async def wait_dead(self) -> str:
         while True:
             loaded = self._loaded
@@ -160,12 +196,18 @@ class TransformersEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         self._was_cleaned_up = True
+        if self._vectors is not None:
+            await self._vectors.close()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             await asyncio.to_thread(loaded.manager.stop, block=True, timeout=STOP_SECONDS, hard_stop=True)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        return build_health_check_payload(0)
+        return (
+            build_raw_health_check_payload({"token_ids": [[0]]})
+            if self._arguments.embeds
+            else build_health_check_payload(0)
+        )
 
 
 class _Grammars:

@@ -1,4 +1,4 @@
-"""Brings the model up: weights, device, and transformers' continuous batching with our sampler. Blocks: for a thread."""
+"""Brings the model up: weights, device, and for answers transformers' continuous batching with our sampler. Blocks: for a thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +16,12 @@ from dynamo.settings.foreign import OPENMP_THREADS
 from dynamo.transformers.arguments import CACHE_MB, TransformersArguments
 from dynamo.transformers.row_sampling import ARGUMENT, RowSampler, RowSampling
 
-__all__ = ["LoadedTransformers", "load_transformers"]
+__all__ = ["LoadedEncoder", "LoadedTransformers", "load_encoder", "load_transformers"]
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT: Final = 4096  # tokens, where the model's configuration says nothing
+BATCHING_LOG: Final = "ContinuousBatchingLogger"
 BATCHING_SECONDS: Final = 120.0  # for the thread that generates to allocate its cache
 
 
@@ -35,29 +37,70 @@ class LoadedTransformers:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    """A model that makes vectors."""
+
+    states: Callable[[Sequence[Sequence[int]]], Any]
+    """Computes the states of the last layer for several inputs: a float32 tensor on the CPU, of (input, position, value). A
+    shorter input is filled up behind. Blocks, and is not safe from several threads."""
+    context_length: int
+    vocab_size: int
+    hidden_size: int
+    generates: bool  # made to generate: what it knows of a text is in its last token
+
+
+def load_encoder(arguments: TransformersArguments, directory: Path) -> LoadedEncoder:
+    """Load a model without its head. Raises InvalidArgument for one that transformers cannot read."""
+    import torch
+    import transformers
+
+    began = time.perf_counter()
+    model, device = _load_model(transformers.AutoModel, arguments, directory)
+    model.eval()
+    config = model.config.get_text_config()
+
+    def states(inputs: Sequence[Sequence[int]]) -> Any:
+        longest = max(map(len, inputs))
+        ids = torch.zeros((len(inputs), longest), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(inputs):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+        with torch.inference_mode():
+            found = model(input_ids=ids.to(device), attention_mask=mask.to(device)).last_hidden_state
+            return found.float().cpu()
+
+    logger.info(
+        "transformers %s has loaded the model in %.1f s, for vectors: %s, %s",
+        transformers.__version__, time.perf_counter() - began, device, model.dtype,
+    )  # fmt: skip
+    trained = _positions(config)
+    return LoadedEncoder(
+        states,
+        min(arguments.context_length or trained, trained),
+        int(config.vocab_size),
+        int(config.hidden_size),
+        any("ForCausalLM" in name for name in model.config.architectures or ()),
+    )
+
+
+def _positions(config: Any) -> int:
+    """Return how long an input may be. Models in the manner of RoBERTa count positions from behind their padding's number."""
+    trained = int(getattr(config, "max_position_embeddings", None) or UNKNOWN_CONTEXT)
+    is_shifted = any(name in str(config.model_type) for name in ("roberta", "mpnet", "camembert"))
+    return trained - int(config.pad_token_id or 0) - 1 if is_shifted else trained
+
+
 def load_transformers(arguments: TransformersArguments, directory: Path) -> LoadedTransformers:
     """Load a model and start its generating thread.
 
     Raises InvalidArgument for a model that transformers cannot read, EngineShutdown where generation does not start.
     """
-    import torch
     import transformers
 
     began = time.perf_counter()
-    device = _device(arguments.device)
-    if device == "cpu" and OPENMP_THREADS.value(os.environ) is None:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # one core is left for the worker's own loop
-    dtype = arguments.dtype or ("float32" if device == "cpu" else "auto")
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=arguments.trust_remote_code,
-            local_files_only=True,
-        ).to(device)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        line = str(error).strip().split("\n", 1)[0]
-        raise InvalidArgument(f"transformers {transformers.__version__} cannot load {directory}: {line}") from error
+    model, device = _load_model(transformers.AutoModelForCausalLM, arguments, directory)
     config = model.config.get_text_config()
     try:
         manager = _start_batching(model, arguments, config, device)
@@ -78,12 +121,36 @@ def load_transformers(arguments: TransformersArguments, directory: Path) -> Load
     )
 
 
+def _load_model(kind: Any, arguments: TransformersArguments, directory: Path) -> tuple[Any, str]:
+    """Return a model and the device that it is on. `kind`: transformers' class that chooses the model's own."""
+    import torch
+    import transformers
+
+    device = _device(arguments.device)
+    if device == "cpu" and OPENMP_THREADS.value(os.environ) is None:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # one core is left for the worker's own loop
+    dtype = arguments.dtype or ("float32" if device == "cpu" else "auto")
+    try:
+        model = kind.from_pretrained(
+            directory,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=arguments.trust_remote_code,
+            local_files_only=True,
+        ).to(device)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        line = str(error).strip().split("\n", 1)[0]
+        raise InvalidArgument(f"transformers {transformers.__version__} cannot load {directory}: {line}") from error
+    return model, device
+
+
 def _start_batching(model: Any, arguments: TransformersArguments, config: Any, device: str) -> Any:
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
     torch.set_grad_enabled(False)
+    # The worker says how many blocks there are: what transformers cannot find out about the memory is no error.
+    logging.getLogger(BATCHING_LOG).addFilter(lambda record: "psutil" not in record.getMessage())
     # Our sampler runs Python for each row: no graphs, and no step ahead of the tokens that it draws.
     batching = ContinuousBatchingConfig(
         page_size=arguments.block_size,

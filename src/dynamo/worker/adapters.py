@@ -13,7 +13,15 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.worker.registration import ModelEndpoint
 
-__all__ = ["AdapterRequests", "adapter_directory", "adapter_name", "adapter_source", "path_member", "publish_adapter"]
+__all__ = [
+    "AdapterRequests",
+    "adapter_directory",
+    "adapter_name",
+    "adapter_source",
+    "adapter_uri",
+    "path_member",
+    "publish_adapter",
+]
 
 OPERATIONS: Final = ("load_lora", "unload_lora", "list_loras")
 HUB_SCHEME: Final = "hf://"
@@ -62,6 +70,12 @@ async def adapter_directory(body: Mapping[str, Any]) -> Path:
     if not isinstance(uri, str) or not uri.startswith("file:///"):
         raise InvalidArgument(f"source.uri must be a file:/// address or hf://ORGANISATION/NAME, got {uri!r}")
     return Path(uri.removeprefix("file://"))
+
+
+def adapter_uri(given: str) -> tuple[str, str]:
+    """Return name and URI of an adapter that is loaded at start, `NAME=PATH` or `NAME=URI`."""
+    name, _, source = given.partition("=")
+    return name, source if "://" in source else Path(source).expanduser().absolute().as_uri()
 
 
 def adapter_source(body: Mapping[str, Any]) -> Mapping[str, Any] | None:

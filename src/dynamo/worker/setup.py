@@ -20,7 +20,7 @@ from dynamo.protocol.records import ADAPTERS_ENDPOINT, ModelCard
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpoint
 from dynamo.runtime.request_plane.base import Handler
-from dynamo.worker.adapters import AdapterRequests
+from dynamo.worker.adapters import AdapterRequests, adapter_uri
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
 from dynamo.worker.embedding import EmbedServing, offers_embeddings
 from dynamo.worker.hooks import await_hook
@@ -264,6 +264,19 @@ class Setup:
         if "update/load_lora" in routes:
             endpoint = self._runtime.endpoint(f"{self._config.namespace}.{self._config.component}.{ADAPTERS_ENDPOINT}")
             self.parts.adapters = await endpoint.start_serving(AdapterRequests(routes).handle)
+
+    async def load_adapters(self) -> None:
+        """Load what the configuration names. Raises InvalidArgument for an engine that cannot, or what it does not load."""
+        if not self._config.loras:
+            return
+        load = None if self.parts.admin is None else self.parts.admin.routes().get("update/load_lora")
+        if load is None:
+            raise InvalidArgument("--lora: this engine loads no adapters")
+        for name, uri in map(adapter_uri, self._config.loras):
+            answer = await load({"lora_name": name, "source": {"uri": uri}})
+            if str(answer.get("status")).lower() == "error":
+                raise InvalidArgument(f"--lora {name}: {answer.get('message') or answer}")
+            logger.info("The adapter %s is loaded", name)
 
 
 def _checked_ranks(ranks: object) -> list[int]:

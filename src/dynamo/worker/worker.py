@@ -275,6 +275,7 @@ class Worker:
                 parts.admin.attach(served)
             await setup.serve_rl_directory()
             await setup.serve_adapters()
+            await setup.load_adapters()
             self._serving.set()
             ended = await self._stop.unless_stopped(first_of(served.wait_closed(), raise_when_dead(self._engine)))
             if ended and not self._stop.is_set:  # the runtime was shut down

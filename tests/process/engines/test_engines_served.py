@@ -27,6 +27,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import descendants
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
+from support.ends import end_idle
 from support.engine_cluster import SGLANG, START_SECONDS, SUM, EngineCase, ServedEngine, served_engine, tokens_of
 from support.leftovers import Belongings, errors_of, wait_empty
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
@@ -280,6 +281,15 @@ def test_a_killed_worker_loses_no_token_and_leaves_nothing_behind(served: Served
     assert set(streams_while(served, worker.kill)) == {expected}
     assert worker.exit_code() == -signal.SIGKILL
     belongings.wait_gone()
+
+
+def test_an_idle_worker_ends_within_three_seconds_and_leaves_nothing_behind(served: ServedEngine) -> None:
+    if served.case.name == "sglang":
+        pytest.skip(
+            "test_sglang_routing.py and test_engines_embeddings.py end idle workers: one more start takes minutes"
+        )
+    end_idle(served.add_worker("idle"), served.temporary)
+    del served.workers["idle"]
 
 
 def test_sigterm_under_load_loses_nothing_and_ends_in_time(served: ServedEngine) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.ends import end_idle
 from support.engine_cluster import SGLANG, served_engine
 from support.leftovers import Belongings
 from support.processes import wait
@@ -32,10 +33,11 @@ def test_a_repeated_prompt_goes_to_the_worker_that_has_it(tmp_path: Path) -> Non
                 return bool(again.prompt_tokens_details.cached_tokens >= (tokens - 1) // PAGE * PAGE)
 
             wait(hit, lambda: "a repeated prompt that is in the cache")  # the events need a moment
-        belongings = [Belongings(worker, served.temporary) for worker in served.workers.values()]
         for worker in served.workers.values():
             assert worker.metric(EVENTS) > 0
-            worker.kill()  # its processes die in the same moment
-        for each in belongings:
-            assert each.files
-            each.wait_gone()
+        idle, killed = served.workers.values()
+        end_idle(idle, served.temporary)
+        belongings = Belongings(killed, served.temporary)
+        killed.kill()  # its processes die in the same moment
+        assert belongings.files
+        belongings.wait_gone()

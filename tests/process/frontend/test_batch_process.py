@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import resource
 import sys
@@ -277,3 +278,39 @@ def test_the_command_runs_a_file_and_goes_on_after_an_interruption(
     assert cluster.process("fresh", argv).exit_code() == 1
     with client(frontend) as api:
         assert len(list(api.batches.list())) == 2
+
+
+def test_the_memory_of_fifty_thousand_lines_is_flat(cluster: Cluster, worker: Worker, tmp_path: Path) -> None:
+    count, executed = 50_000, 3_000
+    frontend = cluster.frontend("large", f"--files-dir={tmp_path / 'files'}")
+    cluster.wait_ready(frontend, worker)
+    with client(frontend) as api:
+        file = api.files.create(file=("in.jsonl", jsonl(lines_of(count, wrong_each=100))), purpose="batch")
+        memory, used = [frontend.resident_bytes()], cpu_seconds(frontend)
+        batch: Any = api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+
+        def look() -> bool:
+            nonlocal batch
+            batch = api.batches.retrieve(batch.id)
+            memory.append(frontend.resident_bytes())
+            return bool(batch.status != "validating")
+
+        wait(look, lambda: f"the check of {batch}")
+        assert cpu_seconds(frontend) - used <= 5.0
+        grown(api, batch.id, 0, executed)
+        memory.append(frontend.resident_bytes())
+        api.batches.cancel(batch.id)
+        wait(lambda: look() and batch.status in FINAL, lambda: f"the end of {batch}")
+        assert batch.status == "cancelled"
+        assert (max(memory) - memory[0]) / 2**20 <= 40
+        found = set()
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            for line in api.files.content(file_id).text.splitlines():
+                found.add(json.loads(line)["custom_id"])
+        assert len(found) == count
+
+
+def cpu_seconds(frontend: Frontend) -> float:
+    """The processor time that a frontend has used (Linux)."""
+    fields = Path(f"/proc/{frontend.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -26,17 +26,24 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
     status_code_conformance,
 )
 
+from dynamo.contract.engine import RawEngine  # noqa: E402
 from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine  # noqa: E402
+from dynamo.engines.sample.speech_engine import SampleSpeechEngine  # noqa: E402
+from dynamo.engines.sample.tones import Tones, wav_header  # noqa: E402
+from dynamo.engines.sample.transcription_engine import SampleTranscriptionEngine  # noqa: E402
 from dynamo.frontend.http.server import HttpServer  # noqa: E402
 from dynamo.protocol.model_types import ModelInput, ModelType  # noqa: E402
 from dynamo.runtime.context import Context  # noqa: E402
 from dynamo.runtime.request_plane.base import ResponseSink  # noqa: E402
 from dynamo.worker.serving import RawServing  # noqa: E402
-from support.frontend_cluster import cluster  # noqa: E402
+from support.frontend_cluster import Script, cluster  # noqa: E402
+from support.pictures import RED, data_url  # noqa: E402
 from support.scenario_table import record  # noqa: E402
 
+TONES = Tones("nova", 4).opening() + Tones("nova", 4).of("a fox")
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
+SAID = data_url(wav_header(len(TONES)) + TONES, "audio/wav")
 GOOD: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "POST /v1/completions": {"model": "m", "prompt": "hi", "max_tokens": 4},
@@ -51,6 +58,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "POST /v1/rerank": {"model": "vectors", "query": "hi", "documents": ["a", "b"]},
     "POST /v2/rerank": {"model": "vectors", "query": "hi", "documents": ["a", "b"]},
     "POST /v1/images/generations": {"model": "images", "prompt": "a fox", "size": "16x16"},
+    "POST /v1/images/edits": {"model": "images", "prompt": "a fox", "input_reference": data_url(RED)},
+    "POST /v1/audio/speech": {"model": "speech", "input": "a fox", "response_format": "wav"},
+    "POST /v1/audio/transcriptions": {"model": "ears", "file": SAID},
+    "POST /v1/audio/translations": {"model": "ears", "file": SAID},
     "POST /v1/batches": {"input_file_id": "file-none", "endpoint": "/v1/embeddings", "completion_window": "24h"},
 }
 OPERATIONS = [
@@ -67,11 +78,19 @@ OPERATIONS = [
     "POST /v1/rerank",
     "POST /v2/rerank",
     "POST /v1/images/generations",
+    "POST /v1/images/edits",
+    "POST /v1/audio/speech",
+    "POST /v1/audio/transcriptions",
+    "POST /v1/audio/translations",
     "POST /v1/files",
     "GET /v1/files",
     "GET /v1/files/{file_id}",
     "DELETE /v1/files/{file_id}",
     "GET /v1/files/{file_id}/content",
+    "POST /v1/videos",
+    "GET /v1/videos",
+    "GET /v1/videos/{video_id}",
+    "DELETE /v1/videos/{video_id}",
     "POST /v1/batches",
     "GET /v1/batches",
     "GET /v1/batches/{batch_id}",
@@ -102,8 +121,11 @@ async def vectors(body: Mapping[str, Any], context: Context, sink: ResponseSink)
     sink.end()
 
 
-async def pictures(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-    await RawServing(SampleDiffusionEngine(delay=0)).handle(dict(body), context, sink)
+def raw(engine: RawEngine) -> Script:
+    async def serve(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        await RawServing(engine).handle(dict(body), context, sink)
+
+    return serve
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +142,14 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 await house.worker(echo)
                 kinds = ModelType.Classify | ModelType.Pooling | ModelType.Rerank | ModelType.Embedding
                 await house.worker(vectors, model="vectors", model_type=kinds)
-                kind, takes = ModelType.Images, ModelInput.Text
-                await house.worker(pictures, model="images", model_type=kind, model_input=takes)
+                for name, engine, kind in (
+                    ("images", SampleDiffusionEngine(delay=0), ModelType.Images),
+                    ("speech", SampleSpeechEngine(delay=0), ModelType.Audios),
+                    ("ears", SampleTranscriptionEngine(delay=0), ModelType.Audios),
+                ):
+                    await house.worker(
+                        raw(engine), model=name, component=name, model_type=kind, model_input=ModelInput.Text
+                    )
                 stop = asyncio.Event()
                 started.set_result((server.port, asyncio.get_running_loop(), stop))
                 await stop.wait()

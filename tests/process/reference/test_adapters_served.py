@@ -35,8 +35,9 @@ class Served:
         self.frontend: Frontend = cluster.frontend("frontend")
         cluster.wait_ready(self.frontend, *self.workers)
 
-    def worker(self, name: str) -> Worker:
-        return self._cluster.reference(name, MODEL, self._directory, "--kv-cache-mb", "8", DYN_LORA_ENABLED="1")
+    def worker(self, name: str, *flags: str, model: str = MODEL) -> Worker:
+        own = ("--kv-cache-mb", "8", *flags)
+        return self._cluster.reference(name, model, self._directory, *own, DYN_LORA_ENABLED="1")
 
     async def text(self, model: str) -> tuple[int, str]:
         reply = await ask(self.frontend.port, COMPLETIONS, {**BODY, "model": model})
@@ -138,6 +139,24 @@ async def test_what_cannot_be_is_refused(served: Served) -> None:
     gone = await ask(port, "/v1/loras/x", method="DELETE")
     assert (gone.status, gone.json()["status"]) == (404, "error")
     assert (await served.text("x"))[0] == 404
+
+
+async def test_an_adapter_of_the_flag_is_there_from_the_start(served: Served) -> None:
+    await served.load("poet")
+    served.wait_loaded("poet", 2)
+    path = served.sources["poet"].removeprefix("file://")
+    worker = served.worker("flagged", "--lora", f"bard={path}", model="flagged")
+    worker.wait_ready()
+    wait(lambda: {"flagged", "bard"} <= served.frontend.models(), lambda: worker.log[-2000:])
+    assert (await served.text("bard")) == (await served.text("poet"))
+    assert (await served.text("flagged")) == (await served.text(MODEL))
+
+
+async def test_a_flag_that_cannot_be_kept_ends_the_start_and_says_why(served: Served, tmp_path: Path) -> None:
+    worker = served.worker("wrong", "--lora", f"bard={tmp_path}", model="wrong")
+    wait(lambda: worker.has_ended, lambda: worker.log[-2000:])
+    assert worker.exit_code() == 2
+    assert "--lora bard" in worker.log
 
 
 @pytest.mark.timeout(120)

@@ -134,3 +134,53 @@ def test_a_step_turns_every_matrix_by_the_same_amount_in_every_direction() -> No
     values = torch.linalg.svdvals(turned)
     assert values.shape == (3, 12)
     assert 0.5 < float(values.min()) < float(values.max()) < 1.5
+
+
+def test_what_learns_to_see_computes_what_the_engine_computes(tmp_path: Path) -> None:
+    from random import Random
+
+    from demo_model.lessons.pictures import picture
+    from demo_model.sight import Sight
+
+    from dynamo.reference.picture_codes import PictureCodes, scaled
+
+    torch.manual_seed(2)
+    sight = Sight()
+    rng = Random(3)
+    images = np.stack([scaled(picture(rng).pixels()) for _ in range(24)])
+    sight(torch.from_numpy(images))  # the norms learn what is usual
+    sight.eval()
+    weights = sight.export()
+    engine = PictureCodes(0, 40, "", weights)
+    with torch.no_grad():
+        wanted = sight(torch.from_numpy(images)).flatten(1).numpy()
+    for image, row in zip(images, wanted, strict=True):
+        np.testing.assert_allclose(engine.scores(image), row, atol=1e-4)
+
+
+def test_low_rank_weights_that_are_learned_compute_what_the_engine_computes(directory: Path) -> None:
+    from demo_model.export import write_tensors
+    from demo_model.looking import Looking
+    from demo_model.sight import Sight
+
+    run = make_run(directory)
+    tensors = {name: p.detach().bfloat16().float() for name, p in run.network.named_parameters()}
+    run.network.load_state_dict(tensors, strict=False)
+    write_shards({name: values.numpy() for name, values in tensors.items()}, directory)
+    looking = Looking(run.network, read_model_config(directory))
+    with torch.no_grad():
+        for parameter in looking.parameters():
+            parameter.copy_((torch.randn_like(parameter) * 0.2).bfloat16().float())
+    learned = looking.export({name: p.detach() for name, p in looking.named_parameters()})
+    sight = {name: values.astype(np.float32) for name, values in Sight().export().items()}
+    write_tensors(sight | learned, directory / "vision.safetensors")
+    config = {**CONFIG, "image_token_id": 0, "vision_config": {"model_type": "picture_codes", "first_token_id": 40}}
+    (directory / "config.json").write_text(json.dumps(config))
+    tokens = [3, 4, 5, *range(40, 56), 6, 7, 8]
+    with torch.no_grad():
+        wanted = looking(torch.tensor([tokens]), torch.ones(1, len(tokens), dtype=torch.bool)).numpy()
+    core = load_core(directory, Options(max_num_seqs=1))
+    piece = Piece(tokens, 0, list(range(4)), None, core.model.weights.sight, 3)
+    batch = make_batch([piece], core.pool.block_size)
+    found = core.model.logits(core.model.forward(batch, KvCache(core.model.config, 4, core.pool.block_size)))
+    np.testing.assert_allclose(found, wanted, atol=1e-3)

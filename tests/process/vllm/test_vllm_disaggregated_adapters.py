@@ -13,7 +13,7 @@ import pytest
 from openai import APIStatusError
 
 from dynamo.reference.engine import ReferenceEngine
-from dynamo.reference.weights import read_tensors
+from dynamo.reference.tensor_files import read_tensors
 from dynamo.runtime.context import Context
 from support.adapters import write_adapter
 from support.demo_model import FILES, chat_prompts, detokenized

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support.ends import end_idle
+from support.leftovers import wait_empty
 from support.patience import PATIENCE_SECONDS
 from support.processes import until
 from support.vllm_cluster import PYTHON, WHY_NOT, VllmCluster, chunks_of, serve, tokens_of
@@ -82,3 +84,8 @@ async def test_the_request_of_higher_priority_goes_first(served: VllmCluster) ->
         await until(lambda: worker.metric("vllm:num_requests_waiting") == 2, lambda: "two to wait")
         await asyncio.gather(first, low, high)
     assert ended == ["first", "high", "low"]
+
+
+def test_an_idle_worker_of_two_engine_cores_ends_within_three_seconds(served: VllmCluster) -> None:
+    end_idle(served.workers.pop("a"), served.temporary)
+    wait_empty(served.temporary)

@@ -60,9 +60,16 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ),
         (["serve", "--engine", "a b:C"], "there is no engine 'a b:C'"),
         (["serve", "--workers", "0"], "--workers: 0 is out of range: use 1 to 256 (see dynamo serve --help)"),
-        (["serve", "--workers", "many"], "--workers: 'many' is not an integer from 1 to 256 (see dynamo serve --help)"),
+        (
+            ["serve", "--workers", "many"],
+            "--workers: 'many' is neither an integer from 1 to 256 nor a range of them (1..4) (see dynamo serve --help)",
+        ),
         (["serve", "--http-port", "65536"], "--http-port: 65536 is not a port: use 0..65535"),
         (["serve", "--http-host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
+        (["serve", "--workers", "0..0"], "--workers: 0..0 is out of range: use 0 to 256"),
+        (["serve", "--workers", "4..1"], "--workers: 4..1 has the larger number first: write 1..4"),
+        (["serve", "--workers", "1..4", "--in-process"], "--workers 1..4 adds and removes processes"),
+        (["serve", "--scale-advise"], "--scale-advise needs a range of workers: --workers MIN..MAX, not 1"),
         (["serve", "--frontend-workers", "65"], "--frontend-workers: 65 is out of range: use 1 to 64"),
         (["serve", "--in-process", "--frontend-workers", "2"], "--frontend-workers has no meaning with --in-process"),
         (["serve", "--in-process", "--store", "x"], "--store has no meaning with --in-process"),
@@ -174,7 +181,7 @@ def test_the_parent_of_the_processes_imports_neither_runtime_nor_frontend() -> N
     # These load nothing of ours.
     light = {f"dynamo.runtime{part}" for part in ("", ".addresses", ".log_text", ".tasks")}
     loaded = set(eval(shown)) - light
-    assert {name.split(".")[1] for name in loaded} == {"cli", "errors", "settings", "supervise"}
+    assert {name.split(".")[1] for name in loaded} == {"cli", "errors", "scaling", "settings", "supervise"}
 
 
 # -- conformance --------------------------------------------------------------------------------------------------------

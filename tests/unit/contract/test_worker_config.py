@@ -63,6 +63,7 @@ def test_the_positions_of_the_fields_are_fixed() -> None:
         "enable_rl",
         "allow_download",
         "runtime_settings",
+        "loras",
     }
 
 
@@ -80,6 +81,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
     config = WorkerConfig("ns")
     assert dataclasses.asdict(config) == {
         "namespace": "ns",
+        "loras": (),
         "component": "backend",
         "endpoint": "generate",
         "model_name": "",

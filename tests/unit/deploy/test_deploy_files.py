@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import yaml
 
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.http.autoscale_route import AUTOSCALE_PATH
+from dynamo.frontend.metrics.autoscale import AUTOSCALE_PREFIX, FAMILIES
+from dynamo.frontend.scaling.signals import RoleSignal
 from dynamo.runtime.discovery.kubernetes.records import GROUP, KIND, PLURAL, SELECTOR, VERSION
 from dynamo.runtime.settings import SystemSettings
 from support.cases import each_case
@@ -35,6 +39,7 @@ MODELS = {
     "Role": "V1Role",
     "RoleBinding": "V1RoleBinding",
     "PodDisruptionBudget": "V1PodDisruptionBudget",
+    "HorizontalPodAutoscaler": "V2HorizontalPodAutoscaler",
     "CustomResourceDefinition": "V1CustomResourceDefinition",
 }
 
@@ -82,6 +87,11 @@ def test_a_manifest_has_the_shape_of_the_api(found: dict[str, Any]) -> None:
         jsonschema.validate(found, GRAPH_SCHEMA)
         for component in found["spec"]["components"]:
             check(component["podTemplate"], "V1PodTemplateSpec", component["name"])
+    elif found["kind"] == "ScaledObject":
+        jsonschema.validate(found, SCALED_OBJECT_SCHEMA)
+        check(found["metadata"], "V1ObjectMeta", "metadata")
+        behavior = found["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        check(behavior, "V2HorizontalPodAutoscalerBehavior", "behavior")
     else:
         check(found, MODELS[found["kind"]], found["kind"])
 
@@ -95,6 +105,60 @@ def test_the_check_of_shapes_can_fail() -> None:
     ):
         with pytest.raises((AssertionError, ValueError)):
             check(spoilt, "V1Deployment", "Deployment")
+
+
+# As KEDA documents its resource, of what is used here: every value of a trigger's metadata is a text.
+SCALED_OBJECT_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "keda.sh/v1alpha1"},
+        "kind": {"const": "ScaledObject"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["scaleTargetRef", "triggers"],
+            "properties": {
+                "scaleTargetRef": {"type": "object", "required": ["name"]},
+                "minReplicaCount": {"type": "integer", "minimum": 0},
+                "maxReplicaCount": {"type": "integer", "minimum": 1},
+                "pollingInterval": {"type": "integer", "minimum": 1},
+                "cooldownPeriod": {"type": "integer", "minimum": 0},
+                "advanced": {"type": "object"},
+                "triggers": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["type", "metadata"],
+                        "properties": {
+                            "type": {"const": "metrics-api"},
+                            "metricType": {"enum": ["AverageValue", "Value"]},
+                            "metadata": {
+                                "type": "object",
+                                "additionalProperties": {"type": "string"},
+                                "required": ["url", "valueLocation", "targetValue"],
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def test_the_autoscalers_find_what_the_frontend_gives() -> None:
+    """The value that the manifest names is in the answer, and the metric and its labels are in the table."""
+    trigger = of_kind("ScaledObject")["dynamo-worker"]["spec"]["triggers"][0]["metadata"]
+    assert trigger["valueLocation"] in {entry.name for entry in msgspec.structs.fields(RoleSignal)}
+    assert AUTOSCALE_PATH + "/test-model" in trigger["url"]
+    metric = of_kind("HorizontalPodAutoscaler")["dynamo-worker"]["spec"]["metrics"][0]["external"]["metric"]
+    family = next(each for each in FAMILIES if each.under(AUTOSCALE_PREFIX).name == metric["name"])
+    assert metric["selector"]["matchLabels"].keys() <= set(family.labels)
 
 
 GRAPH_SCHEMA = {
@@ -311,7 +375,10 @@ def test_every_file_is_used() -> None:
     listed = {
         DEPLOY / "kubernetes" / name for name in next(m for m in MANIFESTS if m["kind"] == "Kustomization")["resources"]
     }
-    known = listed | {DEPLOY / "kubernetes" / name for name in ("kustomization.yaml", "graph-deployment.yaml")}
+    known = listed | {
+        DEPLOY / "kubernetes" / name
+        for name in ("kustomization.yaml", "graph-deployment.yaml", "autoscale-hpa.yaml", "autoscale-keda.yaml")
+    }
     known |= {DEPLOY / "Containerfile", DEPLOY / "docker-compose.yml"}
     known |= {DEPLOY / "grafana" / name for name in ("frontend.json", "workers.json", "alerts.yaml")}
     assert {Path(folder) / name for folder, _, names in os.walk(DEPLOY) for name in names} == known

@@ -91,8 +91,9 @@ REFUSED: list[tuple[Body, int, str]] = [
     ({"output_format": "bmp"}, 400, "output_format"),
     ({"steps": 3}, 400, "steps"),
     ({"nvext": {"seeds": 3}}, 400, "nvext.seeds"),
-    ({"stream": True}, 422, "stream"),
-    ({"partial_images": 2}, 422, "partial_images"),
+    ({"partial_images": 4, "stream": True}, 400, "partial_images"),
+    ({"stream": True, "response_format": "url"}, 400, "response_format"),
+    ({"partial_images": 2}, 400, "partial_images"),
 ]
 
 

@@ -175,7 +175,7 @@ async def test_thinking_that_is_not_wanted_in_the_answer_is_left_empty(house: Cl
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
             400,
             "invalid_request_error",
-            'messages[0].content[0].source: image source type "file" is not supported: send base64 or a URL',
+            "messages[0].content[0].source: an image source of type file needs `file_id`",
         ),
     ],
 )

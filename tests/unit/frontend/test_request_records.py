@@ -201,6 +201,7 @@ async def test_a_server_span_continues_the_callers_trace_and_has_its_parts(
         "gen_ai.request.model": "m",
         "gen_ai.request.stream": False,
         "gen_ai.response.id": worker.contexts[0].id(),
+        "gen_ai.response.model": "m",
         "gen_ai.response.finish_reasons": ("stop",),
         "gen_ai.usage.input_tokens": len(worker.requests[0]["token_ids"]),
         "gen_ai.usage.output_tokens": 5,

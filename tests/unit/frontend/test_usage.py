@@ -52,7 +52,7 @@ async def test_requests_of_a_minute_are_one_row_and_add_up_over_processes(tmp_pa
         await meter.aclose()
     with sqlite3.connect(tmp_path / "usage.sqlite") as database:
         rows = database.execute("SELECT * FROM usage").fetchall()
-    assert rows == [(30_000_000, "k", "p", "m", "chat_completions", 6, 2, 62, 6, 12, 0, 3.0)]
+    assert rows == [(30_000_000, "k", "p", "m", "chat_completions", 6, 2, 62, 6, 12, 0, 0, 3.0)]
     assert (tmp_path / "usage.sqlite").stat().st_mode & 0o777 == 0o600
 
 

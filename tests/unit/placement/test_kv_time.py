@@ -188,3 +188,21 @@ def test_the_parts_add_up_to_the_cost_in_every_phase(later_ms: float) -> None:
     )
     for candidate in choice.candidates:
         assert candidate.total == pytest.approx(sum(term.value for term in candidate.terms))
+
+
+def test_a_request_waits_for_a_place_where_the_engine_has_none() -> None:
+    """16 at once: the 17th waits until one of them has ended, the 20th until four have."""
+    for requests, ended in ((0, 0), (15, 0), (16, 1), (19, 4)):
+        found = parts(choose(rank(1, requests=requests, streams=requests, max_num_seqs=16)))
+        assert found["seats"] == pytest.approx(ended / 16 * 100 * 10.0)
+    assert parts(choose(rank(1, requests=400, streams=400)))["seats"] == 0.0  # nobody knows how many it runs
+
+
+def test_a_crowd_with_one_prefix_does_not_queue_at_its_holder_while_others_are_idle() -> None:
+    """What is held is worth 16 ms; a place at the holder comes free in a second."""
+    crowd = rank(1, requests=31, streams=16, waiting_requests=15, max_num_seqs=16)
+    held = {0: RankMatch(Overlap(100), active_blocks=100)}
+    assert choose(crowd, rank(2, max_num_seqs=16), held=held).position == 1
+    room = rank(1, requests=12, streams=12, max_num_seqs=16)
+    whole = {0: RankMatch(Overlap(1000), active_blocks=1000)}
+    assert choose(room, rank(2, max_num_seqs=16), held=whole, tokens=16_000).position == 0

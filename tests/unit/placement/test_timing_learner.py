@@ -63,6 +63,20 @@ class Engine:
             for name in names:
                 self._end(name)
 
+    def answer_beside(self, count: int, stream_ms: float, output: int = 100) -> None:
+        """Serve so many short prompts at once, each stream of which makes the steps longer."""
+        names = [f"{self.number}.{at}" for at in range(count)]
+        self.number += 1
+        for name in names:
+            self.load.add(name, A, (), prompt_tokens=18, cached_tokens=0, now=self.now)
+        self.now += self.prefill.at(18 * count) / 1000
+        for name in names:
+            self.load.prefill_completed(name, self.now)
+        self.now += (output - 1) * (self.decode.at(0) + stream_ms * count) / 1000
+        for name in names:
+            self.load.output(name, output)
+            self._end(name)
+
     def _end(self, name: str) -> None:
         booked = self.load.free(name, self.now)
         assert booked is not None
@@ -112,18 +126,41 @@ def test_a_rank_that_has_shown_nothing_is_taken_for_one_of_its_pool() -> None:
     assert engine.learner.timing(B).prefill.at(4000) == pytest.approx(300, rel=0.3)
 
 
-def test_ranks_that_have_shown_nothing_are_named_when_their_pool_moves() -> None:
+def test_ranks_are_named_when_the_pool_moves_that_they_are_compared_with() -> None:
     engine = Engine(TimeCurve(60, 0.06), TimeCurve(25, 0))
     engine.answer(A)
     assert engine.learner.moved == {B}
     alone, believed = engine.learner.timing(A), engine.learner.timing(B)
     # As far from the prior as the only rank that has shown anything: else B would seem faster for no reason.
     assert believed.prefill.at(4000) == pytest.approx(alone.prefill.at(4000))
-    engine.learner.moved.clear()
-    engine.answer(B)
-    for _ in range(16):
+    for _ in range(60):
         engine.answer(A)
-    assert engine.learner.moved == set()
+        engine.answer(B)
+    engine.learner.moved.clear()
+    for _ in range(8):
+        engine.answer(A)
+    assert engine.learner.moved == set()  # nothing new was shown
+
+
+def test_what_chance_may_have_shown_is_not_taken_for_the_speed_of_a_rank() -> None:
+    engine = Engine(TimeCurve(20, 0.001), TimeCurve(10, 0))
+    for _ in range(8):
+        for rank, factor in ((A, engine.rng.uniform(0.7, 1.2)), (B, engine.rng.uniform(0.8, 1.3))):
+            for _ in range(4):  # a crowd: its samples err alike
+                engine.answer(rank, factor)
+    one, other = engine.learner.timing(A), engine.learner.timing(B)
+    assert other.prefill.at(18) == pytest.approx(one.prefill.at(18), rel=0.03)
+    assert other.decode.at(0.01) == pytest.approx(one.decode.at(0.01), rel=0.03)
+
+
+def test_what_each_stream_adds_to_a_step_is_learned() -> None:
+    engine = Engine(TimeCurve(20, 0.001), TimeCurve(8, 0))
+    for count in (1, 8, 3, 6, 2, 8, 1, 4) * 4:
+        engine.answer_beside(count, stream_ms=0.8)
+    learned = engine.learner.timing(A)
+    assert learned.stream_ms > 0.5  # some of it looks like the contexts that the streams have
+    for streams in (1, 4, 8):
+        assert learned.step_ms(118 * streams / CAPACITY, streams) == pytest.approx(8 + 0.8 * streams, rel=0.1)
 
 
 def test_a_slower_rank_is_told_from_the_others() -> None:

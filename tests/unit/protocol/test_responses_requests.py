@@ -267,7 +267,7 @@ def test_tools_that_were_all_left_out_are_no_tools() -> None:
         {"tools": [FUNCTION], "tool_choice": {"name": "f"}},
         {"tool_choice": "required"},
         {"input": [user([{"type": "input_audio"}])]},
-        {"input": [user([{"type": "input_image", "file_id": "f"}])]},
+        {"input": [user([{"type": "input_image", "file_id": 7}])]},
         {"input": [user([{"type": "input_file", "file_url": "http://x"}])]},
         {"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
         {"text": {"format": {"type": "json_schema", "schema": {}}}},

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from dynamo.contract.conformance import mock_context
+from dynamo.contract.requests.pooling import read_pooling
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.config import read_model_config
 from dynamo.reference.model import KvCache, Piece, TransformerModel, make_batch
-from dynamo.reference.pooling_config import read_pooling
 from dynamo.reference.weights import load_weights
 from dynamo.runtime.context import Context
 from support.adapters import write_adapter
@@ -205,15 +205,15 @@ def test_the_files_of_sentence_transformers_say_how(
     (shortens / "modules.json").write_text(json.dumps(modules))
     (shortens / "1_Pooling").mkdir(exist_ok=True)
     (shortens / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    pooling = read_pooling(shortens, read_model_config(shortens))
+    pooling = read_pooling(shortens, read_model_config(shortens).hidden_size)
     assert (pooling.mode, pooling.normalize) == wanted
-    assert read_pooling(shortens, read_model_config(shortens), mode="cls", normalize=True).mode == "cls"
+    assert read_pooling(shortens, read_model_config(shortens).hidden_size, mode="cls", normalize=True).mode == "cls"
 
 
 def test_a_module_that_is_not_supported_is_named(shortens: Path) -> None:
     (shortens / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
     with pytest.raises(InvalidArgument, match="Dense"):
-        read_pooling(shortens, read_model_config(shortens))
+        read_pooling(shortens, read_model_config(shortens).hidden_size)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from safetensors.numpy import save, save_file
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.reference.config import RopeScaling, read_model_config
 from dynamo.reference.loading import Options, load_core
-from dynamo.reference.weights import load_weights, open_tensors
+from dynamo.reference.tensor_files import open_tensors
+from dynamo.reference.weights import load_weights
 from support.cases import each_case
 
 Save = Callable[..., Path]

@@ -308,3 +308,69 @@ def test_what_few_of_many_ranks_have_is_what_a_look_at_all_of_them_finds() -> No
         matches = router.select(KvQuery(token_ids=prompt), 5.0).state.matches
         assert {at: (match.overlap, match.active_blocks) for at, match in matches.items()} == expected
         assert list(matches) == sorted(matches)
+
+
+# -- prompts shorter than a block -------------------------------------------------------------------------------------
+
+
+class TwoShortPromptRanks:
+    """Two engines that are equal but for chance, with blocks of 32 tokens, asked in waves of equal streams of 18 tokens.
+
+    A step takes 8 ms and 0.8 for each stream, up to 15 % more or less from wave to wave, as seen over two engines on one
+    machine: with those figures waves of eight went 8:0 and 0:8 in turn.
+    """
+
+    SIZE, OUTPUT = 8, 200
+
+    def __init__(self, policy: str, seed: int, index: HeldPrompts | None = None) -> None:
+        self.router = KvRouter(block_size=32, policy=kv_policy(policy), rng=random.Random(seed), index=index)
+        self.router.set_ranks({rank: RankInfo(total_kv_blocks=7280, max_num_batched_tokens=2048) for rank in (A, B)})
+        self.rng, self.now, self.wave = random.Random(seed), 0.0, 0
+
+    def serve(self) -> Counter[WorkerRank]:
+        """Send a wave, whose requests come a millisecond apart, and serve it; how many went where."""
+        sent: dict[WorkerRank, list[str]] = {}
+        for number in range(self.SIZE):
+            name, base = f"{self.wave}.{number}", 10_000 * self.wave + 100 * number
+            selection = self.router.select(KvQuery(token_ids=range(base, base + 18)), self.now)
+            self.router.book(name, selection, self.now)
+            sent.setdefault(selection.rank, []).append(name)
+            self.now += 0.001
+        ends = []
+        for names in sent.values():
+            first = self.now + 0.015 * self.rng.uniform(1.0, 1.3)
+            step = (8 + 0.8 * len(names)) * self.rng.uniform(0.85, 1.15) / 1000
+            ends += [(first, "first", name) for name in names]
+            ends += [(first + (self.OUTPUT - 1) * step, "last", name) for name in names]
+        for at, what, name in sorted(ends):
+            if what == "first":
+                self.router.first_token(name, at)
+            else:
+                self.router.output(name, self.OUTPUT, at)
+                self.router.free(name, at)
+            self.now = at
+        self.now += 0.5
+        self.wave += 1
+        return Counter({rank: len(names) for rank, names in sent.items()})
+
+
+@pytest.mark.parametrize("policy", ["default", "time"])
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_short_streams_at_once_spread_over_equal_workers(policy: str, seed: int) -> None:
+    ranks = TwoShortPromptRanks(policy, seed)
+    waves = [ranks.serve() for _ in range(12)]
+    uneven = [wave for wave in waves if max(wave.values()) > 5]
+    assert len(uneven) <= 1, uneven  # while the first times are learned; it was nearly every wave
+    assert all(len(wave) == 2 for wave in waves)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_of_two_blocks_goes_to_its_holder_while_both_are_idle(seed: int) -> None:
+    index = HeldPrompts()
+    ranks = TwoShortPromptRanks("time", seed, index)
+    for _ in range(6):
+        ranks.serve()
+    for holder in (A, B):
+        prompt = range(900_000 + 1000 * holder.worker_id, 900_057 + 1000 * holder.worker_id)
+        index.add(holder, sequence_hashes(block_hashes(prompt, 32)), ranks.now)
+        assert ranks.router.select(KvQuery(token_ids=prompt), ranks.now).rank == holder

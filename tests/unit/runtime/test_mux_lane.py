@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.errors import StreamIncomplete
 from dynamo.router.dispatch import RoutedStream
-from dynamo.router.failover import DispatchLimits, DispatchRequest
+from dynamo.router.failover import NO_WAIT, DispatchLimits, DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import END_INDEX, INITIAL_CREDITS, StreamItem
 from dynamo.runtime.request_plane.mux.connection import MuxConnection
@@ -334,7 +334,7 @@ async def test_a_routed_stream_opens_the_lane_of_its_worker_s_stream() -> None:
     wire = Wire()
     stream = wire.open()
     request = DispatchRequest({}, [], record=Any, timer=Any, limits=DispatchLimits())  # type: ignore[arg-type]
-    pool = SimpleNamespace(pool=None, replacement_wait_seconds=0.0, queries_of_death=None)
+    pool = SimpleNamespace(pool=None, worker_wait=NO_WAIT, queries_of_death=None)
     routed = RoutedStream(pool, request, Context("r"))  # type: ignore[arg-type]
     routed._stream = stream
     seen: list[list[int]] = []

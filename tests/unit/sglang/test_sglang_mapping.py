@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -112,19 +112,23 @@ class Engine:
         self.is_shut_down = True
 
 
+def counted(count: int) -> Callable[[Any], Awaitable[AsyncIterator[int]]]:
+    return lambda engine: engine.async_generate(stream=True, count=count)
+
+
 async def test_the_engine_lives_on_a_loop_of_its_own() -> None:
     thread = EngineThread()
     await thread.start(Engine)
     engine = thread.engine
-    assert [output async for output in thread.outputs(Context(), count=3)] == [0, 1, 2]
+    assert [output async for output in thread.outputs(Context(), counted(3))] == [0, 1, 2]
     assert engine.followed[0] is not asyncio.get_running_loop()
     with pytest.raises(ValueError, match="refused"):
-        [output async for output in thread.outputs(Context(), count=-1)]
+        [output async for output in thread.outputs(Context(), counted(-1))]
     context = Context()
     asyncio.get_running_loop().call_soon(context.stop_generating)
 
     async def silent() -> list[Any]:
-        return [output async for output in thread.outputs(context, count=0)]
+        return [output async for output in thread.outputs(context, counted(0))]
 
     assert await asyncio.wait_for(silent(), PATIENCE_SECONDS) == []
     await thread.close()
@@ -163,6 +167,10 @@ def test_what_is_not_built_or_not_installed_is_refused(monkeypatch: pytest.Monke
     assert (arguments.served_name, arguments.sglang) == ("model", ("--page-size", "16"))
     assert worker.model_name == str(FILES)
     assert "speed not" in MARK
+    for flag in ("--embedding-worker", "--is-embedding"):
+        arguments, worker = read_arguments([*model, flag])
+        assert (arguments.embeds, arguments.sglang, arguments.is_kv_routed) == (True, ("--is-embedding",), False)
+        assert worker.endpoint_types == "embedding"
 
 
 # -- KV events --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from demo_model.lessons.numbers import (
     subtracted,
 )
 from demo_model.lessons.others import anything_else
+from demo_model.lessons.pictures import Picture
 from demo_model.lessons.question import Question, is_held_out
 from demo_model.lessons.reading import looked_up
 from demo_model.lessons.tools import Call, offered
@@ -71,6 +72,7 @@ class Conversation:
     messages: list[dict[str, Any]]
     answers: list[Answer]
     variables: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()  # of its parts of the type image, in their order
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dynamo.contract.conformance.failures import ConformanceFailure
 from dynamo.contract.conformance.loop_watch import LoopWatch, watch_loop
 from dynamo.contract.conformance.streams import CancelledCheck, EncodeCheck, RawCheck, StreamCheck, TokenCheck
 from dynamo.contract.engine import BaseEngine
+from dynamo.contract.health_check import HEALTH_CHECK_KEY
 from dynamo.contract.metrics import EngineMetrics
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import MetricsRegistry
@@ -107,7 +108,10 @@ async def run_encode_conformance(
 async def run_raw_conformance(
     factory: EngineFactory, *, report: Report | None = None, start_seconds: float = START_SECONDS
 ) -> None:
-    """Hold a `RawEngine` to the contract: objects instead of chunks, the end of the stream instead of a terminal chunk."""
+    """Hold a `RawEngine` to the contract: objects instead of chunks, the end of the stream instead of a terminal chunk.
+
+    The request is the engine's own `health_check_payload()`, where it has one, with a `prompt` beside it.
+    """
 
     async def checks(trial: _Trial) -> None:
         config = await _check_start_config(trial)
@@ -116,10 +120,17 @@ async def run_raw_conformance(
             raise ConformanceFailure("RawEngineAdvertisedLlmRegistration", ", ".join(advertised) or "llm is set")
         trial.passed("the config is a raw engine's")
         await _check_metrics(trial)
-        await _check_requests(trial, "request", {"prompt": "ping"}, RawCheck)
-        await _check_cancellation(trial, {"prompt": "ping", "steps": 100_000}, terminal=False)
+        request = await _raw_request(trial)
+        await _check_requests(trial, "request", request, RawCheck)
+        await _check_cancellation(trial, {**request, "steps": 100_000}, terminal=False)
 
     await _run(factory, checks, report, start_seconds)
+
+
+async def _raw_request(trial: _Trial) -> dict[str, Any]:
+    payload = await _attempt("StreamYieldedError", trial.engine.health_check_payload(), HOOK_SECONDS)
+    plain = {name: value for name, value in (payload or {}).items() if name != HEALTH_CHECK_KEY}
+    return {"prompt": "ping", **plain}
 
 
 def token_request(model: str, *, max_tokens: int) -> dict[str, Any]:

@@ -1,22 +1,25 @@
-"""A raw engine without a model: it answers an OpenAI image request with pictures that its prompt and seed draw."""
+"""A raw engine without a model: it answers OpenAI's requests for images with pictures that prompt and seed draw.
+
+An edit reads the image and the mask that it is given. In a stream each picture comes in ever finer steps.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import struct
+import binascii
 import time
-import zlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, Final, Self
-
-from blake3 import blake3
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import DiffusionEngine, EngineConfig, RawRequest, RawResponseChunk
 from dynamo.contract.health_check import build_raw_health_check_payload, is_probe
 from dynamo.contract.requests.invalid import InvalidRequest
+from dynamo.engines.sample.drawing import FULL_STEP, draw_png, edited_png
+from dynamo.engines.sample.png import Pixels, read_png
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.context import Context
 
@@ -25,7 +28,7 @@ __all__ = ["SampleDiffusionEngine"]
 MAX_IMAGES: Final = 10
 MAX_SIDE: Final = 2048  # pixels
 DEFAULT_SIDE: Final = 64
-BLOCKS: Final = 8  # of one colour each, on a side of a picture
+MAX_EDITED_PIXELS: Final = 1_000_000  # they are read in Python, which takes up to a second for so many
 
 
 class SampleDiffusionEngine(DiffusionEngine):
@@ -54,20 +57,25 @@ class SampleDiffusionEngine(DiffusionEngine):
         return EngineConfig(model=self.model_name, served_model_name=self.model_name)
 
     async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
-        count = image_count(request)
-        width, height = image_size(request)
-        seed = image_seed(request)
+        count, seed, steps = image_count(request), image_seed(request), partial_steps(request)
+        check_format(request)
         if not is_probe(request):
             await asyncio.sleep(self.delay)
         if context.is_stopped():
             return
+        draw = await asyncio.to_thread(drawer, request)
         images = []
         for number in range(count):
+            text = f"{seed}/{number}/{request.get('prompt')}"
+            for place, step in enumerate(steps):
+                if context.is_stopped():
+                    return
+                drawn = await asyncio.to_thread(draw, text, step)
+                yield {"partial_image_index": place, "b64_json": base64.b64encode(drawn).decode()}
             if context.is_stopped():
                 return
-            drawn = await asyncio.to_thread(draw_png, f"{seed}/{number}/{request.get('prompt')}", width, height)
-            images.append(one_image(request, drawn))
-        yield {"created": int(time.time()), "data": images}
+            images.append(one_image(request, await asyncio.to_thread(draw, text, FULL_STEP)))
+        yield {"created": int(time.time()), "data": images, "usage": image_usage(request, count)}
 
     async def cleanup(self) -> None:
         """Release nothing: nothing is held."""
@@ -104,23 +112,6 @@ def image_seed(request: RawRequest) -> int:
     return seed if isinstance(seed, int) else 0
 
 
-def draw_png(text: str, width: int, height: int) -> bytes:
-    """Return a picture of coloured blocks as PNG. The same text draws the same picture."""
-    colours = blake3(text.encode(errors="replace")).digest(length=3 * BLOCKS * BLOCKS)
-    rows = []
-    for block in range(BLOCKS):
-        line = b"".join(
-            colours[3 * (block * BLOCKS + column) :][:3] * ((column + 1) * width // BLOCKS - column * width // BLOCKS)
-            for column in range(BLOCKS)
-        )
-        rows += [b"\0" + line] * ((block + 1) * height // BLOCKS - block * height // BLOCKS)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits each of red, green and blue
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"".join(rows))), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
-
-
 def one_image(request: RawRequest, png: bytes | None = None) -> dict[str, str]:
     """Return a picture (None: the smallest) in the requested form. Raises InvalidRequest for an unknown `response_format`."""
     encoded = base64.b64encode(draw_png("", 1, 1) if png is None else png).decode()
@@ -131,3 +122,70 @@ def one_image(request: RawRequest, png: bytes | None = None) -> dict[str, str]:
             return {"b64_json": encoded}
         case other:
             raise InvalidRequest(f"response_format must be url or b64_json, got {other!r}")
+
+
+def check_format(request: RawRequest) -> None:
+    """Raise InvalidRequest for a format that this engine does not write."""
+    if (wanted := request.get("output_format")) not in (None, "png"):
+        raise InvalidRequest(f"output_format must be png, which is all that this engine writes; got {wanted!r}")
+
+
+def partial_steps(request: RawRequest) -> range:
+    """Return the steps of a picture that a stream shows before it is finished. Raises InvalidRequest for more than three."""
+    count = (request.get("partial_images") or 0) if request.get("stream") is True else 0
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= FULL_STEP:
+        raise InvalidRequest(f"partial_images must be an integer in 0..{FULL_STEP}, got {count!r}")
+    return range(FULL_STEP - count, FULL_STEP)
+
+
+def image_usage(request: RawRequest, count: int) -> dict[str, Any]:
+    """Count words of the prompt, pictures that were given, and pictures that were made, each as one token."""
+    words, given = len(str(request.get("prompt") or "").split()), len(_given(request))
+    return {
+        "input_tokens": words + given,
+        "input_tokens_details": {"text_tokens": words, "image_tokens": given},
+        "output_tokens": count,
+        "total_tokens": words + given + count,
+    }
+
+
+def drawer(request: RawRequest) -> Callable[[str, int], bytes]:
+    """Return what draws a picture of a text, as it is in a step. Raises InvalidRequest for images that cannot be edited."""
+    given = _given(request)
+    if not given:
+        width, height = image_size(request)
+        return lambda text, step: draw_png(text, width, height, step)
+    if len(given) > 1:
+        raise InvalidRequest("input_reference: this engine edits one image at a time")
+    image = _read(given[0], "input_reference")
+    found = _passthrough(request).get("mask")
+    mask = None if found is None else _read(found, "mask")
+    if mask is not None and (mask.width, mask.height) != (image.width, image.height):
+        raise InvalidRequest("mask: it must have the size of the image")
+    if request.get("size") not in (None, "auto", f"{image.width}x{image.height}"):
+        raise InvalidRequest("size: this engine leaves an edited image in its size")
+    return partial(edited_png, image, mask)
+
+
+def _passthrough(request: RawRequest) -> dict[str, Any]:
+    extra = request.get("extra_args")
+    found = extra.get("media_passthrough") if isinstance(extra, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _given(request: RawRequest) -> list[Any]:
+    """Return the URLs of the images that are to be edited."""
+    several, one = _passthrough(request).get("input_references"), request.get("input_reference")
+    if isinstance(several, list):
+        return several
+    return [] if one is None else [one]
+
+
+def _read(url: Any, field: str) -> Pixels:
+    head, _, content = str(url).partition(",")
+    if not (head.startswith("data:") and head.endswith(";base64")):
+        raise InvalidRequest(f"{field}: this engine reads data URLs, and fetches nothing")
+    try:
+        return read_png(binascii.a2b_base64(content), MAX_EDITED_PIXELS)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}: {error}") from error

@@ -26,10 +26,10 @@ class Identity:
     __slots__ = ("_expires_at", "_groups", "_networks", "id", "is_admin", "record")
 
     def __init__(self, record: KeyRecord, *, is_admin: bool = False, expires_at: float | None = None) -> None:
-        """`is_admin`: whatever its role says. `expires_at`: seconds since the epoch, where that is before its own end."""
+        """`is_admin`: its role may be that of a user, as it stands in the file of the admins. `expires_at`: seconds since the epoch, where that is before its own end."""
         self.record = record
         self.id = record.id
-        self.is_admin = is_admin or record.role is KeyRole.ADMIN
+        self.is_admin = (is_admin and not record.role.only_inspects) or record.role is KeyRole.ADMIN
         self._networks: Sequence[Network] = record.networks()
         self._groups = frozenset(group for group in RouteGroup if record.allows_group(group))
         own_end = None if record.expires is None else record.expires.timestamp()
@@ -78,6 +78,23 @@ class Identity:
         """Raise the 403 of a key that may not use the admin routes."""
         if not self.is_admin:
             raise _forbidden("This API key may not use the admin routes")
+
+    @property
+    def inspector_role(self) -> KeyRole | None:
+        """What it may do at the inspector; None: nothing."""
+        if self.is_admin:
+            return KeyRole.ADMIN
+        return self.record.role if self.record.role.only_inspects else None
+
+    def check_inspector(self, *, acts: bool) -> None:
+        """Raise the 403 of a key that may not look at the inspector, or, with `acts`, may not act there."""
+        role = self.inspector_role
+        if role is None:
+            raise _forbidden(
+                "This API key may not use the inspector: its role is not viewer, content, operator or admin"
+            )
+        if acts and role not in (KeyRole.OPERATOR, KeyRole.ADMIN):
+            raise _forbidden(f"This API key may look and not act: its role is {role}, not operator or admin")
 
     def allows_model(self, name: str) -> bool:
         """Return whether it may use, and see, the model of this name."""

@@ -58,14 +58,15 @@ class UsageMeter:
         if row is None:
             if len(self._rows) >= MAX_UNWRITTEN:
                 return  # the file could not be written for long, which the log has said
-            row = self._rows[key] = [0, 0, 0, 0, 0, 0, 0.0]
+            row = self._rows[key] = [0, 0, 0, 0, 0, 0, 0, 0.0]
         row[0] += 1
         row[1] += not charge.has_succeeded
         row[2] += use.input
         row[3] += use.cached
         row[4] += use.output
         row[5] += use.reasoning
-        row[6] += seconds
+        row[6] += use.images
+        row[7] += seconds
 
     def _note_spent(self, name: str, total: Spent, units: int) -> None:
         budget = name, total.period

@@ -9,12 +9,15 @@ from typing import NamedTuple
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.access.metering import UsageMeter
 from dynamo.frontend.access.usage_store import UsageStore
+from dynamo.frontend.admission.cluster_limits import ClusterLimits, SharedStore
 from dynamo.frontend.admission.limit_table import LimitTable
 from dynamo.frontend.admission.quotas import Quotas
 from dynamo.frontend.metrics.keys import KeyMetrics
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.discovery.base import Discovery
+from dynamo.runtime.discovery.memory import MemoryDiscovery
 
-__all__ = ["OpenedKeys", "open_keys"]
+__all__ = ["OpenedKeys", "open_cluster_limits", "open_keys"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,3 +46,13 @@ def open_keys(settings: FrontendSettings, metrics: KeyMetrics, table: LimitTable
         logger.warning("budgets of API keys begin anew with this process: --usage-db FILE keeps what they have given")
     meter = UsageMeter(quotas, metrics, store, keep_days=settings.usage_keep_days, identities=lambda: keys.identities)
     return OpenedKeys(keys, quotas, meter)
+
+
+def open_cluster_limits(settings: FrontendSettings, opened: OpenedKeys, store: Discovery) -> ClusterLimits | None:
+    """Divide the limits of the keys with the other frontends; None where there are no keys, or no store for it."""
+    keys, quotas = opened.keys, opened.quotas
+    if keys is None or quotas is None or not settings.divide_limits:
+        return None
+    if not isinstance(store, SharedStore) or isinstance(store, MemoryDiscovery):  # which no other process sees
+        return None
+    return ClusterLimits(quotas, lambda: keys.identities, store)

@@ -23,11 +23,11 @@ __all__ = ["COUNTS", "GROUPS", "UsageKey", "UsageQuery", "UsageStore", "UsageUna
 
 T = TypeVar("T")
 
-VERSION: Final = 1  # of the tables; a file of another version is not touched
+VERSION: Final = 2  # of the tables; a file of another version is not touched
 MAX_ROWS: Final = 10_000  # of an answer
 
 GROUPS: Final = ("key", "project", "model", "endpoint", "minute", "hour", "day")
-COUNTS: Final = ("requests", "errors", "input", "cached", "output", "reasoning", "seconds")
+COUNTS: Final = ("requests", "errors", "input", "cached", "output", "reasoning", "images", "seconds")
 
 UsageKey = tuple[int, str, str, str, str]
 """Minute (since the epoch), key, project, model, endpoint."""
@@ -37,14 +37,17 @@ _TABLES: Final = (
     CREATE TABLE IF NOT EXISTS usage (
         minute INTEGER NOT NULL, key TEXT NOT NULL, project TEXT NOT NULL, model TEXT NOT NULL, endpoint TEXT NOT NULL,
         requests INTEGER NOT NULL, errors INTEGER NOT NULL, input INTEGER NOT NULL, cached INTEGER NOT NULL,
-        output INTEGER NOT NULL, reasoning INTEGER NOT NULL, seconds REAL NOT NULL,
+        output INTEGER NOT NULL, reasoning INTEGER NOT NULL, images INTEGER NOT NULL DEFAULT 0, seconds REAL NOT NULL,
         PRIMARY KEY (minute, key, project, model, endpoint)
     ) WITHOUT ROWID
     """,
     "CREATE TABLE IF NOT EXISTS spent (name TEXT PRIMARY KEY, period INTEGER NOT NULL, units INTEGER NOT NULL) WITHOUT ROWID",
 )
-_ADD: Final = "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET " + ", ".join(
-    [f"{name} = {name} + excluded.{name}" for name in COUNTS]
+_UPGRADES: Final = {1: "ALTER TABLE usage ADD COLUMN images INTEGER NOT NULL DEFAULT 0"}
+_COLUMNS: Final = ("minute", "key", "project", "model", "endpoint", *COUNTS)
+_ADD: Final = (
+    f"INSERT INTO usage ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))}) ON CONFLICT DO UPDATE SET "
+    + ", ".join([f"{name} = {name} + excluded.{name}" for name in COUNTS])
 )
 _SPEND: Final = """
 INSERT INTO spent VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET
@@ -72,7 +75,7 @@ class UsageStore:
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidArgument when the file cannot be opened, or is not such a store."""
-        self._database = open_database(path, "the usage of keys", VERSION, _TABLES)
+        self._database = open_database(path, "the usage of keys", VERSION, _TABLES, upgrades=_UPGRADES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamo-usage")
 
     def spent(self) -> dict[str, Spent]:

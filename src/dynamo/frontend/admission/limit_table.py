@@ -2,6 +2,8 @@
 
 Each limit has a record: a value, the period that it belongs to, and one column for each process with what that process
 holds: requests in flight, or tokens that are reserved. What a process holds is forgotten with it; a value never is.
+Where frontends divide their limits (`cluster_limits.py`) a record also has what this frontend was granted of the limit,
+the most units that were refused since somebody looked, and what the other frontends have spent.
 Between `lock` and `unlock` a caller reads and writes any record, and no other process does meanwhile.
 """
 
@@ -21,7 +23,7 @@ from typing import Final, Self
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["LimitTable"]
+__all__ = ["UNDIVIDED", "LimitTable"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,11 @@ LOCK_SECONDS: Final = 0.05
 """How long to wait for another process of the group. It holds the lock for microseconds; one that was stopped there must
 not stop the others, who then may pass a limit by one request."""
 
-_NAME, _VALUE, _PERIOD, _COLUMNS = range(4)
+UNDIVIDED: Final = float("inf")
+"""What is granted of a limit that no other frontend shares."""
+
+_NAME, _VALUE, _PERIOD, _GRANTED, _REFUSED, _ELSEWHERE, _COLUMNS = range(7)
+_LEADER_BYTE: Final = 1  # of the file: its lock is held by the process that divides limits with other frontends
 
 
 class LimitTable:
@@ -97,8 +103,18 @@ class LimitTable:
             else:
                 return True
 
-    def record(self, name: str, *, value: float = 0.0, period: int = 0) -> int:
-        """Return the place of a limit's record, which is made with this value and period where there is none.
+    def leads(self) -> bool:
+        """Try to become the one process of the group that divides limits with other frontends; whether it is this one."""
+        if self._fd < 0:
+            return True
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LEADER_BYTE)
+        except OSError:
+            return False
+        return True
+
+    def record(self, name: str, *, value: float = 0.0, period: int = 0, granted: float = UNDIVIDED) -> int:
+        """Return the place of a limit's record, which is made with these numbers where there is none.
 
         Raises InvalidArgument when there are too many limits.
         """
@@ -114,6 +130,7 @@ class LimitTable:
                 if found == 0.0:
                     self._cells[at + _NAME] = packed
                     self._cells[at + _VALUE], self._cells[at + _PERIOD] = value, float(period)
+                    self._cells[at + _GRANTED] = granted
                     return at
                 slot = (slot + 1) % SLOTS
         raise InvalidArgument(f"there are more than {MAX_LIMITS} limits")
@@ -131,6 +148,30 @@ class LimitTable:
 
     def set_period(self, at: int, period: int) -> None:
         self._cells[at + _PERIOD] = float(period)
+
+    def granted(self, at: int) -> float:
+        """Return what this frontend may use of a limit; `UNDIVIDED`: all of it."""
+        return self._cells[at + _GRANTED]
+
+    def grant(self, at: int, units: float) -> None:
+        self._cells[at + _GRANTED] = units
+
+    def elsewhere(self, at: int) -> float:
+        """Return what the other frontends have spent of a budget in its period."""
+        return self._cells[at + _ELSEWHERE]
+
+    def set_elsewhere(self, at: int, units: float) -> None:
+        self._cells[at + _ELSEWHERE] = units
+
+    def note_refused(self, at: int, units: float) -> None:
+        """Keep the number of units that a request was refused for, until `take_refused`."""
+        if units > self._cells[at + _REFUSED]:
+            self._cells[at + _REFUSED] = units
+
+    def take_refused(self, at: int) -> float:
+        """Return the most units that were refused since the last call."""
+        units, self._cells[at + _REFUSED] = self._cells[at + _REFUSED], 0.0
+        return units
 
     def held(self, at: int) -> float:
         """Return what all processes hold."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from dynamo.access.rates import Rate
-from dynamo.access.records import Budget, KeyRing, LimitSet, Period, Price
-from dynamo.access.spending import cost_of, period_end, period_number, units_of
+from dynamo.access.records import KeyRing, Price
+from dynamo.access.spending import cost_of, period_end
 from dynamo.frontend.access.identity import Identity
+from dynamo.frontend.admission.gates import BudgetGate, GateBook, Gates, PlaceGate, RateGate, Spent
 from dynamo.frontend.admission.limit_table import LimitTable
 from dynamo.protocol.dialect import RateStatus
 from dynamo.protocol.openai.errors import RequestRejected
@@ -32,8 +31,6 @@ OUTPUT_ESTIMATE: Final = 1024
 charged at its end; a hard budget reserves all that it may generate."""
 
 RETRY_LIMIT_SECONDS: Final = 60  # clients give up on a Retry-After of more than 120 s, and ask again at once
-
-_TOKENS: Final = ("tokens_per_minute", "input_tokens_per_minute", "output_tokens_per_minute")
 
 
 class TokenDemand(NamedTuple):
@@ -52,78 +49,7 @@ class TokenUse(NamedTuple):
     cached: int = 0  # of the input
     output: int = 0
     reasoning: int = 0  # of the output
-
-
-class Spent(NamedTuple):
-    """What a budget has given in a period."""
-
-    period: int
-    units: int
-
-
-class _RateGate:
-    """One rate of a scope, and its record."""
-
-    __slots__ = ("at", "counts_input", "counts_output", "name", "rate", "scope")
-
-    def __init__(self, name: str, scope: str, rate: Rate, at: int) -> None:
-        self.name, self.scope, self.rate, self.at = name, scope, rate, at
-        self.counts_input = name != "output_tokens_per_minute"
-        self.counts_output = name != "input_tokens_per_minute"
-
-    def units(self, input: int, output: int) -> int:
-        """Return what tokens take of it."""
-        if not self.counts_output:
-            return input
-        return input + output if self.counts_input else output
-
-
-@dataclass(frozen=True, slots=True)
-class _PlaceGate:
-    """How many requests of a scope may run at once, and its record."""
-
-    scope: str
-    limit: int
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _BudgetGate:
-    """The budget of a scope, and its record."""
-
-    name: str  # by which what it has given is stored
-    scope: str
-    budget: Budget
-    units: int
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Gates:
-    """The limits of one scope, or of several together."""
-
-    sizes: tuple[int, ...] = ()
-    places: tuple[_PlaceGate, ...] = ()
-    requests: tuple[_RateGate, ...] = ()
-    tokens: tuple[_RateGate, ...] = ()
-    budgets: tuple[_BudgetGate, ...] = ()
-
-    @property
-    def counts_money(self) -> bool:
-        """Whether the prices of models matter."""
-        return any(gate.budget.money is not None for gate in self.budgets)
-
-    def __add__(self, other: _Gates) -> _Gates:
-        return _Gates(
-            self.sizes + other.sizes,
-            self.places + other.places,
-            self.requests + other.requests,
-            self.tokens + other.tokens,
-            self.budgets + other.budgets,
-        )
-
-
-_UNLIMITED: Final = _Gates()
+    images: int = 0  # that were made
 
 
 class Quotas:
@@ -142,13 +68,9 @@ class Quotas:
 
         `clock` is one that all processes of this machine share, and that never jumps; `wall_clock` says which day it is.
         """
-        self._ring, self.table = ring, table
-        self._spent = dict(spent or {})
+        self.book = GateBook(ring, table, spent=spent, wall_clock=wall_clock)
+        self.table = table
         self.clock, self.wall_clock = clock, wall_clock
-        self._known: dict[str, tuple[Identity, _Gates]] = {}
-        self._by_model: dict[tuple[str, str], tuple[Identity, _Gates]] = {}
-        self._periods: dict[Period, tuple[float, float, int]] = {}
-        self._known_ring: KeyRing | None = None
         self.on_closed: Callable[[Charge, TokenUse, float], None] = lambda *_: None
         """Called with each charge that has ended, what it took, and the seconds that its request took."""
         self.on_refused: Callable[[Identity, str], None] = lambda *_: None
@@ -158,99 +80,21 @@ class Quotas:
 
     def open(self, identity: Identity, endpoint: str = "") -> Charge:
         """Return the charge of one request, which has taken nothing yet."""
-        return Charge(self, identity, self._gates(identity), endpoint)
+        return Charge(self, identity, self.book.of(identity), endpoint)
 
     def price_of(self, model: str) -> Price | None:
         """Return the price of a model in the key file."""
-        return self._ring().price_of(model)
-
-    def _gates(self, identity: Identity) -> _Gates:
-        ring = self._ring()
-        if ring is not self._known_ring:
-            self._known_ring = ring
-            self._known.clear()
-            self._by_model.clear()
-        known = self._known.get(identity.id)
-        if known is not None and known[0] is identity:
-            return known[1]
-        record, gates = identity.record, _UNLIMITED
-        if record.limits is not None or record.budget is not None:
-            gates += self._make(f"key {record.id}", record.limits, record.budget)
-        project = None if record.project is None else ring.projects.get(record.project)
-        if project is not None:
-            gates += self._make(f"project {record.project}", project.limits, project.budget)
-        self._known[identity.id] = identity, gates
-        return gates
-
-    def gates_with_model(self, identity: Identity, gates: _Gates, model: str) -> _Gates:
-        """Return the limits of a key together with those that it has with a model only."""
-        found = identity.record.limits_of(model)
-        if found is None:
-            return gates
-        pattern, limits = found
-        known = self._by_model.get((identity.id, pattern))
-        if known is not None and known[0] is identity:
-            return known[1]
-        made = gates + self._make(f"key {identity.id} with {pattern}", limits, None)
-        self._by_model[identity.id, pattern] = identity, made
-        return made
-
-    def _make(self, scope: str, limits: LimitSet | None, budget: Budget | None) -> _Gates:
-        limits = limits or LimitSet()
-
-        def rate(name: str, seconds: float) -> Iterator[_RateGate]:
-            limit: int | None = getattr(limits, name)
-            if limit is not None:
-                made = Rate(limit, seconds, max(1, round(limit * limits.burst)))
-                yield _RateGate(name, scope, made, self.table.record(f"{scope} {name}"))
-
-        at_once, size = limits.concurrent, limits.max_tokens_per_request
-        return _Gates(
-            () if size is None else (size,),
-            () if at_once is None else (_PlaceGate(scope, at_once, self.table.record(f"{scope} concurrent")),),
-            (*rate("requests_per_minute", 60.0), *rate("requests_per_day", 86_400.0)),
-            tuple([gate for name in _TOKENS for gate in rate(name, 60.0)]),
-            () if budget is None else (self._make_budget(scope, budget),),
-        )
-
-    def _make_budget(self, scope: str, budget: Budget) -> _BudgetGate:
-        unit = "money" if budget.tokens is None else "tokens"
-        name = f"{scope} {budget.period} {unit}"
-        now = period_number(budget.period, self.wall_clock())
-        spent = self._spent.get(name, Spent(now, 0))
-        at = self.table.record(f"{name} budget", value=float(spent.units), period=spent.period)
-        return _BudgetGate(name, scope, budget, units_of(budget), at)
+        return self.book.ring().price_of(model)
 
     def remaining_ratio(self, identity: Identity) -> float | None:
         """Return what is left of the budget of a key, as a part of it; None where it has none."""
-        for gate in self._gates(identity).budgets:
+        for gate in self.book.of(identity).budgets:
             if gate.scope.startswith("key "):
                 with self.table.locked():
-                    self.turn(gate)
-                    left = self.left(gate)
+                    self.book.turn(gate)
+                    left = self.book.left_of_whole(gate)
                 return max(0.0, left / gate.units)
         return None
-
-    def turn(self, gate: _BudgetGate) -> int:
-        """Begin a new period where one has come, under the lock; return its number. A clock that goes back begins none."""
-        wall, period = self.wall_clock(), gate.budget.period
-        begin, end, now = self._periods.get(period, _NO_PERIOD)
-        if not begin <= wall < end:
-            now, later = period_number(period, wall), period_end(period, wall)
-            self._periods[period] = wall, math.inf if later is None else later, now
-        known = self.table.period(gate.at)
-        if now <= known:
-            return known
-        self.table.set_period(gate.at, now)
-        self.table.set_value(gate.at, 0.0)
-        return now
-
-    def left(self, gate: _BudgetGate) -> int:
-        """Return what is left of a budget, under the lock."""
-        return gate.units - int(self.table.value(gate.at) + self.table.held(gate.at))
-
-
-_NO_PERIOD: Final = (math.inf, math.inf, 0)
 
 
 class Charge:
@@ -261,7 +105,7 @@ class Charge:
         "model", "price",
     )  # fmt: skip
 
-    def __init__(self, quotas: Quotas, identity: Identity, gates: _Gates, endpoint: str) -> None:
+    def __init__(self, quotas: Quotas, identity: Identity, gates: Gates, endpoint: str) -> None:
         self._quotas, self._gates = quotas, gates
         self.identity, self.endpoint = identity, endpoint
         self.model = ""
@@ -286,7 +130,7 @@ class Charge:
         quotas = self._quotas
         self.model = model
         if self.identity.record.model_limits:
-            self._gates = quotas.gates_with_model(self.identity, self._gates, model)
+            self._gates = quotas.book.with_model(self.identity, self._gates, model)
         places, requests = self._gates.places, self._gates.requests
         if not places and not requests:
             return
@@ -294,7 +138,9 @@ class Charge:
         lock = table.lock()
         try:
             for place in places:
-                if table.held(place.at) >= place.limit:
+                held = table.held(place.at)
+                if held >= place.limit or held + 1 > table.granted(place.at):
+                    table.note_refused(place.at, 1)
                     raise self._refused("concurrent", _too_many_at_once(place))
             self._check_rates(requests, 1, 0, now)
             for place in places:
@@ -313,11 +159,13 @@ class Charge:
                 for gate in self._gates.requests:
                     table.set_value(gate.at, table.value(gate.at) - gate.rate.interval)
 
-    def _check_rates(self, gates: Sequence[_RateGate], input: int, output: int, now: float) -> None:
+    def _check_rates(self, gates: Sequence[RateGate], input: int, output: int, now: float) -> None:
         table = self._quotas.table
         for gate in gates:
-            wait = gate.rate.wait_seconds(table.value(gate.at), gate.units(input, output), now)
+            rate, units = gate.fit(table.granted(gate.at)), gate.units(input, output)
+            wait = rate.wait_seconds(table.value(gate.at), units, now)
             if wait > 0:
+                table.note_refused(gate.at, units)
                 raise self._refused(gate.name, _over_rate(gate, wait))
 
     def _refused(self, limit: str, rejected: RequestRejected) -> RequestRejected:
@@ -349,8 +197,8 @@ class Charge:
             self._check_rates(gates.tokens, demand.input, output, now)
             costs = [self._cost(gate, demand.input, 0, output) for gate in gates.budgets]
             for gate, cost in zip(gates.budgets, costs, strict=True):
-                if cost > quotas.left(gate):
-                    raise self._refused("budget", _over_budget(gate, quotas.wall_clock()))
+                if cost > quotas.book.left(gate):
+                    raise self._over_budget(gate, cost)
             for rate in gates.tokens:
                 table.set_value(rate.at, rate.rate.after(table.value(rate.at), rate.units(demand.input, output), now))
             for gate, cost in zip(gates.budgets, costs, strict=True):
@@ -396,7 +244,7 @@ class Charge:
     def _estimate(demand: TokenDemand) -> int:
         return OUTPUT_ESTIMATE if demand.most_output is None else min(OUTPUT_ESTIMATE, demand.most_output)
 
-    def _cost(self, gate: _BudgetGate, input: int, cached: int, output: int) -> int:
+    def _cost(self, gate: BudgetGate, input: int, cached: int, output: int) -> int:
         if gate.budget.tokens is not None:
             return input + output
         return cost_of(gate.budget, self.price, input=input, cached=cached, output=output)
@@ -405,20 +253,28 @@ class Charge:
         """Return the output limit that hard budgets leave, under the lock. Raises the 429 of one that leaves none."""
         quotas = self._quotas
         for gate in self._gates.budgets:
-            quotas.turn(gate)
+            quotas.book.turn(gate)
             if not gate.budget.hard:
                 continue
             # What a million tokens cost is exact also where one token costs less than a unit.
             million = self._cost(gate, 0, 0, 10**6)
             if million == 0:
                 continue
-            left = quotas.left(gate) - self._cost(gate, demand.input, 0, 0)
+            left = quotas.book.left(gate) - self._cost(gate, demand.input, 0, 0)
             most = left * 10**6 // million // demand.answers
             if most < 1:
-                raise self._refused("budget", _over_budget(gate, quotas.wall_clock()))
+                raise self._over_budget(gate, self._cost(gate, demand.input, 0, demand.answers))
             bounds = [bound for bound in (cap, demand.most_output) if bound is not None]
             cap = min([most, *bounds])
         return cap
+
+    def _over_budget(self, gate: BudgetGate, cost: int) -> RequestRejected:
+        """Return the 429 of a budget, under the lock: it is used up, or other frontends hold the rest of it."""
+        quotas = self._quotas
+        quotas.table.note_refused(gate.at, cost)
+        if cost <= quotas.book.left_of_whole(gate):
+            return self._refused("budget", _budget_elsewhere(gate))
+        return self._refused("budget", _over_budget(gate, quotas.wall_clock()))
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -450,7 +306,7 @@ class Charge:
                     )
                 for gate, reserved in zip(gates.budgets, self._costs, strict=True):
                     table.hold(gate.at, -reserved)
-                    period, cost = quotas.turn(gate), self._cost(gate, use.input, use.cached, use.output)
+                    period, cost = quotas.book.turn(gate), self._cost(gate, use.input, use.cached, use.output)
                     spent = table.value(gate.at) + cost
                     table.set_value(gate.at, spent)
                     given.append((gate.name, Spent(period, int(spent)), cost))
@@ -470,16 +326,16 @@ class Charge:
                 remaining = gate.rate.remaining(full_at, now)
                 if tightest is None or remaining < tightest.remaining:
                     reset = gate.rate.reset_seconds(full_at, now)
-                    tightest = RateStatus(kind, gate.rate.limit, remaining, reset, wall + reset)
+                    tightest = RateStatus(kind, int(gate.whole.limit), remaining, reset, wall + reset)
             if tightest is not None:
                 found.append(tightest)
         return found
 
 
-def _over_rate(gate: _RateGate, wait: float) -> RequestRejected:
+def _over_rate(gate: RateGate, wait: float) -> RequestRejected:
     return RequestRejected(
         429,
-        f"Rate limit reached: {gate.name} of {gate.scope} is {gate.rate.limit}, {gate.rate.burst} at once. "
+        f"Rate limit reached: {gate.name} of {gate.scope} is {int(gate.whole.limit)}, {int(gate.whole.burst)} at once. "
         f"Try again in {_span(wait)}",
         code="rate_limit_exceeded",
         retry_after_seconds=_retry_seconds(wait),
@@ -487,7 +343,7 @@ def _over_rate(gate: _RateGate, wait: float) -> RequestRejected:
     )
 
 
-def _too_many_at_once(gate: _PlaceGate) -> RequestRejected:
+def _too_many_at_once(gate: PlaceGate) -> RequestRejected:
     return RequestRejected(
         429,
         f"Too many requests at once: {gate.scope} may have {gate.limit}. Try again when one has ended",
@@ -497,7 +353,7 @@ def _too_many_at_once(gate: _PlaceGate) -> RequestRejected:
     )
 
 
-def _over_budget(gate: _BudgetGate, now: float) -> RequestRejected:
+def _over_budget(gate: BudgetGate, now: float) -> RequestRejected:
     end = period_end(gate.budget.period, now)
     when = "not renewed" if end is None else f"renewed in {_span(end - now)}"
     return RequestRejected(
@@ -506,6 +362,16 @@ def _over_budget(gate: _BudgetGate, now: float) -> RequestRejected:
         code="insufficient_quota",
         stream_type="insufficient_quota",
         more_headers={"x-should-retry": "false"},
+    )
+
+
+def _budget_elsewhere(gate: BudgetGate) -> RequestRejected:
+    return RequestRejected(
+        429,
+        f"Other frontends hold what is left of the budget of {gate.scope}, and give it back. Try again in 1 s",
+        code="rate_limit_exceeded",
+        retry_after_seconds=1,
+        more_headers=_retry_headers(1.0),
     )
 
 

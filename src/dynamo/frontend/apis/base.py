@@ -240,6 +240,7 @@ class Api(ABC, Generic[R]):
     id_prefix: ClassVar[str]
     model_type: ClassVar[ModelType]
     dialect: ClassVar[Dialect] = OPENAI
+    takes_media: ClassVar[bool] = False  # a long body is pictures or sound, and no prompt
 
     def new_id(self) -> str:
         """Return a new id for a request."""

@@ -37,6 +37,7 @@ class ResultReply(Struct, frozen=True):
 
     body: bytes
     headers: HeaderPairs = ()
+    content_type: bytes = b"application/json"
 
 
 class ResultApi(Api[R]):

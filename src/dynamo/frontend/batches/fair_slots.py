@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import count
 
 __all__ = ["FairSlots"]
@@ -14,8 +15,9 @@ class FairSlots:
     A batch asks for one slot at a time, so a large one waits behind a small one for one line, and not for all of them.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: Callable[[], int]) -> None:
+        """`limit` returns how many slots there are now; at least one."""
+        self._limit = limit
         self.taken = 0
         self._turns = count(1)
         self._served: dict[
@@ -47,7 +49,7 @@ class FairSlots:
             self._served.pop(f"owner {owner}", None)
 
     def _grant(self) -> None:
-        while self._waiting and self.taken < self.limit:
+        while self._waiting and self.taken < self._limit():
             batch_id = min(self._waiting, key=self._turn_of)
             owner, waiter = self._waiting.pop(batch_id)
             self._served[f"owner {owner}"] = self._served[f"batch {batch_id}"] = next(self._turns)

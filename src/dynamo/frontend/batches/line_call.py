@@ -14,7 +14,7 @@ from dynamo.errors import Cancelled
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
-from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
+from dynamo.frontend.pipeline.sink import AnswerBytes, AnswerStream, HeaderPairs
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 
@@ -50,7 +50,9 @@ class LineSink:
         self._dialect, self._request_id = dialect, request_id
         self.answer = LineAnswer()
 
-    async def reply(self, status: int, body: bytes, headers: HeaderPairs = ()) -> None:
+    async def reply(
+        self, status: int, body: bytes, headers: HeaderPairs = (), *, content_type: bytes = b"application/json"
+    ) -> None:
         # A result is one line. Our own answers are; an engine that takes text may have written others.
         one_line = body if b"\n" not in body else msgspec.json.format(body, indent=-1)
         self.answer = LineAnswer(status, one_line)
@@ -64,6 +66,10 @@ class LineSink:
     ) -> AnswerStream:
         """Raise RequestRejected: a line is not streamed, which its check has seen to before."""
         raise RequestRejected(400, "A line of a batch is not streamed", param="stream")
+
+    def open_bytes(self, content_type: bytes, headers: HeaderPairs = ()) -> AnswerBytes:
+        """Raise RequestRejected: a line is answered with JSON."""
+        raise RequestRejected(400, "A line of a batch is answered with JSON")
 
 
 class LineCalls:
@@ -79,6 +85,11 @@ class LineCalls:
     def endpoints(self) -> frozenset[str]:
         """The endpoints of which lines can be executed."""
         return frozenset(self._calls)
+
+    @property
+    def running(self) -> int:
+        """How many lines run now."""
+        return len(self._running)
 
     async def run(self, endpoint: str, request_id: str, body: bytes, identity: Identity | None) -> LineAnswer:
         """Execute one line for a key (None: there are none); never raises for what goes wrong with it."""

@@ -22,6 +22,7 @@ from dynamo.frontend.batches.fair_slots import FairSlots
 from dynamo.frontend.batches.finishing import Step
 from dynamo.frontend.batches.index import BatchIndex
 from dynamo.frontend.batches.line_call import LineCalls
+from dynamo.frontend.batches.line_pace import LinePace
 from dynamo.frontend.batches.model_gate import ModelGates
 from dynamo.frontend.batches.records import BatchRecord
 from dynamo.frontend.batches.run import RunParts
@@ -98,11 +99,13 @@ class BatchService:
         settled_at = loop.time() + settings.model_wait_seconds
         concurrency = settings.concurrency or max(1, pipeline.settings.max_requests_in_flight // CONCURRENCY_SHARE)
         rng = random.Random()
+        calls = LineCalls(self._calls, overload_status=pipeline.settings.overload_status)
+        pace = LinePace(concurrency, lambda: pipeline.admission.in_flight > calls.running)
         parts = RunParts(
-            LineCalls(self._calls, overload_status=pipeline.settings.overload_status),
+            calls,
             pipeline.models,
             ModelGates(rng),
-            FairSlots(concurrency),
+            FairSlots(pace.limit),
             self._disk,
             pipeline.metrics.batches,
             lambda: pipeline.admission.stage in OPEN,

@@ -184,7 +184,10 @@ class AuditLog:
                 seen.start(message["status"], message.get("headers", ()))
             else:
                 seen.more(message.get("body", b""))
-            held.append(message)
+            if is_reading and seen.status not in (401, 403):
+                await send(message)  # no line comes of it, and it may go on for hours
+            else:
+                held.append(message)
 
         headers = list(scope["headers"])  # with the key, which the door takes out
         before = None if is_reading else await self._state(scope, headers)

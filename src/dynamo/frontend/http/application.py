@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.routing import BaseRoute, Route, Router
@@ -15,7 +16,6 @@ from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.classes import ClassifyApi, PoolingApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.apis.embeddings import EmbeddingsApi
-from dynamo.frontend.apis.images import ImagesApi
 from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.apis.results import ResultApi
@@ -24,11 +24,16 @@ from dynamo.frontend.batches.service import BatchService
 from dynamo.frontend.http.access_log import AccessLog, AuditLog
 from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
-from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
+from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Message, Receive, Scope, Send, reply
 from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
-from dynamo.frontend.http.batch_routes import BatchCancelRoute, BatchesRoute, BatchRoute, FilesAreOff
+from dynamo.frontend.http.autoscale_route import AUTOSCALE_PATH, AutoscaleRoute
+from dynamo.frontend.http.batch_routes import BatchesRoute, BatchRoute, FilesAreOff
 from dynamo.frontend.http.file_routes import FileContentRoute, FileRoute, FilesRoute
 from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.http.inspect_page import INSPECT_PATH, InspectRedirect, inspect_files
+from dynamo.frontend.http.inspector_access import uses_token
+from dynamo.frontend.http.inspector_routes import InspectorRoutes, TokenDoor
+from dynamo.frontend.http.media_routes import MediaRoutes
 from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES, NotBuiltRoute
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
@@ -37,6 +42,7 @@ from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
 from dynamo.frontend.http.usage_route import UsageRoute
+from dynamo.frontend.inspector.inspector import Inspector
 from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
@@ -44,21 +50,36 @@ from dynamo.frontend.pipeline.results import ResultCall
 from dynamo.frontend.pipeline.token_count import TokenCountCall
 from dynamo.frontend.response_store.base import ResponseStore
 from dynamo.frontend.response_store.history import ResponseHistory
+from dynamo.frontend.scaling.signals import AutoscaleSignals
+from dynamo.protocol.audio.schema import AUDIO_API
 from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.dialect import OPENAI, Dialect
-from dynamo.protocol.images import IMAGES_API
+from dynamo.protocol.image_answers import IMAGES_API
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.errors import RequestRejected, route_not_found
 from dynamo.protocol.openai.schema import ApiDescription
 from dynamo.protocol.responses.schema import RESPONSES_API
 from dynamo.protocol.vectors.schema import VECTORS_API
+from dynamo.protocol.video_schema import VIDEOS_API
 
-__all__ = ["FrontendRoutes", "GuardedRoute", "PathDialects", "UnmatchedPath"]
+__all__ = ["FrontendRoutes", "GuardedRoute", "OperatorParts", "PathDialects", "UnmatchedPath"]
 
 
 RATE_HEADERS: Final = tuple(
     [f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorParts:
+    """What the routes of operators work with."""
+
+    loads: LoadFollower
+    adapters: AdapterKeeper
+    logs: RequestLogs
+    peers: Peers | None
+    inspector: Inspector | None  # None: it is switched off
+    signals: AutoscaleSignals | None  # None: they are switched off
 
 
 class FrontendRoutes:
@@ -67,23 +88,16 @@ class FrontendRoutes:
     def __init__(
         self,
         pipeline: Pipeline,
-        loads: LoadFollower,
         offload: Offload,
-        peers: Peers | None,
         responses: ResponseStore | None,
         batches: BatchService | None,
-        adapters: AdapterKeeper,
-        logs: RequestLogs,
+        operators: OperatorParts,
     ) -> None:
         """`responses`: None where none are stored. `batches`: None where files and batches are switched off."""
-        self._logs = logs
+        self._operators = operators
         self._settings = pipeline.settings
         self._pipeline = pipeline
-        self._models = pipeline.models
-        self._loads = loads
         self._offload = offload
-        self._peers = peers
-        self._adapters = adapters
         self._history = (
             None
             if responses is None
@@ -96,6 +110,7 @@ class FrontendRoutes:
             )
         )
         self._budget = BodyBudget(pipeline.settings.pending_bodies_limit_bytes)
+        self._media = MediaRoutes(pipeline, self._budget, offload)
         self._batches = batches
         self._calls = {
             "/v1/chat/completions": GenerationCall(ChatApi(), pipeline),
@@ -113,7 +128,7 @@ class FrontendRoutes:
             paths["chat"]: self._inference(self._calls["/v1/chat/completions"]),
             paths["completions"]: self._inference(self._calls["/v1/completions"]),
             **self._vectors(paths["embeddings"]),
-            "/v1/images/generations": self._inference(ResultCall(ImagesApi(), self._pipeline), Access.MEDIA),
+            **self._media.inference(),
             **self._responses(paths["responses"]),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
         }
@@ -124,15 +139,15 @@ class FrontendRoutes:
             app = self._door(
                 self._pipeline.keys, routes, dialects, is_open=_client_paths(self._pipeline.keys, routes.routes)
             )
-        app = self._audited(app, routes.routes)
-        if self._logs.access is not None:
-            app = AccessLog(app, self._logs.access, trusted=self._settings.trusted_proxies)
+        app = self._audited(self._with_token(app), routes.routes)
+        if self._operators.logs.access is not None:
+            app = AccessLog(app, self._operators.logs.access, trusted=self._settings.trusted_proxies)
         return _with_cors(app, self._settings.cors_origins)
 
     def _audited(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
-        if self._logs.audit is None:
+        if self._operators.logs.audit is None:
             return app
-        return AuditLog(app, self._logs.audit, _admin_paths(routes), trusted=self._settings.trusted_proxies)
+        return AuditLog(app, self._operators.logs.audit, _admin_paths(routes), trusted=self._settings.trusted_proxies)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
@@ -145,8 +160,15 @@ class FrontendRoutes:
         app: ASGIApp = routes
         keys = self._pipeline.keys
         if keys is not None:
-            app = self._door(keys, routes, dialects, is_open=lambda _: not keys.protects_admin)
-        return self._audited(app, routes.routes)
+            pages = _open_paths(routes.routes)
+            app = self._door(keys, routes, dialects, is_open=lambda path: not keys.protects_admin or path in pages)
+        return self._audited(self._with_token(app), routes.routes)
+
+    def _with_token(self, app: ASGIApp) -> ASGIApp:
+        """Return an application that knows the token of the inspector, where no key protects the admin routes."""
+        if self._operators.inspector is None or not uses_token(self._settings):
+            return app
+        return TokenDoor(app, self._operators.inspector)
 
     def _door(self, keys: KeyStore, app: ASGIApp, dialects: PathDialects, *, is_open: Callable[[str], bool]) -> KeyDoor:
         metrics = self._pipeline.metrics.keys
@@ -159,7 +181,8 @@ class FrontendRoutes:
 
     def _routes(self, inference: Mapping[str, InferenceRoute]) -> Sequence[BaseRoute]:
         paths, pipeline = self._settings.paths, self._pipeline
-        catalogue = ModelsRoute(self._models, self._settings)
+        catalogue = ModelsRoute(self._pipeline.models, self._settings)
+        autoscale = AutoscaleRoute(self._operators.signals)
         return [
             *[GuardedRoute(path, route, "POST", access=route.access) for path, route in inference.items()],
             *self._stored_responses(paths["responses"]),
@@ -167,23 +190,36 @@ class FrontendRoutes:
                 GuardedRoute(path, NotBuiltRoute(what), "POST", access=Access.MEDIA)
                 for path, what in NOT_BUILT_ROUTES.items()
             ],
+            *[
+                GuardedRoute(path, app, *methods, access=access)
+                for path, (app, methods, access) in self._media.kept().items()
+            ],
             *self._files_and_batches(),
             GuardedRoute(paths["models"], catalogue, "GET", access=Access.ANY_KEY),
             GuardedRoute(paths["models"] + "/{model:path}", catalogue, "GET", access=Access.ANY_KEY),
             GuardedRoute(
                 paths["health"],
-                HealthRoute(pipeline.admission, self._models, pipeline.metrics, self._peers),
+                HealthRoute(pipeline.admission, self._pipeline.models, pipeline.metrics, self._operators.peers),
                 "GET",
                 access=Access.OPEN,
             ),
             GuardedRoute(paths["live"], LiveRoute(pipeline.admission), "GET", access=Access.OPEN),
             GuardedRoute(
                 paths["metrics"],
-                MetricsRoute(pipeline.metrics, self._offload, self._peers),
+                MetricsRoute(pipeline.metrics, self._offload, self._operators.peers),
                 "GET",
                 access=Access.OPEN if self._settings.open_metrics else Access.METRICS,
             ),
-            GuardedRoute("/openapi.json", OpenApiRoute(self._described()), "GET", access=Access.ANY_KEY),
+            *[
+                GuardedRoute(AUTOSCALE_PATH + below, autoscale, "GET", access=Access.METRICS)
+                for below in ("", "/{model:path}")
+            ],
+            GuardedRoute(
+                "/openapi.json",
+                OpenApiRoute(self._described(), open_paths=self._open_paths()),
+                "GET",
+                access=Access.ANY_KEY,
+            ),
             *self._pages(),
             *self._admin_routes(None if serves_admin_with_api(self._settings) else AdminElsewhere(self._settings)),
         ]
@@ -205,14 +241,14 @@ class FrontendRoutes:
                 for base, access in (("/v1/files", Access.FILES), ("/v1/batches", Access.BATCHES))
                 for below in ("", "/{rest:path}")
             ]
-        files, one = FilesRoute(service.files), FileRoute(service.files)
+        files, one, batch = FilesRoute(service.files), FileRoute(service.files), BatchRoute(service)
         return (
             GuardedRoute("/v1/files", files, "GET", "POST", access=Access.FILES),
             GuardedRoute("/v1/files/{file_id}", one, "GET", "DELETE", access=Access.FILES),
             GuardedRoute("/v1/files/{file_id}/content", FileContentRoute(service.files), "GET", access=Access.FILES),
             GuardedRoute("/v1/batches", BatchesRoute(service, self._budget), "GET", "POST", access=Access.BATCHES),
-            GuardedRoute("/v1/batches/{batch_id}", BatchRoute(service), "GET", access=Access.BATCHES),
-            GuardedRoute("/v1/batches/{batch_id}/cancel", BatchCancelRoute(service), "POST", access=Access.BATCHES),
+            GuardedRoute("/v1/batches/{batch_id}", batch, "GET", access=Access.BATCHES),
+            GuardedRoute("/v1/batches/{batch_id}/cancel", batch, "POST", access=Access.BATCHES),
         )
 
     def _pages(self) -> Sequence[BaseRoute]:
@@ -223,19 +259,33 @@ class FrontendRoutes:
             (paths["models"], "the models as JSON"),
             (paths["health"], "whether requests are taken, and by which workers"),
             (paths["metrics"], "metrics for Prometheus"),
+            *self._inspector_link(),
         )
-        home = HomePage(lambda: [model.name for model in self._models.models()], paths["chat"], links)
+        home = HomePage(lambda: [model.name for model in self._pipeline.models.models()], paths["chat"], links)
         return (
             GuardedRoute("/", home, "GET", access=Access.ANY_KEY),
             GuardedRoute(DOCS_PATH, DocsPage(), "GET", access=Access.ANY_KEY),
             GuardedRoute(SCRIPT_PATH, ScriptRoute(), "GET", access=Access.ANY_KEY),
         )
 
+    def _inspector_link(self) -> Sequence[tuple[str, str]]:
+        is_here = serves_admin_with_api(self._settings) and self._operators.inspector is not None
+        return ((INSPECT_PATH, "the inspector: what runs now"),) if is_here else ()
+
+    def _open_paths(self) -> Collection[str] | None:
+        """Return the paths of the document that need no key; None where none does."""
+        keys = self._pipeline.keys
+        if keys is None or not keys.sources.protect_clients:
+            return None
+        return ("/health", "/live", "/metrics") if self._settings.open_metrics else ("/health", "/live")
+
     def _described(self) -> Sequence[ApiDescription]:
         files = (BATCHES_API,) if self._batches is not None else ()
         return (
             VECTORS_API,
             IMAGES_API,
+            AUDIO_API,
+            VIDEOS_API,
             RESPONSES_API,
             *((MESSAGES_API,) if self._settings.anthropic_api else ()),
             *files,
@@ -273,38 +323,62 @@ class FrontendRoutes:
         )
 
     def _busy_threshold(self) -> SameSiteOnly:
-        return SameSiteOnly(BusyThresholdRoute(self._loads, self._models, self._budget), self._settings)
+        return SameSiteOnly(
+            BusyThresholdRoute(self._operators.loads, self._pipeline.models, self._budget), self._settings
+        )
 
     def _admin_routes(self, elsewhere: AdminElsewhere | None = None) -> Sequence[BaseRoute]:
         """Return the admin routes; `elsewhere` answers for all of them where they are not served."""
         if self._settings.disable_admin_api:
             return ()
-        adapters: ASGIApp = SameSiteOnly(AdaptersRoute(self._adapters, self._budget), self._settings)
+        adapters: ASGIApp = SameSiteOnly(AdaptersRoute(self._operators.adapters, self._budget), self._settings)
         usage: ASGIApp = SameSiteOnly(UsageRoute(self._pipeline.meter), self._settings)
-        routes: Sequence[tuple[str, ASGIApp, tuple[str, ...]]] = (
-            ("/busy_threshold", self._busy_threshold(), ("GET", "POST")),
-            ("/admin/usage", usage, ("GET",)),
-            (ADAPTERS_PATH, adapters, ("GET", "POST")),
-            (ADAPTERS_PATH + "/{name:path}", adapters, ("DELETE",)),
+        routes: Sequence[tuple[str, ASGIApp, tuple[str, ...], Access]] = (
+            ("/busy_threshold", self._busy_threshold(), ("GET", "POST"), Access.ADMIN),
+            ("/admin/usage", usage, ("GET",), Access.ADMIN),
+            (ADAPTERS_PATH, adapters, ("GET", "POST"), Access.ADMIN),
+            (ADAPTERS_PATH + "/{name:path}", adapters, ("DELETE",), Access.ADMIN),
+            *self._inspector_routes(),
+        )
+        page = (
+            {}
+            if self._operators.inspector is None
+            else {INSPECT_PATH.rstrip("/"): InspectRedirect(), **inspect_files()}
         )
         return [
-            GuardedRoute(path, elsewhere or route, *methods, access=Access.ADMIN) for path, route, methods in routes
+            *[
+                GuardedRoute(path, elsewhere or route, *methods, access=access)
+                for path, route, methods, access in routes
+            ],
+            *[GuardedRoute(path, elsewhere or route, "GET", access=Access.OPEN) for path, route in page.items()],
         ]
+
+    def _inspector_routes(self) -> Sequence[tuple[str, ASGIApp, tuple[str, ...], Access]]:
+        if self._operators.inspector is None:
+            return ()
+        found = InspectorRoutes(self._operators.inspector, self._budget).routes()
+        return [(path, SameSiteOnly(route, self._settings), methods, access) for path, route, methods, access in found]
 
 
 def _client_paths(keys: KeyStore, routes: Sequence[BaseRoute]) -> Callable[[str], bool]:
     """Return what tells whether a path of the API needs no key."""
     if keys.sources.protect_clients:
-        guarded = [route for route in routes if isinstance(route, GuardedRoute)]
-        return frozenset(route.path for route in guarded if route.access is Access.OPEN).__contains__
+        return _open_paths(routes).__contains__
     # Keys of admins alone: then the admin routes need one, where they share this port, and nothing else does.
     is_admins = _admin_paths(routes)
     return lambda path: not is_admins(path)
 
 
+def _open_paths(routes: Sequence[BaseRoute]) -> frozenset[str]:
+    """Return the paths that need no key."""
+    guarded = [route for route in routes if isinstance(route, GuardedRoute)]
+    return frozenset(route.path for route in guarded if route.access is Access.OPEN)
+
+
 def _admin_paths(routes: Sequence[BaseRoute]) -> Callable[[str], bool]:
     """Return what tells whether a path is that of an admin route, whatever clients fill in."""
-    found = [route.path_regex for route in routes if isinstance(route, GuardedRoute) and route.access is Access.ADMIN]
+    kinds = (Access.ADMIN, Access.INSPECT, Access.OPERATE)
+    found = [route.path_regex for route in routes if isinstance(route, GuardedRoute) and route.access in kinds]
     return lambda path: any(regex.match(path) for regex in found)
 
 
@@ -332,9 +406,27 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     async def named(scope: Scope, receive: Receive, send: Send) -> None:
         # The middleware answers a preflight itself.
         is_preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"
-        await cors(scope, receive, with_request_id(scope, send) if is_preflight else send)
+        await cors(scope, receive, _without_body(with_request_id(scope, send)) if is_preflight else send)
 
     return named
+
+
+def _without_body(send: Send) -> Send:
+    """Return a `send` that makes a 204 of the middleware's 200 to a preflight."""
+    is_accepted = False
+
+    async def sending(message: Message) -> None:
+        nonlocal is_accepted
+        if message["type"] == "http.response.start":
+            is_accepted = message["status"] == 200
+            if is_accepted:
+                kept = [pair for pair in message["headers"] if pair[0] not in (b"content-length", b"content-type")]
+                message = {**message, "status": 204, "headers": kept}
+        elif is_accepted:
+            message = {**message, "body": b""}
+        await send(message)
+
+    return sending
 
 
 class GuardedRoute(Route):

@@ -43,6 +43,10 @@ class Access(enum.Enum):
     """Nothing, not even a key."""
     ANY_KEY = enum.auto()
     ADMIN = enum.auto()
+    INSPECT = enum.auto()
+    """An admin's, or one for the inspector."""
+    OPERATE = enum.auto()
+    """An admin's, or an operator's."""
     INFERENCE = RouteGroup.INFERENCE
     EMBEDDINGS = RouteGroup.EMBEDDINGS
     MEDIA = RouteGroup.MEDIA
@@ -58,6 +62,8 @@ def check_access(scope: Scope, access: Access) -> None:
         return
     if access is Access.ADMIN:
         identity.check_admin()
+    elif access is Access.INSPECT or access is Access.OPERATE:
+        identity.check_inspector(acts=access is Access.OPERATE)
     elif access is not Access.METRICS or not identity.is_admin:
         identity.check_group(RouteGroup(access.value))
 

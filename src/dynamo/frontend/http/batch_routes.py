@@ -8,83 +8,55 @@ from urllib.parse import parse_qs
 from dynamo.frontend.batches.service import BatchService
 from dynamo.frontend.http.asgi import (
     BodyBudget,
-    ClientGone,
     Receive,
     Scope,
     Send,
     check_content_type,
     first_headers,
     read_body,
-    reply,
     reply_rejected,
 )
 from dynamo.frontend.http.auth import identity_of
 from dynamo.frontend.http.file_routes import owner_of
+from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.protocol.batches.objects import encode_object, list_page
 from dynamo.protocol.batches.requests import batch_page_query, decode_create_batch
 from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected
 
-__all__ = ["BatchCancelRoute", "BatchRoute", "BatchesRoute", "FilesAreOff"]
+__all__ = ["BatchRoute", "BatchesRoute", "FilesAreOff"]
 
 MAX_BODY_BYTES: Final = 64 * 1024
 
 
-class BatchesRoute:
+class BatchesRoute(JsonRoute):
     """POST and GET `/v1/batches`."""
 
     def __init__(self, service: BatchService, budget: BodyBudget) -> None:
         self._service, self._budget = service, budget
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
         owner = owner_of(scope)
-        try:
-            if scope["method"] == "POST":
-                headers = first_headers(scope)
-                check_content_type(headers)
-                request = decode_create_batch(await read_body(headers, receive, MAX_BODY_BYTES, self._budget))
-                identity = identity_of(scope)
-                key_id = "" if identity is None else identity.id
-                body = encode_object(await self._service.create(request, owner, key_id))
-            else:
-                query = batch_page_query(parse_qs(scope["query_string"].decode("latin-1")))
-                found, has_more = await self._service.page(owner, query)
-                body = list_page(found, has_more=has_more)
-        except ClientGone:
-            return
-        except RequestRejected as error:
-            await reply_rejected(send, error)
-        else:
-            await reply(send, 200, body)
+        if scope["method"] == "POST":
+            headers = first_headers(scope)
+            check_content_type(headers)
+            request = decode_create_batch(await read_body(headers, receive, MAX_BODY_BYTES, self._budget))
+            identity = identity_of(scope)
+            key_id = "" if identity is None else identity.id
+            return encode_object(await self._service.create(request, owner, key_id))
+        query = batch_page_query(parse_qs(scope["query_string"].decode("latin-1")))
+        found, has_more = await self._service.page(owner, query)
+        return list_page(found, has_more=has_more)
 
 
-class BatchRoute:
-    """GET `/v1/batches/{id}`."""
+class BatchRoute(JsonRoute):
+    """GET `/v1/batches/{id}`, and POST `/v1/batches/{id}/cancel`."""
 
     def __init__(self, service: BatchService) -> None:
         self._service = service
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            found = await self._service.get(scope["path_params"]["batch_id"], owner_of(scope))
-        except RequestRejected as error:
-            await reply_rejected(send, error)
-        else:
-            await reply(send, 200, encode_object(found))
-
-
-class BatchCancelRoute:
-    """POST `/v1/batches/{id}/cancel`."""
-
-    def __init__(self, service: BatchService) -> None:
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            found = await self._service.cancel(scope["path_params"]["batch_id"], owner_of(scope))
-        except RequestRejected as error:
-            await reply_rejected(send, error)
-        else:
-            await reply(send, 200, encode_object(found))
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
+        act = self._service.cancel if scope["method"] == "POST" else self._service.get
+        return encode_object(await act(scope["path_params"]["batch_id"], owner_of(scope)))
 
 
 class FilesAreOff:

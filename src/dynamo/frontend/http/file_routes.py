@@ -9,15 +9,16 @@ from typing import Final
 from urllib.parse import parse_qs
 
 from dynamo.frontend.batches.stored_files import StoredFiles, Upload
-from dynamo.frontend.http.asgi import ClientGone, Receive, Scope, Send, first_headers, reply, reply_rejected
+from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply_rejected
 from dynamo.frontend.http.auth import identity_of
+from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.frontend.http.multipart import FilePiece, read_form
 from dynamo.protocol.batches.objects import BATCH_INPUT, FileObject, encode_object, list_page
 from dynamo.protocol.batches.requests import MAX_FILENAME, file_form, file_page_query, refused
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.escaping import json_line
 
-__all__ = ["FileContentRoute", "FileRoute", "FilesRoute", "owner_of"]
+__all__ = ["FileContentRoute", "FileRoute", "FilesRoute", "owner_of", "send_content"]
 
 READ_BYTES: Final = 256 * 1024
 _RANGE: Final = re.compile(rb"bytes=(\d{0,18})-(\d{0,18})")
@@ -29,28 +30,20 @@ def owner_of(scope: Scope) -> str:
     return "" if identity is None else identity.owner
 
 
-class FilesRoute:
+class FilesRoute(JsonRoute):
     """POST and GET `/v1/files`."""
+
+    leaves_body_unread = True
 
     def __init__(self, files: StoredFiles) -> None:
         self._files = files
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if scope["method"] == "POST":
-                body = encode_object(await self._upload(scope, receive))
-            else:
-                query = file_page_query(parse_qs(scope["query_string"].decode("latin-1")))
-                found, has_more = await self._files.page(owner_of(scope), query)
-                body = list_page(found, has_more=has_more)
-        except ClientGone:
-            return
-        except RequestRejected as error:
-            # What is left of an upload is not read.
-            extra = ((b"connection", b"close"),) if scope["method"] == "POST" else ()
-            await reply_rejected(send, error, extra)
-        else:
-            await reply(send, 200, body)
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
+        if scope["method"] == "POST":
+            return encode_object(await self._upload(scope, receive))
+        query = file_page_query(parse_qs(scope["query_string"].decode("latin-1")))
+        found, has_more = await self._files.page(owner_of(scope), query)
+        return list_page(found, has_more=has_more)
 
     async def _upload(self, scope: Scope, receive: Receive) -> FileObject:
         fields: dict[str, str] = {}
@@ -79,24 +72,18 @@ class FilesRoute:
                 upload.discard()
 
 
-class FileRoute:
+class FileRoute(JsonRoute):
     """GET and DELETE `/v1/files/{id}`."""
 
     def __init__(self, files: StoredFiles) -> None:
         self._files = files
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
         id: str = scope["path_params"]["file_id"]
-        try:
-            if scope["method"] == "DELETE":
-                await self._files.delete(id, owner_of(scope))
-                body = json_line({"id": id, "object": "file", "deleted": True})
-            else:
-                body = encode_object(await self._files.get(id, owner_of(scope)))
-        except RequestRejected as error:
-            await reply_rejected(send, error)
-        else:
-            await reply(send, 200, body)
+        if scope["method"] == "DELETE":
+            await self._files.delete(id, owner_of(scope))
+            return json_line({"id": id, "object": "file", "deleted": True})
+        return encode_object(await self._files.get(id, owner_of(scope)))
 
 
 class FileContentRoute:
@@ -112,33 +99,35 @@ class FileContentRoute:
             await reply_rejected(send, error)
             return
         try:
-            await self._send(scope, send, opened, file)
+            await send_content(scope, send, opened, file.bytes, b"application/octet-stream")
         finally:
             os.close(opened)
 
-    async def _send(self, scope: Scope, send: Send, opened: int, file: FileObject) -> None:
-        begin, end, status = 0, file.bytes, 200
-        headers = [(b"content-type", b"application/octet-stream"), (b"accept-ranges", b"bytes")]
-        asked = _RANGE.fullmatch(first_headers(scope).get(b"range", b""))
-        if asked is not None and any(asked.groups()):
-            begin, end = _range(asked[1], asked[2], file.bytes)
-            if begin >= end:
-                extra = ((b"content-range", b"bytes */%d" % file.bytes),)
-                await reply_rejected(send, RequestRejected(416, "The range is not within the file"), extra)
-                return
-            status = 206
-            headers.append((b"content-range", b"bytes %d-%d/%d" % (begin, end - 1, file.bytes)))
-        headers.append((b"content-length", b"%d" % (end - begin)))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        loop = asyncio.get_running_loop()
-        while begin < end:
-            data = await loop.run_in_executor(None, os.pread, opened, min(READ_BYTES, end - begin), begin)
-            if not data:
-                raise OSError(f"the bytes of {file.id} end at {begin} of {file.bytes}")
-            begin += len(data)
-            await send({"type": "http.response.body", "body": data, "more_body": begin < end})
-        if not file.bytes:
-            await send({"type": "http.response.body", "body": b""})
+
+async def send_content(scope: Scope, send: Send, opened: int, size: int, content_type: bytes) -> None:
+    """Send an open file of `size` bytes, whole or the one range of it that is asked for."""
+    begin, end, status = 0, size, 200
+    headers = [(b"content-type", content_type), (b"accept-ranges", b"bytes"), (b"x-content-type-options", b"nosniff")]
+    asked = _RANGE.fullmatch(first_headers(scope).get(b"range", b""))
+    if asked is not None and any(asked.groups()):
+        begin, end = _range(asked[1], asked[2], size)
+        if begin >= end:
+            extra = ((b"content-range", b"bytes */%d" % size),)
+            await reply_rejected(send, RequestRejected(416, "The range is not within the file"), extra)
+            return
+        status = 206
+        headers.append((b"content-range", b"bytes %d-%d/%d" % (begin, end - 1, size)))
+    headers.append((b"content-length", b"%d" % (end - begin)))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    loop = asyncio.get_running_loop()
+    while begin < end:
+        data = await loop.run_in_executor(None, os.pread, opened, min(READ_BYTES, end - begin), begin)
+        if not data:
+            raise OSError(f"the bytes of {scope['path']} end at {begin} of {size}")
+        begin += len(data)
+        await send({"type": "http.response.body", "body": data, "more_body": begin < end})
+    if not size:
+        await send({"type": "http.response.body", "body": b""})
 
 
 def _range(first: bytes, last: bytes, size: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from dynamo.frontend.admission.quotas import Charge
 from dynamo.frontend.http.access_log import EXCHANGE
 from dynamo.frontend.http.asgi import (
+    JSON,
     RESPOND_EXTENSION,
     BodyBudget,
     ClientGone,
@@ -22,7 +23,9 @@ from dynamo.frontend.http.asgi import (
     reply_rejected,
 )
 from dynamo.frontend.http.auth import IDENTITY, Access
+from dynamo.frontend.http.byte_stream import ByteStream
 from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
+from dynamo.frontend.http.forms import FormDoor
 from dynamo.frontend.http.request_id import client_request_id, request_id_note
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
@@ -51,10 +54,10 @@ class AsgiSink:
         """What calls back when the client leaves; None: the server below cannot."""
         return self._extensions.get(LEAVE_EXTENSION)
 
-    async def reply(self, status: int, body: bytes, headers: HeaderPairs = ()) -> None:
+    async def reply(self, status: int, body: bytes, headers: HeaderPairs = (), *, content_type: bytes = JSON) -> None:
         respond = self._extensions.get(RESPOND_EXTENSION)
         fixed = self._extra if self.charge is None else self._fixed()
-        await reply(self._send, status, body, extra=(*fixed, *headers), respond=respond)
+        await reply(self._send, status, body, content_type=content_type, extra=(*fixed, *headers), respond=respond)
 
     async def reject(self, rejected: RequestRejected) -> None:
         await reply_rejected(self._send, rejected, self._fixed(), dialect=self._dialect, request_id=self._request_id)
@@ -81,13 +84,25 @@ class AsgiSink:
             keep_alive=self._dialect.keep_alive,
         )
 
+    def open_bytes(self, content_type: bytes, headers: HeaderPairs = ()) -> ByteStream:
+        can_cut = RESPOND_EXTENSION in self._extensions
+        return ByteStream(self._send, content_type, (*self._fixed(), *headers), can_cut=can_cut)
+
 
 class InferenceRoute:
     """One inference API as an ASGI application."""
 
     def __init__(
-        self, call: Call, *, access: Access = Access.INFERENCE, body_limit_bytes: int, budget: BodyBudget
+        self,
+        call: Call,
+        *,
+        access: Access = Access.INFERENCE,
+        body_limit_bytes: int,
+        budget: BodyBudget,
+        form: FormDoor | None = None,
     ) -> None:
+        """`form`: reads the bodies that are forms; None: only JSON is taken."""
+        self._form = form
         self._call, self._body_limit_bytes, self._budget = call, body_limit_bytes, budget
         self.dialect = call.dialect
         self.access = access
@@ -100,12 +115,15 @@ class InferenceRoute:
         sink = AsgiSink(scope, send, known or id, self.dialect)
         began = loop.time()
         try:
-            check_content_type(headers)
-            body = await read_body(headers, receive, self._body_limit_bytes, self._budget)
+            if self._form is not None and self._form.takes(headers):
+                body = await self._form.read(headers, receive)
+            else:
+                check_content_type(headers)
+                body = await read_body(headers, receive, self._body_limit_bytes, self._budget)
         except ClientGone:
             return
         except RequestRejected as error:
-            self._call.count_early(error, error, began)
+            self._call.decline_early(error, error, began)
             await sink.reject(error)
             return
         arrival = Arrival(

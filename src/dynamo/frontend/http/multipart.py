@@ -15,7 +15,7 @@ from dynamo.protocol.openai.errors import RequestRejected
 __all__ = ["FilePiece", "FormField", "read_form"]
 
 MAX_FIELDS: Final = 32
-MAX_FIELD_BYTES: Final = 64 * 1024  # of all fields together, without the file
+MAX_FIELD_BYTES: Final = 64 * 1024
 MAX_HEADER_BYTES: Final = 16 * 1024  # of one part
 
 
@@ -32,12 +32,14 @@ class FilePiece(Struct, frozen=True):
     name: str  # of the field
     filename: str
     data: bytes
+    begins: bool = False  # the first piece of its file; every file has one
 
 
 class _Form:
     """Turns what the parser reports into fields and pieces of files."""
 
-    def __init__(self, boundary: bytes) -> None:
+    def __init__(self, boundary: bytes, max_fields: int, max_field_bytes: int) -> None:
+        self._max_fields, self._max_field_bytes = max_fields, max_field_bytes
         self.found: list[FormField | FilePiece] = []
         self.is_ended = False
         self._header_name = bytearray()
@@ -67,8 +69,8 @@ class _Form:
 
     def _part_begins(self) -> None:
         self._fields += 1
-        if self._fields > MAX_FIELDS:
-            raise _refused(f"A form may have at most {MAX_FIELDS} fields")
+        if self._fields > self._max_fields:
+            raise _refused(f"A form may have at most {self._max_fields} fields")
         self._options, self._header_bytes = {}, 0
         self._value.clear()
 
@@ -95,31 +97,35 @@ class _Form:
         if not self._name:
             raise _refused("A part of the form has no name")
         if b"filename" in self._options:
-            self._file_piece(b"")  # a file may be empty
+            self._file_piece(b"", begins=True)  # a file may be empty
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if b"filename" in self._options:
             self._file_piece(data[start:end])
             return
         self._field_bytes += end - start
-        if self._field_bytes > MAX_FIELD_BYTES:
-            raise _refused(f"The fields of a form may have at most {MAX_FIELD_BYTES} bytes")
+        if self._field_bytes > self._max_field_bytes:
+            raise _refused(f"The fields of a form may have at most {self._max_field_bytes} bytes")
         self._value += data[start:end]
 
     def _part_ends(self) -> None:
         if b"filename" not in self._options:
             self.found.append(FormField(self._name, self._value.decode("utf-8", "replace")))
 
-    def _file_piece(self, data: bytes) -> None:
+    def _file_piece(self, data: bytes, *, begins: bool = False) -> None:
         filename = self._options[b"filename"].decode("utf-8", "replace")
-        self.found.append(FilePiece(self._name, filename, data))
+        self.found.append(FilePiece(self._name, filename, data, begins))
 
     def _ended(self) -> None:
         self.is_ended = True
 
 
-async def read_form(headers: Headers, receive: Receive) -> AsyncIterator[FormField | FilePiece]:
+async def read_form(
+    headers: Headers, receive: Receive, *, max_fields: int = MAX_FIELDS, max_field_bytes: int = MAX_FIELD_BYTES
+) -> AsyncIterator[FormField | FilePiece]:
     """Walk the fields of a form, and its files piece by piece, in the order of the client.
+
+    `max_field_bytes`: of all fields together, without the files.
 
     Raises RequestRejected for what is not such a form, ClientGone when the client leaves.
     """
@@ -128,7 +134,7 @@ async def read_form(headers: Headers, receive: Receive) -> AsyncIterator[FormFie
     if kind != b"multipart/form-data" or not boundary:
         raise RequestRejected(415, "Expected request with Content-Type multipart/form-data and a boundary")
     try:
-        form = _Form(boundary)
+        form = _Form(boundary, max_fields, max_field_bytes)
     except FormParserError as error:
         raise _refused(f"The boundary of the form is not valid: {error}") from None
     more = True

@@ -10,12 +10,12 @@ from dynamo.protocol.openai.errors import not_built
 __all__ = ["NOT_BUILT_ROUTES", "NotBuiltRoute"]
 
 NOT_BUILT_ROUTES: Final = {
-    "/v1/images/edits": "Editing images",
     "/v1/images/variations": "Varying images",
-    "/v1/audio/speech": "Speech",
-    "/v1/audio/transcriptions": "Transcription of audio",
-    "/v1/audio/translations": "Translation of audio",
-    "/v1/videos": "Making videos",
+    "/v1/videos/stream": "Streaming videos",
+    "/v1/videos/edits": "Editing videos",
+    "/v1/videos/extensions": "Extending videos",
+    "/v1/videos/characters": "Characters of videos",
+    "/v1/videos/{video_id}/remix": "Varying videos",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import unquote_to_bytes
 
@@ -48,6 +48,12 @@ class Peers(Protocol):
 
     def on_shared(self, take: Callable[[str, bytes], None]) -> None:
         """Call `take(key, value)` for each value that another process shares."""
+
+    async def ask(self, question: bytes) -> tuple[list[bytes], list[str]]:
+        """Return the other processes' answers, and the names of those that gave none in time. Raises TimeoutError."""
+
+    def on_asked(self, answer: Callable[[bytes], bytes]) -> None:
+        """Answer what the other processes ask with what `answer` returns."""
 
     def describe(self) -> Mapping[str, int]:
         """Return how many processes there are, for `/health`."""
@@ -170,13 +176,14 @@ class MetricsRoute:
 class OpenApiRoute:
     """`/openapi.json`; built on first use, because most frontends never serve it."""
 
-    def __init__(self, further: Sequence[ApiDescription] = ()) -> None:
-        self._further = further
+    def __init__(self, further: Sequence[ApiDescription] = (), *, open_paths: Collection[str] | None = None) -> None:
+        """`open_paths`: those that need no API key; None: none does."""
+        self._further, self._open_paths = further, open_paths
         self._body: bytes | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._body is None:
-            self._body = openapi_json(further=self._further)
+            self._body = openapi_json(further=self._further, open_paths=self._open_paths)
         await reply(send, 200, self._body)
 
 

@@ -7,7 +7,8 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -15,6 +16,7 @@ from dynamo.errors import CannotConnect
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
 from dynamo.frontend.http.connection import render_rejection
+from dynamo.frontend.http.inspector_access import published_access
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.addresses import bound_socket, http_url
 from dynamo.runtime.http import HttpService
@@ -164,6 +166,16 @@ class HttpServer:
             else:
                 await self.service.listen(self._listener, LISTEN_BACKLOG)
 
+    @contextmanager
+    def published_inspector(self) -> Iterator[None]:
+        """Let the tools of this user find the inspector, for as long as the block runs."""
+        inspector = self._frontend.inspector
+        if inspector is None:
+            yield
+            return
+        with published_access(self._settings, self.port, self.admin_port, inspector.token):
+            yield
+
     def _make_gate(self) -> TlsGate | None:
         settings = self._settings
         if settings.tls_cert_path is None or settings.tls_key_path is None:
@@ -255,4 +267,5 @@ async def serve_until_signal(
     async def serving() -> None:
         logger.info("serving HTTP on %s:%d", frontend.settings.http_host, server.port)
 
-    await serve_until(server, asked, serving)
+    with server.published_inspector():
+        await serve_until(server, asked, serving)

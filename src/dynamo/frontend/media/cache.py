@@ -25,6 +25,10 @@ class MediaCache:
         self._urls: OrderedDict[Hashable, tuple[bytes, float]] = OrderedDict()  # key -> digest, fresh until
         self.bytes = 0
 
+    def __len__(self) -> int:
+        """Return how many contents are kept."""
+        return len(self._contents)
+
     def find(self, key: Hashable) -> Media | None:
         """Return the content of a URL that is still fresh."""
         known = self._urls.get(key)

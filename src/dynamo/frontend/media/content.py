@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from dynamo.frontend.media.addresses import MediaRefused
 
-__all__ = ["Media", "read_data_url", "read_media"]
+__all__ = ["Media", "media_type", "read_data_url", "read_media"]
 
 MAX_JPEG_SEGMENTS: Final = 4096  # before the size; each costs a step of Python
 
@@ -59,7 +59,7 @@ def read_media(data: bytes, kind: str, *, max_pixels: int, given_url: str | None
     """
     if not data:
         raise MediaRefused("it is empty")
-    mime = _format(data)
+    mime = media_type(data)
     if mime is None or kind not in _KINDS[mime]:
         raise MediaRefused(f"its content is not {_a(kind)} in a format that is taken ({_ALLOWED[kind]})")
     width = height = 0
@@ -95,8 +95,8 @@ def _a(kind: str) -> str:
     return {"image": "an image", "audio": "audio", "video": "video"}[kind]
 
 
-def _format(data: bytes) -> str | None:
-    """Return the format by the first bytes; names and headers are the sender's word only."""
+def media_type(data: bytes) -> str | None:
+    """Return the format by the first 16 bytes; None: no known one. Names and headers are the sender's word only."""
     head = data[:16]
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         return "image/png"

@@ -77,11 +77,14 @@ class PartFetcher:
         """End every fetch. Idempotent."""
         await self._work.close()
 
-    async def content(self, url: str, kind: str, rules: FetchRules) -> Media:
-        """Return the content of a part of this kind. Raises MediaRefused, and Overloaded where too much is being fetched."""
+    async def content(self, url: str, kind: str, rules: FetchRules, *, is_upload: bool = False) -> Media:
+        """Return the content of a part of this kind. Raises MediaRefused, and Overloaded where too much is being fetched.
+
+        `is_upload`: a data URL may be as long as the body of its route.
+        """
         scheme = url[:5].lower()
         if scheme == "data:":
-            return await self._embedded(url, kind)
+            return await self._embedded(url, kind, len(url) if is_upload else self._settings.data_url_bytes)
         if scheme == "file:":
             path = self._local_file(url)
             return await self._offload(lambda: self._read_file(path, kind))
@@ -101,9 +104,9 @@ class PartFetcher:
 
     # -- what needs no network ---------------------------------------------------------------------------------------
 
-    async def _embedded(self, url: str, kind: str) -> Media:
+    async def _embedded(self, url: str, kind: str, max_bytes: int) -> Media:
         def read() -> Media:
-            data = read_data_url(url, self._settings.data_url_bytes)
+            data = read_data_url(url, max_bytes)
             return read_media(data, kind, max_pixels=self._settings.pixels, given_url=url)
 
         return read() if len(url) <= INLINE_CHARACTERS else await self._offload(read)

@@ -14,6 +14,7 @@ from dynamo.frontend.media.content import Media
 from dynamo.frontend.media.fetcher import PartFetcher, Resolve, resolve_host
 from dynamo.frontend.media.metrics import MediaMetrics
 from dynamo.frontend.media.settings import FetchRules, MediaSettings
+from dynamo.frontend.media.uploads import FileSource, UploadedParts
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.kv.image_tokens import expand_images
@@ -42,6 +43,8 @@ class MediaIntake:
         self, settings: MediaSettings, offload: Offload, metrics: MediaMetrics, *, resolve: Resolve = resolve_host
     ) -> None:
         self._settings, self._metrics = settings, metrics
+        self._uploads = self._uploads_of(None, offload)
+        self._offload = offload
         self.fetcher = PartFetcher(settings, offload, metrics.fetched, resolve=resolve)
         self.held_bytes = 0
         self._warned: set[tuple[str, str]] = set()  # (model, what about)
@@ -49,6 +52,18 @@ class MediaIntake:
     async def aclose(self) -> None:
         """End every fetch. Idempotent."""
         await self.fetcher.aclose()
+
+    def serve_files(self, files: FileSource) -> None:
+        """Let parts name files of this store from now on."""
+        self._uploads = self._uploads_of(files, self._offload)
+
+    def _uploads_of(self, files: FileSource | None, offload: Offload) -> UploadedParts:
+        settings = self._settings
+        return UploadedParts(files, offload, max_bytes=settings.file_bytes, max_pixels=settings.pixels)
+
+    async def take_files(self, media: RequestMedia, owner: str | None) -> None:
+        """Put the content of uploaded files in place of their ids. Raises RequestRejected (400) that names a part."""
+        await self._uploads.fill(media, owner or "")
 
     def check_model(self, model: ServedModel, media: RequestMedia) -> None:
         """Refuse media that the model does not take, before anything is fetched.
@@ -79,10 +94,7 @@ class MediaIntake:
 
         Raises RequestRejected (400) that names a part, Overloaded, Cancelled when `context` ends first.
         """
-        rules = FetchRules.of(model.card.media_fetcher, allow_internal=self._settings.allow_internal)
-        contents = await self._contents(media, rules, context)
-        self._check_limits(media, contents, model)
-        self._hold(media, contents)
+        contents = await self.contents(media, model, context)
         body = work.plan.body
         slots: dict[str, list[Any]] = {}
         uuids: dict[str, list[str | None]] = {}
@@ -109,6 +121,19 @@ class MediaIntake:
         self._metrics.observe(media.parts, image_tokens)
 
     # -- the content -------------------------------------------------------------------------------------------------
+
+    async def contents(self, media: RequestMedia, model: ServedModel, context: Context) -> Sequence[Media | None]:
+        """Return the content of each part, None for one that is passed on by its URL or uuid. They are held until `media.end()`.
+
+        Raises as `fill`.
+        """
+        rules = FetchRules.of(model.card.media_fetcher, allow_internal=self._settings.allow_internal)
+        contents = await self._contents(media, rules, context)
+        self._check_limits(media, contents, model)
+        self._hold(media, contents)
+        cache = self.fetcher.cache
+        self._metrics.kept(cache.bytes, len(cache))
+        return contents
 
     async def _contents(self, media: RequestMedia, rules: FetchRules, context: Context) -> Sequence[Media | None]:
         """Return the content of each part, None for one that is passed on by its URL or uuid."""
@@ -137,7 +162,7 @@ class MediaIntake:
             if self._settings.fetch == "worker" and part.url[:5].lower() != "data:":
                 self.fetcher.check(part.url, rules)
                 return None
-            return await self.fetcher.content(part.url, part.kind, rules)
+            return await self.fetcher.content(part.url, part.kind, rules, is_upload=part.is_upload)
         except MediaRefused as error:
             reason = str(error)
         # Outside the handler: the frames of the fetch, with what they hold, must not live on as the context of this error.
@@ -165,9 +190,11 @@ class MediaIntake:
         if self.held_bytes + size > self._settings.held_bytes:
             raise Overloaded("The media of the requests in flight exceed the limit set by DYN_MM_MAX_HELD_MB")
         self.held_bytes += size
+        self._metrics.held(self.held_bytes)
 
         def release() -> None:
             self.held_bytes -= size
+            self._metrics.held(self.held_bytes)
 
         media.on_end = release
 

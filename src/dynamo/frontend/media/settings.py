@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from dynamo.settings.readers import SettingReader, integer, mebibytes, number, one_of, seconds, switch, text
@@ -48,6 +49,21 @@ class MediaSettings:
     # Of a decoded image each megapixel takes 3 MB.
     pixels: int = setting(64_000_000, "DYN_MM_MAX_IMAGE_MPIXELS", _megapixels,
         "Width times height of an image, as its header says; more is a 400")
+    image_form_bytes: int = setting(50 * MIB, "DYN_HTTP_IMAGE_FORM_LIMIT_MB", mebibytes,
+        "Size of a form with pictures (`/v1/images/edits`, `/v1/videos`); more is a 413")
+    sound_form_bytes: int = setting(25 * MIB, "DYN_HTTP_AUDIO_FORM_LIMIT_MB", mebibytes,
+        "Size of a form with sound (`/v1/audio/transcriptions`, `/v1/audio/translations`); more is a 413")
+    store_dir: Path | None = setting(None, "DYN_MEDIA_STORE", SettingReader(Path, metavar="DIR"),
+        "Directory in which pictures and videos that models make are kept for a while: then answers hold links, and "
+        "`/v1/videos/{id}` finds them. Unset: they are in the answers only. See [made media](made-media.md)",
+        flag="--media-store", group=_GROUP)
+    store_seconds: float = setting(86_400.0, "DYN_MEDIA_STORE_SECS", seconds(1),
+        "How long they are kept")
+    store_bytes: int = setting(10 * GIB, "DYN_MEDIA_STORE_MB", mebibytes,
+        "How much is kept; the oldest goes first")
+    link_prefix: str | None = setting(None, "DYN_MEDIA_OUTPUT_HTTP_URL", text,
+        "What links to them begin with, for example `https://api.example.com`. Unset: `http://` and the host that the "
+        "client asked")
     concurrent_fetches: int = setting(64, "DYN_MM_CONCURRENT_FETCHES", integer(1),
         "Fetches of media at once; others wait")
     held_bytes: int = setting(GIB, "DYN_MM_MAX_HELD_MB", mebibytes,

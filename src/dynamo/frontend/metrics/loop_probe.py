@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from dynamo.frontend.metrics import EventLoopMetrics
@@ -14,11 +14,11 @@ LOOP_PROBE_SECONDS: Final = 1.0  # how often the loop's delay is measured; one t
 
 
 class LoopProbe:
-    """One timer; `measure(now)` is called with it."""
+    """One timer; each of `measures` is called with its time."""
 
-    def __init__(self, metrics: EventLoopMetrics, measure: Callable[[float], None]) -> None:
+    def __init__(self, metrics: EventLoopMetrics, measures: Sequence[Callable[[float], None]]) -> None:
         self._metrics = metrics
-        self._measure = measure
+        self._measures = measures
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -36,6 +36,7 @@ class LoopProbe:
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._metrics.observe(max(0.0, now - due))
-        self._measure(now)
+        for measure in self._measures:
+            measure(now)
         due = now + LOOP_PROBE_SECONDS
         self._timer = loop.call_at(due, self._probe, due)

@@ -8,6 +8,7 @@ from typing import Final
 
 from dynamo.frontend.batches.metrics import BatchMetrics
 from dynamo.frontend.media.metrics import MediaMetrics
+from dynamo.frontend.metrics.autoscale import AUTOSCALE_PREFIX
 from dynamo.frontend.metrics.families import FrontendFamilies
 from dynamo.frontend.metrics.keys import KeyMetrics
 from dynamo.frontend.metrics.models import ModelMetrics
@@ -61,6 +62,7 @@ class _Exposition:
             f"{prefix}_event_loop_lag_",
             f"{prefix}_stored_response",
             f"{prefix}_key_budget_",
+            f"{AUTOSCALE_PREFIX}_",
             "process_start_time_",
             "process_max_fds",
         )
@@ -95,7 +97,7 @@ class FrontendMetrics:
         self.event_loop = EventLoopMetrics(families)
         stalled = families.counters("stalled_streams_total")
         self._stalled = {kind: stalled.labels(kind.name.lower()) for kind in StallKind}
-        self._refusals = families.counters("refusals_total")
+        self._losses = families.counters("refusals_total"), families.counters("request_trace_dropped_total")
         self._stored = families.gauge("stored_responses"), families.gauge("stored_response_bytes")
         families.gauge("processes").set(1)
         families.counter("process_restarts_total")  # the parent of a group counts them
@@ -111,7 +113,11 @@ class FrontendMetrics:
 
     def refused(self, limit: str) -> None:
         """Count a refusal by a limit of the listener; `limit` is one of a fixed set of names."""
-        self._refusals.labels(limit).inc()
+        self._losses[0].labels(limit).inc()
+
+    def dropped_records(self, reason: str, count: int) -> None:
+        """Count records of the request trace that were not written; `reason` is one of a fixed set. In any thread."""
+        self._losses[1].labels(reason).inc(count)
 
     def stored(self, entries: int, size: int) -> None:
         """Take over how many responses are kept, and their bytes."""

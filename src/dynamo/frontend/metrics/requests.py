@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import add
 from typing import Final, Literal
+
+from msgspec import Struct
 
 from dynamo.frontend.metrics.families import FrontendFamilies
 from dynamo.frontend.pipeline.stage_timer import ROUTE, STAGES, StageTimer
 from dynamo.router.migration import Move
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, count_down, count_over, count_up, observe_each
 
-__all__ = ["UNKNOWN_MODEL", "RequestMetrics", "RequestSeries", "RequestType"]
+__all__ = ["UNKNOWN_MODEL", "RequestMetrics", "RequestSeries", "RequestTotals", "RequestType"]
 
 UNKNOWN_MODEL: Final = "unknown_model"
 """The label of a model that is not registered: what a client writes must not become a series."""
@@ -158,10 +161,50 @@ class RequestSeries:
             self._moves.labels(model, kind).inc()
             self._move_seconds.labels(model, kind, move.outcome).observe(move.seconds)
 
+    @property
+    def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The upper bounds of the buckets of first tokens and of the gaps between tokens."""
+        series = self._models[UNKNOWN_MODEL]
+        return series.time_to_first_token.bounds, series.inter_token.bounds
+
+    def totals(self) -> RequestTotals:
+        """Add up what all models have counted: some microseconds for each model."""
+        totals = RequestTotals(shed=sum([counter.value for counter in self._shed.series()]))
+        first, inter = self.bounds
+        totals.first_token, totals.inter_token = [0] * (len(first) + 1), [0] * (len(inter) + 1)
+        for model in self._models.values():
+            totals.running += model.inflight.value
+            totals.waiting += model.queued.value
+            totals.ended += model.duration.count
+            totals.input_tokens += model.tokens[0].sum
+            totals.cached_tokens += model.cached_tokens.sum
+            totals.first_token = list(map(add, totals.first_token, model.time_to_first_token.counts))
+            totals.inter_token = list(map(add, totals.inter_token, model.inter_token.counts))
+        totals.started = totals.ended + totals.running
+        totals.succeeded = sum([route.request_success.value for route in self._routes.values()])
+        totals.output_tokens = sum(totals.first_token) + sum(totals.inter_token)  # counted as they come
+        return totals
+
     def observe_stages(self, timer: StageTimer) -> None:
         """Count the stages of a request that was answered in full."""
         seconds = timer.seconds
         observe_each(self._stages, (*seconds, seconds[ROUTE], timer.dispatch_seconds))
+
+
+class RequestTotals(Struct):
+    """What all models have counted so far, added up. The lists are the buckets of histograms, not cumulated."""
+
+    started: float = 0.0
+    ended: float = 0.0
+    succeeded: float = 0.0
+    shed: float = 0.0
+    input_tokens: float = 0.0  # of requests that have ended
+    cached_tokens: float = 0.0  # of them
+    output_tokens: float = 0.0  # of running requests, too
+    running: float = 0.0
+    waiting: float = 0.0  # of those that run: without a token
+    first_token: list[int] = []
+    inter_token: list[int] = []
 
 
 class RequestMetrics:
@@ -220,6 +263,11 @@ class RequestMetrics:
     def first_token_seconds(self) -> float | None:
         """From the arrival to the first token; None before it."""
         return None if self._first_at is None else self._first_at - self._started_at
+
+    @property
+    def last_token_at(self) -> float | None:
+        """When the last tokens came; None before the first ones."""
+        return None if self._first_at is None else self._last_at
 
     @property
     def generating_seconds(self) -> float:

@@ -214,6 +214,15 @@ FAMILIES: Final = (
         "Parts of media that a URL names; `outcome` is `fetched`, `cached`, `shared` (another request was fetching it) or `refused` (also of data URLs)",
         ("outcome",),
     ),
+    Family("media_cache_bytes", "gauge", "What was fetched and is kept for the next request with the same URL"),
+    Family("media_cache_entries", "gauge", "Contents that are kept so"),
+    Family("media_held_bytes", "gauge", "What the media of all requests in flight take (`DYN_MM_MAX_HELD_MB`)"),
+    Family(
+        "request_trace_dropped_total",
+        "counter",
+        "Records of the [request trace](recording.md#recordings) that were not written; `reason` is `full` (too many waited), `redaction` (the operator's function failed), `failed` or `unwritable`",
+        ("reason",),
+    ),
     Family("batch_jobs", "gauge", "[Batches](batches.md) by their state", ("status",)),
     Family(
         "batch_lines_total",

@@ -1,6 +1,7 @@
 """The thresholds above which workers count as busy: kept by model, changed at `/busy_threshold`, fed with load reports.
 
-Off unless a threshold is set, by a flag for every model or by the route for one model. Until then no load is followed, and a
+Off unless a threshold is set, by a flag for every model or by the route for one model, or autoscale signals are asked for,
+which need the loads of all. Until then no load is followed, and a
 request pays one test of an empty set. Where all workers of a model are busy the client gets 529.
 """
 
@@ -63,6 +64,7 @@ class LoadFollower:
         """`report_own`: reports what this process itself has booked at an endpoint, while its loads are followed."""
         self._models, self._subscribe, self._peers, self._report_own = models, subscribe, peers, report_own
         self._default = settings.busy_thresholds
+        self._follows_all = settings.autoscale
         self._by_model: dict[str, BusyThresholds] = {}
         self.busy_workers = BusyWorkers(models.pools, self.of)
         self._followers: dict[str, asyncio.Task[None]] = {}  # by endpoint
@@ -74,7 +76,11 @@ class LoadFollower:
 
     def start(self) -> None:
         """Begin to follow loads if a threshold is set."""
-        if self._keeper is None and not self._background.is_closed and (self._default.is_set or self._by_model):
+        if (
+            self._keeper is None
+            and not self._background.is_closed
+            and (self._follows_all or self._default.is_set or self._by_model)
+        ):
             self._keeper = self._background.start(self._keep(), "frontend: loads")
 
     async def aclose(self) -> None:
@@ -130,8 +136,11 @@ class LoadFollower:
             self._reconcile()
             await first_of(self._models.change(), self._was_set.wait())
 
+    def _is_followed(self, model: str) -> bool:
+        return self._follows_all or self.of(model).is_set
+
     def _reconcile(self) -> None:
-        wanted = {path for pool in self._models.pools() if self.of(pool.name).is_set for path in pool.endpoints}
+        wanted = {path for pool in self._models.pools() if self._is_followed(pool.name) for path in pool.endpoints}
         for path in self._followers.keys() - wanted:
             self._followers.pop(path).cancel()
         for path in wanted - self._followers.keys():

@@ -75,6 +75,7 @@ class ClusterAccess:
             enforce_disagg=settings.enforce_disagg,
             min_initial_workers=settings.router_min_initial_workers,
             replacement_wait_seconds=settings.replacement_wait_seconds,
+            cold_start_wait_seconds=settings.cold_start_wait_seconds,
             rng=self._runtime.rng,
             kv=self.kv,
             cards=self.cards,

@@ -25,6 +25,7 @@ from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.frontend.models.reports import ModelReports
 from dynamo.frontend.models.served import ServedModel, ServedModels, ServingRules
 from dynamo.router.busy_workers import LoadReport
+from dynamo.router.operator_desk import OperatorDesk
 from dynamo.router.pool import ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Discovery
@@ -62,7 +63,10 @@ class ModelDirectory:
         changes = Changes(self._update, lambda: len(cards) > INDEXED_AT_ONCE)
         clients = EndpointClients(connect, self._changed, self._background)
         self._cluster = ClusterView(cards, InstanceBook(scope), clients, changes)
-        self._served = ServedModels(ReplacementWaits(rules.replacement_wait_seconds, self._changed))
+        is_endless = rules.cold_start_wait_seconds > 0
+        self._served = ServedModels(
+            ReplacementWaits(rules.replacement_wait_seconds, self._changed, is_endless=is_endless)
+        )
         self._prefill = PrefillPools(rules, clients.by_endpoint, self._background)
         self._encode = EncodePools(
             cards, clients.by_endpoint, self._prefill, self._background, metrics.models.encoder_outcome
@@ -169,6 +173,27 @@ class ModelDirectory:
     def pools(self) -> list[ModelPool]:
         """Return the workers of every loaded model, and the prefill workers beside them, each with the name of its model."""
         return [*self._served.values(), *self._prefill.pools]
+
+    def groups(self) -> list[Group]:
+        """Return the workers that registered each model, by namespace and role; those that are left out, too."""
+        cards = self._cluster.cards
+        return [group for key in sorted(cards.keys) if (group := cards.group(key)) is not None]
+
+    @property
+    def desk(self) -> OperatorDesk:
+        """What an operator says of the workers of all models."""
+        return self._rules.desk
+
+    def pool_of(self, key: GroupKey) -> ModelPool | None:
+        """Return the pool of a group; None: the group is not loaded, or is not used."""
+        if key.role == PREFILL:
+            router = self._prefill.get(key.model, key.namespace)
+            return None if router is None else router.workers
+        return self._encode.pool(key) if key.role == ENCODE else self._served.get(key)
+
+    def roles(self) -> dict[GroupKey, ModelPool]:
+        """Return the workers of every loaded model, and the prefill workers beside them, by role."""
+        return {**self._served, **self._prefill.by_role()}
 
     @property
     def is_loading(self) -> bool:

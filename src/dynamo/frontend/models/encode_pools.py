@@ -72,12 +72,18 @@ class EncodePools:
         receiver: Receiver = partial(_give, served) if prefill is None else partial(_give_to_prefill, prefill, served)
         return EncodeStage(router, receiver, is_required=needed)
 
+    def pool(self, key: GroupKey) -> ModelPool | None:
+        """Return the encode workers of a group; None: there are none."""
+        router = self._routers.get((key.model, key.namespace))
+        return None if router is None else router.workers
+
     def update(self, group: Group) -> None:
         """Take over the members of a group of encode workers."""
         place = group.key.model, group.key.namespace
         router = self._routers.get(place)
         if router is None:
             router = self._routers[place] = self._router(group.key.model)
+            router.workers.desk = self._prefill.desk
         if len(group.endpoints) > 1 and place not in self._warned:
             self._warned.add(place)
             logger.warning(

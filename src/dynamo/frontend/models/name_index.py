@@ -50,5 +50,5 @@ class NameIndex:
         return [
             found[0]
             for name, found in sorted(self._by_name.items())
-            if found[0].name == name and any(each.is_reachable for each in found)
+            if found[0].name == name and any(each.is_reachable or each.is_started_on_demand for each in found)
         ]

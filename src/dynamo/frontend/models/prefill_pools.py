@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dynamo.frontend.models.cards import Group, GroupKey
 from dynamo.frontend.models.served import ServedModel, ServingRules
 from dynamo.protocol.model_types import WorkerType
+from dynamo.router.operator_desk import OperatorDesk
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
 from dynamo.router.stages import PrefillStage
@@ -32,9 +33,18 @@ class PrefillPools:
         return self._routers.get((model, namespace))
 
     @property
+    def desk(self) -> OperatorDesk:
+        """What an operator says of workers."""
+        return self._rules.desk
+
+    @property
     def pools(self) -> Sequence[ModelPool]:
         """The prefill workers of every model."""
         return [router.workers for router in self._routers.values()]
+
+    def by_role(self) -> dict[GroupKey, ModelPool]:
+        """Return the same by what they are."""
+        return {GroupKey(*place, str(WorkerType.Prefill)): router.workers for place, router in self._routers.items()}
 
     def is_reachable(self, key: GroupKey) -> bool:
         """Return whether a prefill worker is there for a group's model."""

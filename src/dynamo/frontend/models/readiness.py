@@ -17,7 +17,9 @@ __all__ = ["DECODE", "ENCODE", "PREFILL", "Readiness", "unservable"]
 
 logger = logging.getLogger(__name__)
 
-SERVABLE: Final = ModelType.Chat | ModelType.Completions | ModelType.Images | VECTORS
+SERVABLE: Final = (
+    ModelType.Chat | ModelType.Completions | ModelType.Images | ModelType.Audios | ModelType.Videos | VECTORS
+)
 PREFILL, DECODE, ENCODE = str(WorkerType.Prefill), str(WorkerType.Decode), str(WorkerType.Encode)
 
 
@@ -131,7 +133,7 @@ def unservable(group: Group) -> str | None:
     if card.model_input not in (str(ModelInput.Tokens), str(ModelInput.Text)):
         return f"model_input {card.model_input!r} is not in this version (use Tokens or Text)"
     if not card.surfaces & SERVABLE:
-        return f"model_type {card.model_type!r} is not in this version (use Chat, Completions, Embedding, Classify, Pooling, Rerank or Images)"
+        return f"model_type {card.model_type!r} is not in this version (use one of {str(SERVABLE).replace(' |', ',')})"
     return None
 
 

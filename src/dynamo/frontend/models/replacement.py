@@ -17,15 +17,20 @@ logger = logging.getLogger(__name__)
 class ReplacementWaits:
     """Follows which models have a worker, and for how long a model without one may still get requests."""
 
-    def __init__(self, seconds: float, on_expiry: Callable[[], None]) -> None:
-        """`seconds`: how long such a wait is; 0: there is none. `on_expiry`: called when one is over in vain."""
+    def __init__(self, seconds: float, on_expiry: Callable[[], None], *, is_endless: bool = False) -> None:
+        """`seconds`: how long such a wait is; 0: there is none. `on_expiry`: called when one is over in vain.
+
+        `is_endless`: it never is, as workers are started when somebody asks for the model.
+        """
         self.seconds = seconds
+        self._is_endless = is_endless
+        self._started_on_demand: set[GroupKey] = set()  # models without a worker, where that is as it should be
         self._on_expiry = on_expiry
         self._reachable: set[GroupKey] = set()  # the models that had a worker when that was last looked at
         self._expiries: dict[GroupKey, asyncio.TimerHandle] = {}  # of models without a worker, at most one each
 
     def __contains__(self, key: GroupKey) -> bool:
-        return key in self._expiries
+        return key in self._expiries or key in self._started_on_demand
 
     def update(self, served: Mapping[GroupKey, ModelPool]) -> None:
         """Look at every model again. To be called after each change of members or instances."""
@@ -38,6 +43,15 @@ class ReplacementWaits:
                 self._cancel(key)
                 continue
             self._reachable.discard(key)
+            if self._is_endless:
+                if key not in self._started_on_demand:
+                    self._started_on_demand.add(key)
+                    logger.info(
+                        "model %s has no worker in namespace %s; a request for it waits for one",
+                        key.model,
+                        key.namespace,
+                    )
+                continue
             if was_reachable and self.seconds > 0:
                 logger.warning(
                     "model %s has lost its last worker in namespace %s; its requests wait up to %g s for a replacement",
@@ -58,6 +72,7 @@ class ReplacementWaits:
             self._cancel(key)
 
     def _cancel(self, key: GroupKey) -> None:
+        self._started_on_demand.discard(key)
         if (timer := self._expiries.pop(key, None)) is not None:
             timer.cancel()
 

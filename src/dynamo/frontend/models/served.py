@@ -18,7 +18,9 @@ from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.protocol.records import ModelCard
 from dynamo.router.dispatch import Dispatcher
+from dynamo.router.failover import WorkerWait
 from dynamo.router.kv.domains import KvDomains
+from dynamo.router.operator_desk import OperatorDesk
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage
@@ -37,12 +39,23 @@ class ServingRules:
     min_initial_workers: int = 0  # that a model must have had at once before it gets requests
     replacement_wait_seconds: float = 0.0
     """How long a model whose last worker was lost goes on taking requests, which wait for the next worker."""
+    cold_start_wait_seconds: float = 0.0
+    """Above 0: a model stays without any worker, and each of its requests waits so long for one."""
     rng: random.Random | None = None
     kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
     cards: CardRouting | None = None  # what cards say of the policy; None: they are not asked
     bypass: BypassRules | None = (
         None  # which prompts of a disaggregated model decode workers compute; None: none of them
     )
+
+    desk: OperatorDesk = field(default_factory=OperatorDesk)  # what an operator says of workers
+
+    @property
+    def worker_wait(self) -> WorkerWait:
+        """How requests wait while there is no worker."""
+        if self.cold_start_wait_seconds > 0:
+            return WorkerWait(self.cold_start_wait_seconds, is_from_arrival=True)
+        return WorkerWait(self.replacement_wait_seconds)
 
     def policy(self, group: Group) -> Policy:
         """Return the policy by which the workers of a group are chosen."""
@@ -53,6 +66,7 @@ class ServingRules:
 
     def equip(self, group: Group, pool: ModelPool) -> None:
         """Let requests wait for the workers of a group, and sessions stay with them, where the settings ask for that."""
+        pool.desk = self.desk
         if (kv := self.routing(group).kv) is not None:
             key = kv.key(group.key.namespace, group.key.role, group.card)
             pool.on_the_way = kv.way(key, group.key.model, pool)
@@ -106,7 +120,9 @@ class ServedModel(ModelPool):
         self.text = text
         self.created = int(time.time())
         self.dispatcher = Dispatcher(
-            self, replacement_wait_seconds=rules.replacement_wait_seconds, queries_of_death=queries_of_death
+            self,
+            worker_wait=rules.worker_wait,
+            queries_of_death=queries_of_death,
         )
         self.update(group)
 
@@ -141,6 +157,11 @@ class ServedModel(ModelPool):
         """The data-parallel ranks of the workers that compute its prompts; none where it does so itself."""
         stages = self.dispatcher.stages
         return [ranks for stage in stages if isinstance(stage, PrefillStage) for ranks in stage.router.ranks]
+
+    @property
+    def is_started_on_demand(self) -> bool:
+        """Whether it may well have no worker: a request for it waits for one."""
+        return self.dispatcher.worker_wait.is_from_arrival and self.emptied_at is not None
 
     @property
     def lora_name(self) -> str | None:

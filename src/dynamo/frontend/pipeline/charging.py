@@ -60,4 +60,5 @@ def close_charge(exchange: Exchange) -> None:
         charge.close(TokenUse(), seconds)
     else:
         cached, reasoning = tally.cached_tokens or 0, tally.reasoning_tokens or 0
-        charge.close(TokenUse(tally.prompt_tokens, cached, tally.completion_tokens, reasoning), seconds)
+        used = TokenUse(tally.prompt_tokens, cached, tally.completion_tokens, reasoning, tally.images_made)
+        charge.close(used, seconds)

@@ -30,13 +30,14 @@ __all__ = ["StreamDelivery", "UnaryDelivery", "annotation_events", "send_placeme
 class _Delivery:
     """What both ways share: deltas to events, the counters, and how generation ended."""
 
-    __slots__ = ("_answer", "_exchange", "_has_begun", "_idle", "_renderer", "_source", "_stage")
+    __slots__ = ("_answer", "_exchange", "_has_begun", "_idle", "_renderer", "_source", "_stage", "_tap")
 
     def __init__(self, answer: Answer, renderer: Renderer, idle: IdleTimeout | None) -> None:
         work, model = answer.work, answer.model
         self._answer, self._renderer, self._idle = answer, renderer, idle
         self._exchange = answer.exchange
         self._has_begun = False
+        self._tap = work.tap if work.tap is not None and work.tap.follows else None
         self._source: TokenSource | TextSource
         if isinstance(work.tally, TextTally):
             self._source = TextSource(work.tally, answer.rename)
@@ -60,7 +61,11 @@ class _Delivery:
         assert exchange.counters is not None
         exchange.counters.tokens(deltas[0].tokens if len(deltas) == 1 else sum([delta.tokens for delta in deltas]), now)
         outputs = self._source.outputs(deltas)
-        return outputs if self._stage is None else self._stage.outputs(outputs)
+        if self._stage is not None:
+            outputs = self._stage.outputs(outputs)
+        if self._tap is not None:
+            self._tap.add(outputs, [delta.tokens for delta in deltas], now)
+        return outputs
 
     def _check_end(self) -> None:
         """Raise unless generation came to its own end. Call it once, before the last bytes are sent."""
@@ -136,7 +141,7 @@ class StreamDelivery(_Delivery):
                     await stream.write(data)
                     exchange.timer.answering()
                 while stream.can_push:
-                    splice = self._renderer.splice()
+                    splice = self._renderer.splice() if self._tap is None else None  # a tap sees every delta
                     plain = None if splice is None else self._plain(splice, stream, refused)
                     await single.push(accept, plain)
                     if not refused:
@@ -179,6 +184,8 @@ class UnaryDelivery(_Delivery):
             if self._idle is not None:
                 self._idle.close()
         body = self._renderer.collect(collected)
+        if self._tap is not None:
+            self._tap.body = body
         if (keeping := self._renderer.keeping) is not None:
             await keeping()
         headers: HeaderPairs = routing_headers(answer.work.tally.placement) if answer.explains_routing else ()

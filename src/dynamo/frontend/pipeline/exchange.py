@@ -21,10 +21,11 @@ from dynamo.frontend.http.asgi import ClientGone
 from dynamo.frontend.metrics.requests import RequestMetrics
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import TraceContext
 
-__all__ = ["Arrival", "Exchange", "ExchangeRegister", "KeyRevoked", "Phase"]
+__all__ = ["Arrival", "EarlyEnd", "Exchange", "ExchangeRegister", "KeyRevoked", "Phase", "RequestAborted"]
 
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate", b"request-id")
 
@@ -34,6 +35,14 @@ class KeyRevoked(Cancelled):
 
     def __init__(self) -> None:
         super().__init__("This API key was revoked")
+
+
+class RequestAborted(Cancelled):
+    """An operator ended the request."""
+
+    def __init__(self, reason: str) -> None:
+        """`reason`: the operator's; the client reads it. Empty: none was given."""
+        super().__init__("This request was aborted by an operator" + (f": {reason}" if reason else ""))
 
 
 class Phase(enum.IntEnum):
@@ -67,6 +76,20 @@ class Arrival(Struct):
     path: str = ""  # of the route
     identity: Identity | None = None  # the key behind it; None: no key is needed
     charge: Charge | None = None  # what it takes of the limits of its key
+    body_bytes: int = 0  # how long the body was
+    held: bytes = b""  # the body, where it is short enough to be held until the request ends: for what is kept of it
+
+
+class EarlyEnd:
+    """What ends a request before its answer, or in place of it."""
+
+    __slots__ = ("is_client_gone", "outcome", "task", "was_interrupted")
+
+    def __init__(self) -> None:
+        self.is_client_gone = False
+        self.outcome: RequestRejected | None = None  # how it was rejected; None: it was not, as far as it has come
+        self.task: asyncio.Task[object] | None = None  # that serves it
+        self.was_interrupted = False  # that task was cancelled, so that it answers with the reason at once
 
 
 class Exchange:
@@ -76,7 +99,7 @@ class Exchange:
         "arrival",
         "context",
         "counters",
-        "is_client_gone",
+        "early_end",
         "model",
         "now",
         "phase",
@@ -97,7 +120,7 @@ class Exchange:
         self.slot: AdmissionSlot | None = None
         self.work: WorkRequest | None = None  # None until it is preprocessed
         self.reason: DynamoException | None = None  # why we ended it ourselves
-        self.is_client_gone = False
+        self.early_end = EarlyEnd()
         self.phase = Phase.RECEIVED
         self.phase_times: list[float | None] = [arrival.at, None, None, None, None, None]
         timer.on_dispatch = self._dispatched
@@ -108,6 +131,11 @@ class Exchange:
     def tally(self) -> Tally | None:
         """What came of it so far; None until it is preprocessed."""
         return None if self.work is None else self.work.tally
+
+    @property
+    def is_client_gone(self) -> bool:
+        """Whether its client left before it was answered."""
+        return self.early_end.is_client_gone
 
     @property
     def identity(self) -> Identity | None:
@@ -144,6 +172,7 @@ class Exchange:
             # A frontend's collector comes seldom, and a refused body may have many megabytes.
             self.timer.on_dispatch = None
             self.arrival.body = b""
+            self.early_end.task = None  # which has a frame with this exchange
 
     def check_end(self) -> None:
         """Raise what ended the request early. Call it once, before the last bytes are sent: they end the request."""
@@ -159,10 +188,25 @@ class Exchange:
             self.reason = reason
             self.context.kill()
 
+    def abort(self, reason: RequestAborted) -> None:
+        """Do as `end_with`, and wait for no work that the frontend does itself, such as a long prompt that is tokenised."""
+        if self.is_over or self.reason is not None or self.is_client_gone:
+            return
+        self.end_with(reason)
+        if self.phase < Phase.PREPROCESSED and self.early_end.task is not None:
+            self.early_end.was_interrupted = True
+            self.early_end.task.cancel()
+
+    def take_interruption(self) -> DynamoException | None:
+        """Return the reason of `abort` where the cancellation of this task is that of `abort`, which is over then; else None."""
+        if not self.early_end.was_interrupted or self.early_end.task is None or self.early_end.task.uncancel() > 0:
+            return None
+        return self.reason
+
     def client_left(self) -> None:
         """Kill the work, because its answer has no reader. Does nothing once the request is over."""
         if not self.is_over:
-            self.is_client_gone = True
+            self.early_end.is_client_gone = True
             self.context.kill()
 
     def _dispatched(self) -> None:
@@ -176,6 +220,8 @@ class ExchangeRegister:
 
     def __init__(self) -> None:
         self._exchanges: dict[Exchange, None] = {}
+        self.on_end: Callable[[Exchange], None] | None = None
+        """Called once with each request that leaves."""
 
     def __len__(self) -> int:
         return len(self._exchanges)
@@ -193,7 +239,9 @@ class ExchangeRegister:
 
     def remove(self, exchange: Exchange) -> None:
         """Forget a request that is over; idempotent."""
-        self._exchanges.pop(exchange, None)
+        if self._exchanges.pop(exchange, exchange) is None and self.on_end is not None:
+            self.on_end(exchange)
+        exchange.early_end.outcome = None  # whose traceback has frames with this exchange
 
     def end_revoked(self, is_gone: Callable[[Identity], bool]) -> int:
         """End every request whose key `is_gone`; return how many there were."""

@@ -39,6 +39,9 @@ from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, 
 from dynamo.frontend.pipeline.routing_answer import routing_headers
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
+from dynamo.frontend.recording.bundles import FailureNotes
+from dynamo.frontend.recording.recorder import RequestRecorder, open_tap
+from dynamo.frontend.recording.recording import Recording
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits
@@ -47,6 +50,7 @@ from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.vectors.requests import ResultRequest
 from dynamo.router.stall_detector import StallDetector
+from dynamo.runtime.tracing import exports_content
 
 __all__ = ["Call", "GenerationCall", "OpenAnswer", "Pipeline", "Resolved"]
 
@@ -76,6 +80,18 @@ class Pipeline:
     """Their limits and budgets."""
     meter: UsageMeter | None = None
     """What they use."""
+    recording: Recording | None = None
+    """What is kept of requests; None: nothing."""
+
+    @property
+    def failures(self) -> FailureNotes | None:
+        """Where requests that failed are noted; None: nowhere."""
+        return None if self.recording is None else self.recording.failures
+
+    @property
+    def recorder(self) -> RequestRecorder | None:
+        """What records requests; None: they are not recorded."""
+        return None if self.recording is None else self.recording.recorder
 
 
 class Resolved(Struct, frozen=True):
@@ -136,12 +152,13 @@ class Call:
         except (NotReady, Overloaded) as error:
             # Before anything was parsed: a request that is shed must cost next to nothing.
             rejected = self._rejection(error)
-            self.count_early(rejected, error, exchange.arrival.at)
+            self.decline_early(rejected, error, exchange.arrival.at)
             exchange.end()
             close_charge(exchange)
             await sink.reject(rejected)
             return
         exchange.timer.mark(QUEUE)
+        exchange.early_end.task = asyncio.current_task()
         pipeline.register.add(exchange)
         is_large = len(exchange.arrival.body) > LARGE_BODY_BYTES
         try:
@@ -153,36 +170,57 @@ class Call:
                 close_charge(exchange)
             pipeline.register.remove(exchange)
             pipeline.admission.leave()
+            exchange.arrival.held = b""
             if is_large:
                 pipeline.preprocessor.offload.return_memory_soon()
 
-    def count_early(self, rejected: RequestRejected, error: BaseException, began: float) -> None:
-        """Count a request that was rejected before its model was known."""
+    def decline_early(self, rejected: RequestRejected, error: BaseException, began: float) -> None:
+        """Count and note a request that was rejected before anything of it was read."""
+        error_type = self._count_early(rejected, error, began)
+        if self._pipeline.failures is not None:
+            self._pipeline.failures.declined(self._api.endpoint, rejected, error_type)
+
+    def _count_early(self, rejected: RequestRejected, error: BaseException, began: float) -> str:
+        """Count a request that was rejected before its model was known; return its error type."""
         metrics = self._pipeline.metrics
         counters = metrics.requests.begin(UNKNOWN_MODEL, self._api.endpoint, "unary", began)
-        counters.fail(asyncio.get_running_loop().time(), **classify(error, rejected)._asdict())
+        labels = classify(error, rejected)
+        counters.fail(asyncio.get_running_loop().time(), **labels._asdict())
         if rejected.limit is not None:
             metrics.refused(rejected.limit)
+        return labels.error_type
 
     # -- one request that is in ----------------------------------------------------------------------------------
 
     async def _serve(self, exchange: Exchange, sink: AnswerSink) -> None:
-        metrics, began = self._pipeline.metrics, exchange.arrival.at
+        metrics, arrival, began = self._pipeline.metrics, exchange.arrival, exchange.arrival.at
+        recording = self._pipeline.recording
+        if recording is not None:
+            arrival.body_bytes = len(arrival.body)
+            if recording.holds(arrival.body):
+                arrival.held = arrival.body
         try:
-            resolved = await self._parse_and_resolve(exchange.arrival)
+            try:
+                resolved = await self._parse_and_resolve(arrival)
+            except asyncio.CancelledError:
+                if (aborted := exchange.take_interruption()) is None:
+                    raise
+                raise self._rejection(aborted) from None
         except RequestRejected as error:
-            self.count_early(error, error, began)
-            error_type = classify(error, error).error_type
+            exchange.early_end.outcome = error
+            error_type = self._count_early(error, error, began)
             log_declined(exchange, self._api.endpoint, error.status, error_type, error.message)
+            if recording is not None:
+                recording.failed(exchange, self._api.endpoint, error, error, error_type)
             exchange.end()
             await sink.reject(error)
             return
-        exchange.arrival.body = b""
+        arrival.body = b""
         request, model = resolved.request, resolved.model
         exchange.model = model.name
         kind: RequestType = "stream" if request.is_streaming else "unary"
         exchange.counters = counters = metrics.requests.begin(model.name, self._api.endpoint, kind, began)
-        charge = exchange.arrival.charge
+        charge = arrival.charge
         try:
             if charge is not None:
                 charge.enter(model.name)
@@ -192,8 +230,11 @@ class Call:
                 metrics.requests.shed(model.name, error.reason)
                 if charge is not None:
                     charge.forgive()
-            rejected = self._rejection(error)
-            counters.fail(asyncio.get_running_loop().time(), **classify(error, rejected)._asdict())
+            exchange.early_end.outcome = rejected = self._rejection(error)
+            labels = classify(error, rejected)
+            counters.fail(asyncio.get_running_loop().time(), **labels._asdict())
+            if recording is not None:
+                recording.failures.declined(self._api.endpoint, rejected, labels.error_type, model.name)
             exchange.end()
             await sink.reject(rejected)
             return
@@ -210,7 +251,7 @@ class Call:
         )
         # Off the loop where it takes long: other requests wait for the loop, and none for a thread of the executor.
         is_large = takes_long(arrival.body)
-        if is_large:
+        if is_large and not api.takes_media:
             _check_plausible(len(arrival.body), settings.body_bytes_per_token, models.longest_context)
         offload = self._pipeline.preprocessor.offload
         request = await offload(decode) if is_large else decode()
@@ -254,7 +295,7 @@ class Call:
         exchange.enter(Phase.ADMITTED, loop.time())
         if effects.metadata:
             context.metadata = effects.metadata
-        begin_record(exchange)
+        begin_record(exchange, request, effects)
         opened = OpenAnswer(sink)
         if request.is_streaming:
             opened.stream = sink.open_stream(
@@ -275,9 +316,13 @@ class Call:
             self._count_end(exchange, served.tally)
         except asyncio.CancelledError:
             context.kill()
+            if (aborted := exchange.take_interruption()) is not None:
+                await self._fail(exchange, aborted, opened)
+                return
+            exchange.early_end.is_client_gone = True
             prompt_tokens, output_tokens = _used(exchange)
             exchange.counters.cancel(loop.time(), prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-            end_record(exchange, loop.time(), CLIENT_LEFT, "cancelled")
+            self._end_cancelled(exchange, loop.time())
             raise
         except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
             context.kill()
@@ -319,6 +364,8 @@ class Call:
             worker_id = tally.instances[-1].instance_id
             self._pipeline.metrics.workers.answered(worker_id, first, tally.prompt_tokens, pace)
         end_record(exchange, now)
+        if (recorder := self._pipeline.recorder) is not None:
+            recorder.ended(exchange, self._api.endpoint, 200)
 
     async def _fail(self, exchange: Exchange, error: Exception, opened: OpenAnswer) -> None:
         """Answer a request that failed, count it and log it."""
@@ -327,7 +374,7 @@ class Call:
         assert counters is not None
         if exchange.is_client_gone:
             counters.cancel(now, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-            end_record(exchange, now, CLIENT_LEFT, "cancelled")
+            self._end_cancelled(exchange, now)
             return
         if exchange.reason is not None:
             error = exchange.reason
@@ -336,13 +383,8 @@ class Call:
             name = exchange.model or ""
             if not self._pipeline.models.is_registered(name):  # an adapter that was unloaded meanwhile
                 rejected = self.dialect.unknown_model(name)
-        if (
-            isinstance(error, Overloaded | RouterQueueLimitExceeded)
-            and rejected.retry_after_seconds is not None
-            and exchange.slot is not None
-        ):
-            # The workers are full. How soon that passes is known better here than by the worker that refused last.
-            rejected.retry_after_seconds = max(rejected.retry_after_seconds, exchange.slot.retry_after_seconds(now))
+        _hint_return(exchange, error, rejected, now)
+        exchange.early_end.outcome = rejected
         failure = classify(error, rejected)
         counters.fail(now, **failure._asdict(), prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         if not isinstance(error, DynamoException | RequestRejected):
@@ -350,6 +392,8 @@ class Call:
         elif rejected.status >= 500 and rejected.status != self._settings.overload_status:
             logger.error("request %s failed with %d: %s: %s", name, rejected.status, type(error).__name__, error)
         end_record(exchange, now, rejected.status, failure.error_type, rejected.message)
+        if self._pipeline.recording is not None:
+            self._pipeline.recording.failed(exchange, self._api.endpoint, error, rejected, failure.error_type)
         exchange.end()
         if (stream := opened.stream) is not None:
             await stream.settle()
@@ -360,6 +404,12 @@ class Call:
                 await stream.end(last)
                 return
         await opened.sink.reject(rejected)
+
+    def _end_cancelled(self, exchange: Exchange, now: float) -> None:
+        """Log and record a request whose client left."""
+        end_record(exchange, now, CLIENT_LEFT, "cancelled")
+        if (recorder := self._pipeline.recorder) is not None:
+            recorder.ended(exchange, self._api.endpoint, CLIENT_LEFT, "cancelled")
 
     def _rejection(self, error: BaseException) -> RequestRejected:
         return rejection_of(error, overload_status=self._settings.overload_status)
@@ -400,11 +450,15 @@ class GenerationCall(Call):
         """Return what is to be answered, and the text that was tokenised."""
         pipeline, timer, model, media = self._pipeline, exchange.timer, resolved.model, request.media
         if media is not None:
+            if any(part.file_id is not None for part in media.parts):
+                await pipeline.media.take_files(media, request.key_owner)
             pipeline.media.check_model(model, media)
         plan, text = await self._generating.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
         if exchange.arrival.charge is not None:
             reserve_tokens(exchange.arrival.charge, plan, model.length_limits)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
+        if pipeline.recorder is not None or exports_content():
+            work.tap = open_tap(pipeline.recorder, exchange, request, resolved.effects)
         if media is not None:
             await pipeline.media.fill(media, model, work, text, exchange.context)
             timer.mark(QUEUE)
@@ -460,6 +514,16 @@ def _late_headers(exchange: Exchange) -> HeaderPairs:
     """Return the headers of a stream whose client wants to know why its worker was chosen."""
     placement = None if exchange.tally is None else exchange.tally.placement
     return (*exchange.timer.headers(), *routing_headers(placement))
+
+
+def _hint_return(exchange: Exchange, error: Exception, rejected: RequestRejected, now: float) -> None:
+    """Tell a client when to come again, where the workers are full.
+
+    How soon that passes is known better here than by the worker that refused last.
+    """
+    is_full = isinstance(error, Overloaded | RouterQueueLimitExceeded)
+    if is_full and rejected.retry_after_seconds is not None and exchange.slot is not None:
+        rejected.retry_after_seconds = max(rejected.retry_after_seconds, exchange.slot.retry_after_seconds(now))
 
 
 def _used(exchange: Exchange) -> tuple[int, int]:

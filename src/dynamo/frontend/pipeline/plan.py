@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from msgspec import Struct
 
@@ -16,6 +16,9 @@ from dynamo.router.failover import DispatchLimits
 from dynamo.router.record import DispatchRecord
 from dynamo.router.stall_detector import StallDetector
 from dynamo.text.model import TextModel
+
+if TYPE_CHECKING:
+    from dynamo.frontend.recording.tap import RequestTap
 
 __all__ = ["GenerationModel", "MovableStream", "Plan", "Tally", "WorkRequest"]
 
@@ -32,6 +35,19 @@ class GenerationModel(Protocol):
 class MovableStream(Protocol):
     """What is needed of the `RoutedStream` of one choice."""
 
+    is_reading: bool
+    """Whether it waits for the worker, and not for the reader."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def attempts(self) -> int: ...
+
+    @property
+    def instance_id(self) -> int | None:
+        """The worker that has it now; None: none has."""
+
     def fail_over(self, error: DynamoException) -> bool: ...
 
 
@@ -43,6 +59,7 @@ class Tally(DispatchRecord):
         "completion_tokens",
         "finish_reason",
         "image_tokens",
+        "images_made",
         "prompt_tokens",
         "reasoning_tokens",
     )
@@ -51,6 +68,7 @@ class Tally(DispatchRecord):
         super().__init__()
         self.prompt_tokens = prompt_tokens
         self.image_tokens = 0  # of `prompt_tokens`, those of images; 0 where they are not known
+        self.images_made = 0
         self.completion_tokens = 0
         self.reasoning_tokens: int | None = None  # of `completion_tokens`; None: nothing counts them
         self.finish_reason: str | None = None  # of the choice that ended last
@@ -123,7 +141,7 @@ class Plan(Struct, frozen=True):
 class WorkRequest:
     """One request while it is served: its plan, what came of it so far, and the streams that run."""
 
-    __slots__ = ("plan", "running", "stall_detector", "tally", "timer")
+    __slots__ = ("plan", "running", "stall_detector", "tally", "tap", "timer")
 
     def __init__(self, plan: Plan, timer: StageTimer, stall_detector: StallDetector | None = None) -> None:
         """`stall_detector` moves the request when it makes no progress; None: nothing does."""
@@ -131,6 +149,7 @@ class WorkRequest:
         self.tally = plan.tally()
         self.timer = timer
         self.stall_detector = stall_detector
+        self.tap: RequestTap | None = None  # what notes the answer; None: it is not recorded
         self.running: tuple[MovableStream, ...] = ()  # one for each choice that runs
 
     def fail_over_idle_streams(self, error: DynamoException) -> bool:

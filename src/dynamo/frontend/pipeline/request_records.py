@@ -5,49 +5,36 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dynamo.frontend.pipeline.exchange import Exchange
+from dynamo.frontend.pipeline.gen_ai import GenAi, content_attributes, output_messages, request_attributes
 from dynamo.frontend.pipeline.plan import Tally
 from dynamo.frontend.pipeline.stage_timer import ROUTE
+from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.router.kv.explain import ExplainedChoice, explain_placement
 from dynamo.runtime.log_site import LogSite
 from dynamo.runtime.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.request_log import COMPLETED, RECEIVED
-from dynamo.runtime.tracing import RequestSpan, is_tracing, start_server_span
+from dynamo.runtime.tracing import RequestSpan, exports_content, is_tracing, start_server_span
 
-__all__ = ["CLIENT_LEFT", "GEN_AI_OPERATIONS", "begin_record", "end_record", "log_declined", "worker_fields"]
+__all__ = ["CLIENT_LEFT", "begin_record", "end_record", "log_declined", "worker_fields"]
 
 logger = logging.getLogger(__name__)
 _completed: Final = LogSite(logger, COMPLETED, "end_record")
 
 SENT: Final = "http response sent"
 SPAN: Final = "http-request"
+MAX_CANDIDATES: Final = 16  # of a routing decision that a span names, the cheapest ones
 CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
 
-# The names of OpenTelemetry's GenAI conventions (in development; as of autumn 2026), in one place for the next renaming.
-GEN_AI_OPERATIONS: Final[Mapping[str, str]] = {
-    "chat_completions": "chat",
-    "completions": "text_completion",
-    "messages": "chat",
-    "responses": "chat",
-}
-_OPERATION: Final = "gen_ai.operation.name"
-_PROVIDER: Final = "gen_ai.provider.name"
-_REQUEST_MODEL: Final = "gen_ai.request.model"
-_STREAM: Final = "gen_ai.request.stream"
-_RESPONSE_ID: Final = "gen_ai.response.id"
-_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
-_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
-_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
-_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
-_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 
-
-def begin_record(exchange: Exchange) -> None:
+def begin_record(exchange: Exchange, request: Any, effects: HeaderEffects) -> None:
     """Log an admitted request, open its server span, and name it in the task's further records."""
     context, ids = exchange.context, _ids(exchange)
     if is_tracing():
-        span = start_server_span(context, f"POST {exchange.arrival.path}", _span_attributes(exchange))
+        attributes = _span_attributes(exchange, request, effects)
+        span = start_server_span(context, f"POST {exchange.arrival.path}", attributes)
         ids["trace_id"] = context.trace_id
         if span is not None:
             ids["span_id"] = span.span_id
@@ -101,16 +88,20 @@ def log_declined(exchange: Exchange, endpoint: str, http_status: int, error_type
         logger.info(COMPLETED, extra=fields)
 
 
-def _span_attributes(exchange: Exchange) -> dict[str, Any]:
+def _span_attributes(exchange: Exchange, request: Any, effects: HeaderEffects) -> dict[str, Any]:
     fields = _request_fields(exchange)
-    return {
-        "http.request.method": "POST",
-        "http.route": fields["route"],
-        _OPERATION: GEN_AI_OPERATIONS.get(fields["endpoint"], fields["endpoint"]),
-        _PROVIDER: "dynamo",
-        _REQUEST_MODEL: fields["model"],
-        _STREAM: fields["request_type"] == "stream",
-    }
+    is_stream = fields["request_type"] == "stream"
+    found = request_attributes(fields["endpoint"], fields["model"], request, effects, is_stream=is_stream)
+    found |= {"http.request.method": "POST", "http.route": fields["route"], **_server(exchange)}
+    return found | content_attributes(request) if exports_content() else found
+
+
+def _server(exchange: Exchange) -> dict[str, Any]:
+    """Return where the request came in, as its client calls it."""
+    host, _, port = exchange.arrival.headers.get(b"host", b"").decode("latin-1").rpartition(":")
+    if not port.isdecimal():
+        return {"server.address": f"{host}:{port}".strip(":")[:255]} if host or port else {}
+    return {"server.address": host[:255], "server.port": int(port[:5])}
 
 
 def _ids(exchange: Exchange) -> dict[str, Any]:
@@ -137,19 +128,28 @@ def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_typ
             span.set_status("error", error_type)
     tally = exchange.tally
     if tally is not None:
-        span.set_attribute(_RESPONSE_ID, exchange.context.id())
-        span.set_attribute(_INPUT_TOKENS, tally.prompt_tokens)
-        span.set_attribute(_OUTPUT_TOKENS, tally.completion_tokens)
+        span.set_attribute(GenAi.RESPONSE_ID, exchange.context.id())
+        span.set_attribute(GenAi.INPUT_TOKENS, tally.prompt_tokens)
+        span.set_attribute(GenAi.OUTPUT_TOKENS, tally.completion_tokens)
         if tally.cached_tokens is not None:
-            span.set_attribute(_CACHED_TOKENS, tally.cached_tokens)
+            span.set_attribute(GenAi.CACHED_TOKENS, tally.cached_tokens)
         if tally.finish_reason is not None:
-            span.set_attribute(_FINISH_REASONS, (tally.finish_reason,))
+            span.set_attribute(GenAi.FINISH_REASONS, (tally.finish_reason,))
         first = None if exchange.counters is None else exchange.counters.first_token_seconds
         if first is not None:
-            span.set_attribute(_FIRST_CHUNK, first)
+            span.set_attribute(GenAi.FIRST_CHUNK, first)
+        if tally.reasoning_tokens is not None:
+            span.set_attribute(GenAi.REASONING_TOKENS, tally.reasoning_tokens)
+        if tally.image_tokens:
+            span.set_attribute(GenAi.IMAGE_TOKENS, tally.image_tokens)
+        if exchange.model is not None:
+            span.set_attribute(GenAi.RESPONSE_MODEL, exchange.model)
         for name, value in worker_fields(tally).items():
             span.set_attribute(f"dynamo.{name}", value)
-    _add_parts(span, exchange.timer.seconds)
+        tap = None if exchange.work is None else exchange.work.tap
+        if tap is not None and exports_content() and (messages := output_messages(tap.folded())):
+            span.set_attribute(GenAi.OUTPUT_MESSAGES, messages)
+    _add_parts(span, exchange.timer.seconds, {} if tally is None else _route_attributes(tally))
     span.finish()
 
 
@@ -188,15 +188,38 @@ def worker_fields(tally: Tally) -> dict[str, str]:
     return found
 
 
-def _add_parts(span: RequestSpan, stage_seconds: Sequence[float]) -> None:
+def _route_attributes(tally: Tally) -> dict[str, Any]:
+    """Return the last choice of a worker, with its reasons."""
+    if tally.placement is None:
+        return {}
+    explained = explain_placement(tally.placement)
+    found: dict[str, Any] = {
+        "dynamo.route.policy": explained["policy"],
+        "dynamo.route.worker_id": f"{explained['worker_id']:x}",
+        "dynamo.route.summary": explained["summary"],
+        "dynamo.route.attempts": len(tally.failed_attempts) + 1,
+    }
+    if "candidates" in explained:  # the kv mode: what each candidate would have cost
+        choice = cast(ExplainedChoice, explained)
+        kept = choice["candidates"][:MAX_CANDIDATES]
+        found["dynamo.route.candidates"] = tuple(
+            [f"{each['worker']} {each['cost']:g} {choice['unit']}" for each in kept]
+        )
+        found["dynamo.route.candidate_count"] = choice["candidates_in_all"]
+    return found
+
+
+def _add_parts(span: RequestSpan, stage_seconds: Sequence[float], route: Mapping[str, Any]) -> None:
     """Record the stages before the first token as child spans, from their sums: the stages follow each other."""
     at = time.time_ns() - int(sum(stage_seconds) * 1e9)
-    spans = (  # the calls to workers, which follow, have spans of their own
-        ("preprocess", sum(stage_seconds[:ROUTE])),
-        ("route", stage_seconds[ROUTE]),
+    spans: tuple[
+        tuple[str, float, Mapping[str, Any]], ...
+    ] = (  # the calls to workers, which follow, have spans of their own
+        ("preprocess", sum(stage_seconds[:ROUTE]), {}),
+        ("route", stage_seconds[ROUTE], route),
     )
-    for name, seconds in spans:
+    for name, seconds, attributes in spans:
         ended = at + int(seconds * 1e9)
         if seconds:
-            span.past_child(name, at, ended)
+            span.past_child(name, at, ended, attributes)
         at = ended

@@ -45,6 +45,8 @@ class ResultCall(Call):
         if exchange.arrival.charge is not None:
             reserve_tokens(exchange.arrival.charge, plan, model.length_limits)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
+        if pipeline.recorder is not None:
+            work.tap = pipeline.recorder.begin(exchange, request, resolved.effects)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         timer.mark(PARSE)
         results = await gather_results(model, work, plan, exchange.context)
@@ -53,6 +55,8 @@ class ResultCall(Call):
         answer = ResultAnswer(exchange.context.id(), model, plan, work.tally, results)
         reply = await self._results.render(pipeline.preprocessor.offload, request, answer)
         timer.answering()
+        if work.tap is not None:
+            work.tap.body = reply.body
         headers = reply.headers
         if timer.is_wanted:
             timer.ended()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["AnswerSink", "AnswerStream", "HeaderPairs", "SplicedEvents"]
+__all__ = ["AnswerBytes", "AnswerSink", "AnswerStream", "HeaderPairs", "SplicedEvents"]
 
 HeaderPairs = Sequence[tuple[bytes, bytes]]
 
@@ -59,10 +59,19 @@ class AnswerStream(Protocol):
         """Stop the timers; idempotent, for every path."""
 
 
+class AnswerBytes(AnswerStream, Protocol):
+    """A streamed answer without events."""
+
+    async def cut(self) -> None:
+        """End the connection in place of the answer, if it has begun; `end` does nothing then."""
+
+
 class AnswerSink(Protocol):
     """Takes one answer: `reply`, `reject`, or a stream."""
 
-    async def reply(self, status: int, body: bytes, headers: HeaderPairs = ()) -> None:
+    async def reply(
+        self, status: int, body: bytes, headers: HeaderPairs = (), *, content_type: bytes = b"application/json"
+    ) -> None:
         """Send a whole answer."""
 
     async def reject(self, rejected: RequestRejected) -> None:
@@ -72,3 +81,6 @@ class AnswerSink(Protocol):
         self, *, peek_seconds: float, keep_alive_seconds: float | None, late_headers: Callable[[], HeaderPairs]
     ) -> AnswerStream:
         """Begin a stream; `late_headers` is called when its headers are sent."""
+
+    def open_bytes(self, content_type: bytes, headers: HeaderPairs = ()) -> AnswerBytes:
+        """Begin a stream of bytes that are no events: nothing is sent before its first `write`, and one that fails is cut."""

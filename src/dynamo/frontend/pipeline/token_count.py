@@ -37,7 +37,7 @@ class TokenCountCall(Call):
             raise
         except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
             rejected = self._rejection(error)
-            self.count_early(rejected, error, exchange.arrival.at)
+            self.decline_early(rejected, error, exchange.arrival.at)
             error_type = classify(error, rejected).error_type
             log_declined(exchange, self._api.endpoint, rejected.status, error_type, rejected.message)
             exchange.end()

@@ -1,10 +1,12 @@
 """The policy `time`: what a placement costs in milliseconds, to the request and to everybody else.
 
-The cost of a rank is the sum of these parts. The first two are the request's own time to its first token, and count in
+The cost of a rank is the sum of these parts. The first three are the request's own time to its first token, and count in
 full; the weights of the others are the parameters.
 
 - `wait`: until the pass that runs there now is over. Without a prefill, that is the rest of the step of its streams, counted
   in steps from the last pass that was seen to end; half a step where that is too long ago.
+- `seats`: an engine runs so many requests at once (`max_num_seqs`) and no more. Where they are all there, this one waits until
+  as many have ended as stand before it, by the mean length of an answer and the time of a step.
 - `prefill`: the pass that computes this prompt: what waits there already and joins the same pass, the prompt's own tokens
   that the rank does not hold, and one step of the streams. Blocks that the running pass is bringing in count as held. A pass
   that has been given work and begins only after the step that runs takes this prompt in as well.
@@ -93,6 +95,7 @@ class _View(NamedTuple):
     oldest_use_at: float  # 0: not known
     requests: int
     streams: int
+    seat_ms: float  # until the engine admits one more request; 0: at once
 
 
 _Row = tuple[float, ...]
@@ -104,6 +107,7 @@ def _row_of(view: _View) -> _Row:
     return (
         view.begins_at, view.ends_at, view.boundary_at, view.idle_wait, view.base, view.linear, view.square, float(view.budget), float(view.waiting),
         view.waiting_ms, view.step, view.others, view.decode, view.decode_growth, float(view.room), float(view.free),
+        view.seat_ms,
     )  # fmt: skip
 
 
@@ -198,8 +202,9 @@ class TimeCost:
         capacity = total * block_size or DEFAULT_CAPACITY_TOKENS
         budget = rank.max_num_batched_tokens or DEFAULT_PASS_BUDGET
         fill = min(1.0, rank.context_tokens / capacity)
-        decode = timing.decode.at(fill)  # also where there are no streams: the request's own steps
-        step = decode if rank.streams else 0.0
+        # Also where there are no streams: the request's own steps. It makes those of the requests beside it longer, too.
+        decode = timing.step_ms(fill, 1 + 2 * rank.requests)
+        step = timing.step_ms(fill, rank.streams) if rank.streams else 0.0
         growth = 0.0  # a step over a full cache gets no longer: what is shared is counted in every context
         if fill < 1.0:
             growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
@@ -241,6 +246,7 @@ class TimeCost:
             rank.oldest_use_at or 0.0,
             rank.requests,
             rank.streams,
+            _seat_ms(rank, step or decode),
         )
 
     def _prompt(self, state: KvState, views: list[_View]) -> _Prompt:
@@ -275,7 +281,7 @@ class TimeCost:
         costs = []
         # fmt: off
         for at, (begins_at, ends_at, boundary_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
-                 free) in enumerate(self._rows):
+                 free, seat) in enumerate(self._rows):
             # fmt: on
             if at not in matches:
                 missing = over = needed
@@ -298,7 +304,7 @@ class TimeCost:
                 since = (now - boundary_at) * 1000.0
                 if since < MOST_STEPS * step:
                     wait = step - since % step
-            cost = wait + decoded * (decode + growth * added)
+            cost = wait + seat + decoded * (decode + growth * added)
             if is_computed:
                 if computed <= budget:
                     work = base + (linear + square * computed) * computed
@@ -374,6 +380,7 @@ class TimeCost:
         over = max(0.0, needed - match.active_blocks - view.room)
         return {
             "wait": _wait_ms(view, now),
+            "seats": view.seat_ms,
             "prefill": prefill,
             "stall": weights.stall_weight * (rank.streams + rank.waiting_requests) * added,
             "future": weights.future_weight * added,
@@ -381,6 +388,14 @@ class TimeCost:
             "eviction": lost * view.block_ms * prompt.block_weight * ratio,
             "room": over * view.room_ms * prompt.output,
         }
+
+
+def _seat_ms(rank: RankState, step: float) -> float:
+    """Return the ms until a rank admits one more request: streams end one after the other, each after a mean answer."""
+    seats = rank.max_num_seqs
+    if not seats or rank.requests < seats:
+        return 0.0
+    return (rank.requests - seats + 1) / seats * rank.timing.output_tokens * step
 
 
 def _rest_of_step(at: float, boundary_at: float, step: float) -> float:

@@ -39,10 +39,11 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
 
 
 class ImageSource(Struct):
-    type: str  # "base64", "url"
+    type: str  # "base64", "url", "file"
     media_type: str | None = None
     data: str | None = None
     url: str | None = None
+    file_id: str | None = None
 
 
 class ImageBlock(Struct, tag_field="type", tag="image"):
@@ -268,11 +269,17 @@ def _image(block: JsonObject, where: str) -> PlacedPart:
         url = source.url
     elif source.type == "base64" and source.data and source.media_type:
         url = f"data:{source.media_type};base64,{source.data}"
+    elif source.type == "file" and source.file_id:
+        return PlacedPart(where, {"type": "image_url", "image_url": {"file_id": source.file_id}})
+    elif source.type == "file":
+        invalid(f"{where}.source", "an image source of type file needs `file_id`")
     elif source.type in ("url", "base64"):
         needed = "`url`" if source.type == "url" else "`media_type` and `data`"
         invalid(f"{where}.source", f"an image source of type {source.type} needs {needed}")
     else:
-        invalid(f"{where}.source", f'image source type "{source.type[:64]}" is not supported: send base64 or a URL')
+        invalid(
+            f"{where}.source", f'image source type "{source.type[:64]}" is not supported: send base64, a URL or a file'
+        )
     return PlacedPart(where, {"type": "image_url", "image_url": {"url": url}})
 
 

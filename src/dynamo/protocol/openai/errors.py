@@ -45,6 +45,7 @@ NOT_BUILT_STATUS: Final = 422
 clients send a request again after 408, 409, 429 and every 5xx, and what is not built is not built the second time either."""
 
 NOT_BUILT_CODE: Final = "not_built"
+ABORTED_CODE: Final = "request_aborted"  # of a request that an operator ended
 RETRY_AFTER_SECONDS: Final = 1  # on a 503 or an overload; short, because both usually pass with the next step
 MESSAGE_LIMIT: Final = 8192  # characters; an engine's message may quote a whole prompt
 

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import U64_MAX, AgentHints, NvExt
 
-__all__ = ["DEFAULT_METADATA_PREFIX", "HeaderEffects", "apply_headers"]
+__all__ = ["DEFAULT_METADATA_PREFIX", "SERVING_HEADERS", "HeaderEffects", "apply_headers"]
 
 DEFAULT_METADATA_PREFIX: Final = "x-dynamo-meta-"
 MAX_METADATA_ENTRIES: Final = 64
@@ -227,3 +227,7 @@ _KNOWN: Final[dict[str, tuple[str, int]]] = {
     "x-claude-code-agent-id": ("agent_id", 0),
     "x-claude-code-parent-agent-id": ("parent_agent_id", 0),
 }
+
+SERVING_HEADERS: Final = frozenset(_KNOWN) - {"x-tenant-id"}
+"""The headers that decide how a request is served, and may be shown and kept: all that are known here but the tenant's, whose
+value is a salt of caches."""

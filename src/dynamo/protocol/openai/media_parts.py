@@ -43,7 +43,10 @@ def take_media(messages: list[JsonObject]) -> tuple[list[JsonObject], RequestMed
             continue
         parts = [_part(part, f"messages[{position}].content[{number}]") for number, part in enumerate(content)]
         found += [part for part in parts if part is not None]
-        normal = [given if part is None else {"type": part.kind} for given, part in zip(content, parts, strict=True)]
+        normal = [
+            given if part is None else part.shown or {"type": part.kind}
+            for given, part in zip(content, parts, strict=True)
+        ]
         shown[position] = {**message, "content": normal}
         kept[position] = {**message, "content": [_without_data(given) for given in content]}
     return shown, RequestMedia(found, kept)
@@ -65,6 +68,8 @@ def _part(part: JsonObject, where: str) -> MediaPart | None:
     uuid = part.get("uuid")
     if uuid is None and isinstance(given, dict):
         uuid = given.get("uuid")
+    if isinstance(given, dict) and isinstance(file_id := given.get("file_id"), str):
+        return _uploaded(_URL_PARTS[kind], file_id, uuid, where)
     if uuid == "":
         raise refused_part(where, "`uuid` must not be empty")
     if url is None and uuid is None:
@@ -86,13 +91,21 @@ def _input_audio(part: JsonObject, where: str) -> MediaPart:
 def _file(part: JsonObject, where: str) -> MediaPart:
     file = part["file"]
     data = file.get("file_data")
+    if data is None and isinstance(file_id := file.get("file_id"), str):
+        return _uploaded(None, file_id, part.get("uuid"), where)
     if data is None:
-        given = "`file_id`" if file.get("file_id") is not None else "nothing"
-        raise refused_part(where, f"a file is taken by its `file_data` only, and {given} was sent")
+        raise refused_part(where, "a file needs its `file_data`, or the `file_id` of one that was uploaded")
     kind = _KINDS.get(data[len(_DATA) : 100].partition("/")[0].lower()) if data.startswith(_DATA) else None
     if kind is None:
         raise refused_part(where, "`file_data` must be a data URL of an image, audio or video")
     return MediaPart(kind, data, part.get("uuid"), where)
+
+
+def _uploaded(kind: MediaKind | None, file_id: str, uuid: str | None, where: str) -> MediaPart:
+    """Return a part that names an uploaded file; `kind` None: whatever media it is."""
+    if not file_id:
+        raise refused_part(where, "the `file_id` is empty")
+    return MediaPart(kind or "image", None, uuid, where, file_id, {"type": kind or "file"})
 
 
 def _without_data(part: JsonObject) -> JsonObject:

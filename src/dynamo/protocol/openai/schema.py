@@ -5,13 +5,14 @@ Whatever `shapes` accepts the document says, so the two cannot drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
 from dynamo.protocol.openai.errors import phrase_of
+from dynamo.protocol.openai.key_schema import describe_keys
 from dynamo.protocol.openai.responses import TokenLogprob
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, Message, Tool
 
@@ -333,10 +334,20 @@ def openapi_document(
 
 
 def openapi_json(
-    *, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0", further: Sequence[ApiDescription] = ()
+    *,
+    title: str = "Dynamo OpenAI frontend",
+    version: str = "0.1.0",
+    further: Sequence[ApiDescription] = (),
+    open_paths: Collection[str] | None = None,
 ) -> bytes:
-    """Return `openapi_document` as bytes; make it once, the answer never changes."""
-    return msgspec.json.encode(openapi_document(title=title, version=version, further=further))
+    """Return `openapi_document` as bytes; make it once, the answer never changes.
+
+    `open_paths`: those that need no API key; None: none does.
+    """
+    document = openapi_document(title=title, version=version, further=further)
+    if open_paths is not None:
+        describe_keys(document, open_paths)
+    return msgspec.json.encode(document)
 
 
 def json_content(name: str) -> dict[str, Any]:

@@ -279,9 +279,9 @@ def _image(part: JsonObject, path: str) -> JsonObject:
     if isinstance(url, dict):
         url = url.get("url")
     if not isinstance(url, str) or not url:
-        if part.get("file_id") is not None:
-            raise _refused("an image must be given by its `image_url`: there are no files here", f"{path}.file_id")
-        raise _refused("an image needs an `image_url`", f"{path}.image_url")
+        if isinstance(file_id := part.get("file_id"), str):
+            return PlacedPart(path, {"type": "image_url", "image_url": {"file_id": file_id}})
+        raise _refused("an image needs an `image_url`, or the `file_id` of one that was uploaded", f"{path}.image_url")
     detail = part.get("detail")
     image = {"url": url, **({"detail": detail} if isinstance(detail, str) else {})}
     return PlacedPart(path, {"type": "image_url", "image_url": image})
@@ -291,7 +291,10 @@ def _file_text(part: JsonObject, path: str) -> str:
     """Return the text of a file that came with the request, behind its name."""
     data = part.get("file_data")
     if not isinstance(data, str):
-        raise _refused("a file must be given by its `file_data`: there are no files here, and none is fetched", path)
+        raise _refused(
+            "a text file must be given by its `file_data`: none is fetched, and uploaded ones are taken as images only",
+            path,
+        )
     if data.startswith("data:"):
         data = data.partition(",")[2]
     try:

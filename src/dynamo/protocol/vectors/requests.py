@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.reader import RequestReader
-from dynamo.protocol.openai.shapes import I64, U32, NvExt
+from dynamo.protocol.openai.shapes import I64, U32, NvExt, RequestMedia
 from dynamo.protocol.openai.validation import check_supported
 
 __all__ = [
@@ -55,6 +55,9 @@ class ResultRequest(Struct, kw_only=True, dict=True):
     unsupported: ClassVar[tuple[str, ...]] = ()
     repaired: ClassVar[bool] = False
     is_large: ClassVar[bool] = False
+    media: ClassVar[RequestMedia | None] = (
+        None  # set once they are fetched, so that the end of the request lets go of them
+    )
 
     model: str
     user: str | None = None
@@ -296,7 +299,10 @@ def check_inputs(value: str | list[Any], field: str = "input") -> Inputs:
 
 def client_body(request: ResultRequest) -> dict[str, Any]:
     """Return the request as its client sent it, for a model that takes text; what was not sent is not in it."""
-    return {name: value for name, value in msgspec.to_builtins(request).items() if value is not None}
+    body = {name: value for name, value in msgspec.to_builtins(request).items() if value is not None}
+    if "nvext" in body:
+        body["nvext"] = {name: value for name, value in body["nvext"].items() if value is not None}
+    return body
 
 
 def check_choice(field: str, value: str | None, known: Sequence[str]) -> None:

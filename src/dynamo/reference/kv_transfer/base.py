@@ -34,7 +34,9 @@ NIXL_MISSING: Final = (
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-MAX_MEDIA_TOKENS: Final = 32 * 1024
+ContentHash = Annotated[int, msgspec.Meta(ge=0)]
+MAX_MEDIA: Final = 32
+MAX_MEDIA_TOKENS: Final = MAX_MEDIA * 1024
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -66,6 +68,7 @@ class Ticket(msgspec.Struct, frozen=True):
     seed: int  # what the first token was drawn with: whoever continues must draw the same one
     # Before the prompt, where its request had media: the decode worker gets the prompt without them.
     media_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_MEDIA_TOKENS)] = ()
+    media_hashes: Annotated[tuple[ContentHash, ...], msgspec.Meta(max_length=MAX_MEDIA)] = ()  # of their content
 
     def to_params(self) -> dict[str, Any]:
         """Encode the fields as `disaggregated_params`."""

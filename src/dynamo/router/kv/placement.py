@@ -19,7 +19,7 @@ from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.media_routing import RoutedPrompt
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest
+from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest, Policy
 from dynamo.placement.kv_query import (
     KvQuery,
     PinnedWorkerOverloaded,
@@ -272,6 +272,15 @@ class KvPlacement:
             self._workers = frozenset(rank.worker_id for rank in ranks)
             self.router.set_ranks(ranks)
 
+    def previewing(self) -> Policy:
+        """Return a policy that chooses as this one does now, and leaves nothing behind."""
+        return _Preview(self)
+
+    def preview(self, query: KvQuery, now: float) -> Selection:
+        """Decide with a chance that is always the same, and book nothing. Raises the errors of `KvRouter.select`."""
+        self._refresh()
+        return self.router.select(query, now, explain=True, draw=0.5)
+
     def select(self, query: KvQuery, now: float) -> Selection:
         """Decide, and book nothing. Raises the errors of `KvRouter.select`."""
         if self.is_stale:
@@ -334,6 +343,31 @@ class KvPlacement:
         if tokens > running.counted:
             self.router.output(request_id, tokens - running.counted, now)
             running.counted = tokens
+
+
+class _Preview:
+    """The policy of a `KvPlacement` for a request that is only placed."""
+
+    def __init__(self, placement: KvPlacement) -> None:
+        self._placement = placement
+
+    def choose(self, request: PlacementRequest, candidates: Sequence[Candidate], now: float) -> Placement:
+        """Choose one of `candidates`. See `dynamo.placement.Policy`."""
+        placement = self._placement
+        by_id = {each.instance_id: each for each in reversed(candidates)}
+        if request.kv is None:
+            return min((Placement(each, "kv") for each in candidates), key=lambda made: made.candidate.in_flight)
+        query = msgspec.structs.replace(request.kv, allowed=by_id.keys())
+        selection = placement.preview(query, now)
+        return KvPlaced(
+            by_id[selection.rank.worker_id],
+            f"kv {selection.choice.policy}",
+            (PlacementReason(selection.choice.reason, selection.choice.cost),),
+            dp_rank=selection.rank.dp_rank,
+            selection=selection,
+            kv_policy=placement.router.policy,
+            query=query,
+        )
 
 
 def _tokens_of_inputs(inputs: Sequence[Sequence[int]]) -> int:

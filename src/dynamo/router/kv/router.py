@@ -188,15 +188,17 @@ class KvRouter:
             tokens = len(query.token_ids) or len(sequence) * self._block_size
         return Lookup(sequence, tokens, self._indexes.find(sequence, now), now)
 
-    def select(self, query: KvQuery, now: float, *, lookup: Lookup | None = None, explain: bool = False) -> Selection:
-        """Choose a rank; nothing is booked. `explain` adds every candidate's cost, term by term, to the choice.
+    def select(
+        self, query: KvQuery, now: float, *, lookup: Lookup | None = None, explain: bool = False, draw: float | None = None
+    ) -> Selection:  # fmt: skip
+        """Choose a rank; nothing is booked. `explain` adds every candidate's cost, term by term. `draw`: the chance of ties.
 
         Raises what `eligible_ranks` raises for a query that no rank may serve.
         """
         lookup = lookup or self.look_up(query, now)
         tracking = self._tracking_sequence(query, lookup)
         state = self._state(query, lookup, tracking, now)
-        choice = self._policy.choose(state, self._rng.random(), with_terms=explain)
+        choice = self._policy.choose(state, self._rng.random() if draw is None else draw, with_terms=explain)
         return self._selection(state, choice, lookup, tracking)
 
     def book(

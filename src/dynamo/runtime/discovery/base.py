@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 INSTANCES: Final = "v1/instances"
 MODEL_CARDS: Final = "v1/mdc"
 EVENT_CHANNELS: Final = "v1/event_channels"
 EVENT_SOURCES: Final = "v1/event_sources"
+SHARED_LIMITS: Final = "v1/limits"
 
 LEASE_TTL_SECONDS: Final = 10.0  # a dead worker is routable this long; shorter risks GC pauses and slow disks
 
@@ -78,6 +79,17 @@ class Discovery(Protocol):
 
     async def close(self) -> None:
         """Remove this process's keys and leave; idempotent."""
+
+
+@runtime_checkable
+class SharedRecords(Protocol):
+    """A store with records that several processes write in turn, and that stay when these end."""
+
+    async def swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        """Replace a record that is as `expected` (None: that does not exist), and let no other process write between.
+
+        False: it was another one, and nothing was written. Raises `CannotConnect` when it is not known whether it was.
+        """
 
 
 def matches(prefix: str, key: str) -> bool:

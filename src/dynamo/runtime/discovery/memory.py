@@ -6,10 +6,13 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 from dynamo.runtime.discovery.base import Change, Delete, Put, matches
 from dynamo.runtime.discovery.feed import ChangeFeed
 from dynamo.runtime.discovery.keys import new_lease_id, split_bucket, split_key
+
+NO_LEASE: Final = 0  # of records that stay when their writer ends
 
 
 class MemoryHub:
@@ -104,6 +107,15 @@ class MemoryDiscovery:
         split_key(key)
         self._own.pop(key, None)
         self.hub._remove(key)
+
+    async def swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        self._check_open()
+        split_key(key)
+        found = self.hub._records.get(key)
+        if (None if found is None else found[0]) != expected:
+            return False
+        self.hub._write(key, value, NO_LEASE)
+        return True
 
     async def lose_lease(self) -> None:
         """Drop this process's records as if it were dead, for fault injection. The process then puts them again."""

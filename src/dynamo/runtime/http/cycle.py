@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dynamo.runtime.http.gate import Gate
 
 __all__ = [
+    "CUT_MESSAGE",
     "LEAVE_EXTENSION",
     "PUSH_EXTENSION",
     "RESPOND_EXTENSION",
@@ -26,6 +27,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+CUT_MESSAGE: Final = "dynamo.http.cut"
+"""The type of a message to `send` that ends the connection in place of an answer that has begun and cannot be finished."""
 
 LEAVE_EXTENSION: Final = "dynamo.on_leave"
 PUSH_EXTENSION: Final = "dynamo.push"
@@ -97,6 +101,11 @@ class Cycle:
         if self.response_started or not self._write_whole(500, headers, body):
             self._connection.transport.close()
 
+    def _cut(self) -> None:
+        self._leave = None  # nobody has left
+        self._connection.transport.close()
+        self.disconnect()
+
     async def send(self, message: Message) -> None:
         if self._gate.write_paused and not self.disconnected:
             await self._gate.drain()
@@ -108,6 +117,9 @@ class Cycle:
                 raise RuntimeError(f"expected 'http.response.start' from the application, got {kind!r}")
             self._start(message["status"], message.get("headers", ()))
         elif not self.response_complete:
+            if kind == CUT_MESSAGE:
+                self._cut()
+                return
             if kind != "http.response.body":
                 raise RuntimeError(f"expected 'http.response.body' from the application, got {kind!r}")
             self._send_body(message.get("body", b""), message.get("more_body", False))

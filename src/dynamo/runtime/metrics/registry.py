@@ -272,6 +272,10 @@ class Vector(Generic[M]):
             self._known[values] = found
         return found
 
+    def series(self) -> list[M]:
+        """Return every series that was used and is exposed."""
+        return list(self._known.values())
+
 
 class MetricsRegistry:
     """All metrics of one runtime, by name, and the callbacks that add foreign exposition text."""

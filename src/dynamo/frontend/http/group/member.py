@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.limit_table import LimitTable
@@ -25,6 +25,9 @@ from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.group.messages import (
     Gather,
     Gathered,
+    GroupAnswers,
+    MemberAnswer,
+    MemberQuestion,
     Ready,
     Share,
     Shared,
@@ -130,7 +133,8 @@ class GroupPeers:
         self._reader, self._writer = reader, writer
         self._places, self._row = places, row
         self._metrics = metrics
-        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._answer: Callable[[bytes], bytes] | None = None  # to what other members ask
         self._told: dict[int, asyncio.Future[None]] = {}
         self._takers: list[Callable[[str, bytes], None]] = []
         self._number = 0
@@ -157,6 +161,23 @@ class GroupPeers:
                 return [own, *await answer]
         finally:
             del self._asked[number]
+
+    async def ask(self, question: bytes) -> tuple[list[bytes], list[str]]:
+        """Return the answers of the others, and the names of those that gave none. Raises TimeoutError."""
+        self._number += 1
+        number = self._number
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            write(self._writer, MemberQuestion(number, question))
+            async with asyncio.timeout(GATHER_SECONDS):
+                found: tuple[list[bytes], list[str]] = await answer
+                return found
+        finally:
+            del self._asked[number]
+
+    def on_asked(self, answer: Callable[[bytes], bytes]) -> None:
+        """MemberAnswer the questions of the others with what `answer` returns."""
+        self._answer = answer
 
     async def share(self, key: str, value: bytes) -> None:
         """Tell the others, and those that start later. Raises TimeoutError."""
@@ -193,6 +214,13 @@ class GroupPeers:
                         waiting = self._asked.get(number)
                         if waiting is not None and not waiting.done():
                             waiting.set_result(snapshots)
+                    case MemberQuestion(number, question):
+                        if self._answer is not None:
+                            write(self._writer, MemberAnswer(number, self._answer(question)))
+                    case GroupAnswers(number, answers, silent):
+                        waiting = self._asked.get(number)
+                        if waiting is not None and not waiting.done():
+                            waiting.set_result((answers, silent))
                     case Share(_, key, value):
                         for take in self._takers:
                             take(key, value)

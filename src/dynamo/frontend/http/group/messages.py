@@ -11,7 +11,22 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["Gather", "Gathered", "Message", "Ready", "Share", "Shared", "Snapshot", "Standing", "Take", "read", "write"]
+__all__ = [
+    "Gather",
+    "Gathered",
+    "GroupAnswers",
+    "MemberAnswer",
+    "MemberQuestion",
+    "Message",
+    "Ready",
+    "Share",
+    "Shared",
+    "Snapshot",
+    "Standing",
+    "Take",
+    "read",
+    "write",
+]  # fmt: skip
 
 MAX_MESSAGE_BYTES: Final = 256 * 1024 * 1024  # all series of 64 processes stay far below it
 
@@ -70,7 +85,41 @@ class Standing(msgspec.Struct, frozen=True, tag=True):
     configured: int
 
 
-Message = Ready | Gather | Gathered | Take | Snapshot | Share | Shared | Standing
+class MemberQuestion(msgspec.Struct, frozen=True, tag=True):
+    """Member: a question for all others. Parent: such a question, under a number of the parent's."""
+
+    number: int
+    question: bytes
+
+
+class MemberAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Member: the answer to a question of the parent's."""
+
+    number: int
+    answer: bytes
+
+
+class GroupAnswers(msgspec.Struct, frozen=True, tag=True):
+    """Parent, to the member that asked: the answers of the others, and the names of those that gave none in time."""
+
+    number: int
+    answers: list[bytes]
+    silent: list[str]
+
+
+Message = (
+    Ready
+    | Gather
+    | Gathered
+    | Take
+    | Snapshot
+    | Share
+    | Shared
+    | Standing
+    | MemberQuestion
+    | MemberAnswer
+    | GroupAnswers
+)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Message).decode

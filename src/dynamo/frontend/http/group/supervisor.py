@@ -18,10 +18,24 @@ from typing import Final
 
 from dynamo.frontend.http.group.dealer import ConnectionDealer
 from dynamo.frontend.http.group.member_process import MemberProcess
-from dynamo.frontend.http.group.messages import Gather, Ready, Share, Shared, Snapshot, Standing, read
+from dynamo.frontend.http.group.messages import (
+    Gather,
+    MemberAnswer,
+    MemberQuestion,
+    Ready,
+    Share,
+    Shared,
+    Snapshot,
+    Standing,
+    read,
+)
 from dynamo.frontend.http.group.places import Places
+from dynamo.frontend.http.group.questions import GroupQuestions
 from dynamo.frontend.http.group.scrapes import GroupScrapes
+from dynamo.frontend.http.inspector_access import published_access
+from dynamo.frontend.inspector.members import TOKEN_KEY
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.inspector_token import new_token
 
 __all__ = ["Supervisor"]
 
@@ -37,6 +51,7 @@ class _SharedValues:
     def __init__(self, members: Sequence[MemberProcess]) -> None:
         self._members = members
         self._values: dict[str, bytes] = {}
+        self.questions = GroupQuestions(members)
 
     def share(self, teller: MemberProcess, message: Share) -> None:
         """Pass a value on; the newest of each key is kept."""
@@ -48,6 +63,10 @@ class _SharedValues:
             if member is not teller:
                 member.send(Share(0, message.key, message.value))
         teller.send(Shared(message.number))
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a value of the parent's own, for members that start from now on."""
+        self._values[key] = value
 
     def tell_all(self, member: MemberProcess) -> None:
         """Send a process that starts what was shared before."""
@@ -90,15 +109,20 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._hear, number)
+        token = new_token()  # of the inspector: every member lets it in
+        self._shared.put(TOKEN_KEY, token.encode())
+        admin_port = None if self._admin is None else self._admin.getsockname()[1]
         try:
-            async with asyncio.TaskGroup() as group:
-                for member in self._members:
-                    group.create_task(self._keep(member), name=member.name)
+            with published_access(self._settings, self._dealer.port, admin_port, token):
+                async with asyncio.TaskGroup() as group:
+                    for member in self._members:
+                        group.create_task(self._keep(member), name=member.name)
         finally:
             self._dealer.close()
             if self._admin is not None:
                 self._admin.close()
             await self._scrapes.close()
+            await self._shared.questions.close()
             self._places.close()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -208,6 +232,10 @@ class Supervisor:
                 self._scrapes.begin(member, number, encoded)
             case Share():
                 self._shared.share(member, message)
+            case MemberQuestion():
+                self._shared.questions.begin(member, message)
+            case MemberAnswer():
+                self._shared.questions.on_answer(member, message)
             case _:
                 raise RuntimeError(f"a member does not say {message!r}")
 

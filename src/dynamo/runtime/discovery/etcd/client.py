@@ -171,6 +171,16 @@ class EtcdClient:
             raise EtcdError(2, f"etcd answered a transaction on {key} with neither a write nor a value")
         return found.kvs[0].value, found.kvs[0].lease
 
+    async def swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        """Replace a key that has this value (None: that does not exist), under no lease; whether that was so."""
+        name = key.encode()
+        compare: dict[str, Any] = {"key": name, "target": "VERSION", "version": 0}
+        if expected is not None:
+            compare = {"key": name, "target": "VALUE", "value": expected}
+        write = {"request_put": {"key": name, "value": value}}
+        answer = await self._call("kv/txn", {"compare": [compare], "success": [write]}, _Transaction)
+        return answer.succeeded
+
     async def check_access(self, key: str) -> None:
         """Raises EtcdError when this client's user may not read a key, whether or not it exists."""
         await self._call("kv/range", {"key": key.encode(), "count_only": True}, _Answer)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from dynamo.runtime.discovery.base import Change, matches
 from dynamo.runtime.discovery.etcd.store import EtcdStore
 from dynamo.runtime.discovery.feed import ChangeFeed
-from dynamo.runtime.discovery.keys import new_lease_id, split_bucket
+from dynamo.runtime.discovery.keys import new_lease_id, split_bucket, split_key
 from dynamo.runtime.settings import EtcdSettings
 from dynamo.runtime.tasks import Background, is_being_cancelled
 
@@ -79,6 +79,11 @@ class EtcdDiscovery:
 
     async def delete(self, key: str) -> None:
         await self._call(self._store.records.delete(key))
+
+    async def swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        """Replace a shared record; see `base.SharedRecords`. Raises `CannotConnect`, and `EtcdError` where etcd declines the write."""
+        split_key(key)
+        return await self._call(self._store.swap(key, expected, value))
 
     async def lose_lease(self) -> None:
         """Drop the lease and this process's records in etcd, for fault injection. The process then takes the lease

@@ -74,6 +74,12 @@ class EtcdStore:
                 )
         await self._client.close()
 
+    async def swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        """Write a record that is under no lease; see `base.SharedRecords`."""
+        swapped = await self._client.swap(key, expected, value)
+        self._health.on_answer()
+        return swapped
+
     async def lose_lease(self) -> None:
         """Let etcd drop the lease; the keep-alive finds out as after any other loss. Raises `CannotConnect`."""
         await self._lease.give_back()

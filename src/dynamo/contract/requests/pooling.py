@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dynamo.contract.requests.json_files import read_object
 from dynamo.errors import InvalidArgument
-from dynamo.reference.config import ModelConfig, read_object
 
-__all__ = ["MODES", "NO_POOLING", "Pooling", "read_pooling"]
+__all__ = ["MODES", "NO_POOLING", "Pooling", "dimensions_within", "read_pooling"]
 
 MODES: Final = ("mean", "last", "cls")
 _ST_MODES: Final = {
@@ -39,13 +39,20 @@ NO_POOLING: Final = Pooling()
 
 
 def read_pooling(
-    directory: Path, config: ModelConfig, *, mode: str | None = None, normalize: bool | None = None
+    directory: Path,
+    size: int,
+    *,
+    labels: tuple[str, ...] = (),
+    mode: str | None = None,
+    normalize: bool | None = None,
+    default_mode: str = "mean",
 ) -> Pooling:
-    """Read how a model's vectors are made. `mode` and `normalize` win over its files; without either: the mean, of length 1.
+    """Read how a model's vectors are made, which have `size` values.
 
-    Raises InvalidArgument naming the file for a module that is not supported.
+    `mode` and `normalize` win over its files; without either: `default_mode`, and the length 1. `labels`: those of its
+    classification head. Raises InvalidArgument naming the file for a module that is not supported.
     """
-    found_mode, found_normalize = "mean", True
+    found_mode, found_normalize = default_mode, True
     modules = directory / "modules.json"
     if modules.is_file():
         found_mode, found_normalize = _read_modules(directory, read_object(modules, items="modules"))
@@ -57,11 +64,32 @@ def read_pooling(
     return Pooling(
         mode or found_mode,
         found_normalize if normalize is None else normalize,
-        config.hidden_size,
+        size,
         bool(raw.get("is_matryoshka")) or bool(known),
         tuple(known),
-        config.labels,
+        labels,
     )
+
+
+def dimensions_within(wanted: Any, pooling: Pooling) -> int | None:
+    """Return how long the vectors are to be; None: as the model makes them.
+
+    Raises InvalidArgument for a length that the model was not trained for.
+    """
+    if wanted is None or wanted == pooling.dimensions:
+        return None
+    if not pooling.shortens:
+        raise InvalidArgument(
+            f"dimensions is {wanted}, but this model makes vectors of {pooling.dimensions} and was not trained to shorten them"
+        )
+    if (
+        type(wanted) is not int
+        or not 1 <= wanted <= pooling.dimensions
+        or (pooling.lengths and wanted not in pooling.lengths)
+    ):
+        known = ", ".join(map(str, pooling.lengths)) or f"1 to {pooling.dimensions}"
+        raise InvalidArgument(f"dimensions must be one of {known}, got {wanted!r}")
+    return wanted
 
 
 def _read_modules(directory: Path, modules: Mapping[str, Any]) -> tuple[str, bool]:

@@ -1,0 +1,3 @@
+"""`dynamo doctor`: what may be wrong with a machine, its settings and what they lead to."""
+
+__all__: list[str] = []

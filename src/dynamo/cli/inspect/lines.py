@@ -1,0 +1,201 @@
+"""Lines of a screen as values, and tables laid out into them. Both the live screen and `--plain` show these."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dynamo.cli.inspect.printable import fit, printable, width_of
+
+__all__ = ["Cell", "Column", "Line", "PlacedColumns", "TableForm", "Tone", "TonedText", "flow", "heading", "laid_out", "plain_text", "width_of_line"]  # fmt: skip
+
+GAP: Final = 2  # between columns
+MARGIN: Final = 1  # before the first, where the mark of the chosen row is drawn
+
+
+class Tone(enum.Enum):
+    """What a piece of text is meant to look like; a word beside it always says the same."""
+
+    NORMAL = enum.auto()
+    DIM = enum.auto()
+    STRONG = enum.auto()
+    GOOD = enum.auto()
+    WARN = enum.auto()
+    BAD = enum.auto()
+    ACCENT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class TonedText:
+    """Some text of one tone. `of` makes it from text of any origin."""
+
+    text: str
+    tone: Tone = Tone.NORMAL
+
+    @staticmethod
+    def of(text: str, tone: Tone = Tone.NORMAL) -> TonedText:
+        """Make a piece whose text is safe to show."""
+        return TonedText(printable(text), tone)
+
+
+Line = tuple[TonedText, ...]
+
+
+def plain_text(line: Line) -> str:
+    """Return a line without its tones and without blanks at its end."""
+    return "".join(piece.text for piece in line).rstrip()
+
+
+def width_of_line(line: Line) -> int:
+    """Return how many cells a line covers."""
+    return sum(width_of(piece.text) for piece in line)
+
+
+def heading(title: str, width: int, right: str = "") -> Line:
+    """Return a rule with a title in it, and with `right` near its end."""
+    title, right = printable(title), printable(right)
+    begin = f" ─ {title} "
+    end = f" {right} ─" if right else ""
+    room = width - width_of(begin) - width_of(end)
+    if room < 1 and right:
+        end = f" {fit(right, max(1, width - width_of(begin) - 4)).rstrip()} ─"
+        room = width - width_of(begin) - width_of(end)
+    return (TonedText(fit(begin + "─" * max(0, room) + end, width), Tone.ACCENT),)
+
+
+def flow(parts: Iterable[Line], width: int, *, gap: int = 3) -> list[Line]:
+    """Return parts one behind the other, on as many lines as they need; none is broken."""
+    found: list[Line] = []
+    line: tuple[TonedText, ...] = (TonedText(" " * MARGIN),)
+    used = MARGIN
+    for part in parts:
+        needed = width_of_line(part)
+        if used > MARGIN and used + gap + needed > width:
+            found.append(line)
+            line, used = (TonedText(" " * MARGIN),), MARGIN
+        if used > MARGIN:
+            line, used = (*line, TonedText(" " * gap)), used + gap
+        line, used = (*line, *part), used + needed
+    return [*found, line] if used > MARGIN else found
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What stands in one place of a table."""
+
+    text: str
+    tone: Tone = Tone.NORMAL
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: `cell` makes its text from a row, the server's time in ms and the width that it has."""
+
+    title: str
+    cell: Callable[[Any, int, int], Cell]
+    width: int
+    widest: int = 0
+    """It grows up to this where there is room; 0: it keeps its width."""
+    rank: int = 0
+    """Where there is no room, columns of the highest rank go first."""
+    is_right: bool = False
+    keeps_tail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TableForm:
+    """A kind of table: which view it shows, its columns and its orders."""
+
+    view: str
+    title: str
+    columns: tuple[Column, ...]
+    orders: tuple[tuple[str, Callable[[Any], Any]], ...]
+    """By name, each a sort key; the first is the usual one."""
+    nothing: str
+    """What stands in a table without rows."""
+
+    def at(self, width: int, longest: Sequence[int] | None = None) -> PlacedColumns:
+        """Return the columns that have room, each with its width.
+
+        `longest`: for each column how many cells its texts need; no column grows further.
+        """
+        return PlacedColumns(tuple(laid_out(self.columns, width, longest)), width)
+
+    def longest(self, rows: Sequence[Any], now_ms: int, least: Sequence[int]) -> list[int]:
+        """Return for each column that grows how many cells its longest text needs, `least` where none needs more."""
+        return [
+            max([so_far, *(width_of(printable(column.cell(row, now_ms, column.widest).text)) for row in rows)])
+            if column.widest
+            else column.width
+            for column, so_far in zip(self.columns, least, strict=True)
+        ]
+
+    def whole(self, rows: Sequence[Any], now_ms: int) -> PlacedColumns:
+        """Return all columns, each as wide as its longest cell."""
+        placed = []
+        for column in self.columns:
+            most = max(column.width, column.widest)
+            texts = [printable(column.cell(row, now_ms, most).text) for row in rows]
+            placed.append((column, max([width_of(column.title), *map(width_of, texts)])))
+        return PlacedColumns(tuple(placed), MARGIN + sum(width + GAP for _, width in placed))
+
+
+def laid_out(columns: Sequence[Column], width: int, longest: Sequence[int] | None = None) -> list[tuple[Column, int]]:
+    """Return the columns that fit into `width`, with their widths: the least important go, and the rest grow.
+
+    `longest`: for each column the cells that its texts need; without it, it may grow as far as it wants.
+    """
+    limits = {column: column.widest for column in columns}
+    if longest is not None:
+        limits = {column: min(column.widest, most) for column, most in zip(columns, longest, strict=True)}
+    kept = list(columns)
+    while len(kept) > 1 and _needed(kept) > width:
+        last = max(range(len(kept)), key=lambda place: (kept[place].rank, place))
+        if kept[last].rank == 0:
+            break  # the lines are cut instead
+        del kept[last]
+    widths = [column.width for column in kept]
+    room = width - _needed(kept)
+    while room > 0:
+        growing = [place for place, column in enumerate(kept) if widths[place] < limits[column]]
+        if not growing:
+            break
+        share = max(1, room // len(growing))
+        for place in growing:
+            more = min(share, room, limits[kept[place]] - widths[place])
+            widths[place] += more
+            room -= more
+    return list(zip(kept, widths, strict=True))
+
+
+def _needed(columns: Sequence[Column]) -> int:
+    return MARGIN + sum(column.width for column in columns) + GAP * (len(columns) - 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedColumns:
+    """The columns of one table at one width."""
+
+    columns: tuple[tuple[Column, int], ...]
+    width: int
+
+    def head(self) -> Line:
+        """Return the titles."""
+        cells = (fit(column.title, width, right=column.is_right) for column, width in self.columns)
+        return (TonedText(" " * MARGIN + (" " * GAP).join(cells), Tone.DIM),)
+
+    def row(self, entry: Any, now_ms: int, *, is_chosen: bool = False) -> Line:
+        """Return one row."""
+        line = [TonedText("▶" if is_chosen else " " * MARGIN, Tone.ACCENT)]
+        for place, (column, width) in enumerate(self.columns):
+            if place:
+                line.append(TonedText(" " * GAP))
+            cell = column.cell(entry, now_ms, width)
+            text = fit(printable(cell.text), width, right=column.is_right, tail=column.keeps_tail)
+            line.append(TonedText(text, cell.tone))
+        return tuple(line)

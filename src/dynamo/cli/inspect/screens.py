@@ -1,0 +1,137 @@
+"""Screens above the tables: text that can be scrolled, and one request, which is asked for again each second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from textual.app import ComposeResult
+from textual.screen import Screen
+
+from dynamo.cli.api_client import ServerError
+from dynamo.cli.inspect.detail import detail_lines
+from dynamo.cli.inspect.lines import Line, Tone, TonedText, flow, plain_text
+from dynamo.cli.inspect.widgets import LinesView
+from dynamo.protocol.inspector.views import RequestDetail
+
+if TYPE_CHECKING:
+    from dynamo.cli.inspect.app import InspectorApp
+
+__all__ = ["LinesScreen", "RequestScreen", "key_lines"]
+
+REFRESH_SECONDS: Final = 1.0
+COPY_WIDTH: Final = 132
+
+
+class LinesScreen(Screen[None]):
+    """Lines to read, and the keys for them."""
+
+    app: InspectorApp
+    BINDINGS: ClassVar = [
+        ("escape,q", "leave", "back"),
+        ("up,k", "scroll(-1)", "up"),
+        ("down,j", "scroll(1)", "down"),
+        ("pageup", "page(-1)", "page up"),
+        ("pagedown,space", "page(1)", "page down"),
+        ("home", "scroll(-1000000)", "first"),
+        ("end", "scroll(1000000)", "last"),
+        ("y", "copy", "copy"),
+    ]
+    CSS = """
+    LinesScreen { layout: vertical; }
+    LinesScreen #lines { height: 1fr; }
+    LinesScreen #foot { height: auto; dock: bottom; background: $surface; }
+    """
+    KEYS: ClassVar[tuple[tuple[str, str], ...]] = (("Esc", "back"), ("arrows", "scroll"), ("y", "copy"))
+
+    def __init__(self, make: Callable[[int], Sequence[Line]]) -> None:
+        """`make`: returns the lines for a width."""
+        super().__init__()
+        self._make_lines = make
+
+    def compose(self) -> ComposeResult:
+        """Lay the screen out."""
+        yield LinesView(self.make, id="lines")
+        yield LinesView(lambda width: key_lines(self.KEYS, width), id="foot")
+
+    def make(self, width: int) -> Sequence[Line]:
+        """Return the lines."""
+        return self._make_lines(width)
+
+    def action_leave(self) -> None:
+        """Go back."""
+        self.dismiss()
+
+    def action_scroll(self, number: int) -> None:
+        """Move by lines."""
+        self.query_one("#lines", LinesView).scroll_lines(number)
+
+    def action_page(self, number: int) -> None:
+        """Move by a screen."""
+        view = self.query_one("#lines", LinesView)
+        view.scroll_lines(number * view.page_lines)
+
+    def action_copy(self) -> None:
+        """Copy all lines."""
+        self.app.copy_lines(self.make(COPY_WIDTH))
+
+
+class RequestScreen(LinesScreen):
+    """One request."""
+
+    BINDINGS: ClassVar = [("a", "abort", "abort"), ("e", "explain", "to the routing decision")]
+    KEYS = (("Esc", "back"), ("arrows", "scroll"), ("e", "routing"), ("a", "abort"), ("y", "copy"))
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(self._now)
+        self._request_id = request_id
+        self._detail: RequestDetail | None = None
+        self._problem = ""
+
+    def on_mount(self) -> None:
+        """Begin to ask."""
+        self._ask()
+        self.set_interval(REFRESH_SECONDS, self._ask)
+
+    def _ask(self) -> None:
+        if not self.app.is_paused:
+            self.run_worker(self._load, thread=True, exclusive=True, group="detail")
+
+    def _load(self) -> None:
+        """Ask once, in a thread."""
+        detail, problem = self._detail, ""
+        try:
+            detail = self.app.client.detail(self._request_id)
+        except ServerError as error:
+            problem = str(error)
+        self.app.call_from_thread(self._take, detail, problem)
+
+    def _take(self, detail: RequestDetail | None, problem: str) -> None:
+        self._detail, self._problem = detail, problem
+        if self.is_mounted:
+            self.query_one("#lines", LinesView).remake()
+
+    def _now(self, width: int) -> list[Line]:
+        problem: list[Line] = [(TonedText.of(f" ! {self._problem}", Tone.BAD),)] if self._problem else []
+        if self._detail is None:
+            return problem or [(TonedText.of(f" asking for {self._request_id} ...", Tone.DIM),)]
+        return [*problem, *detail_lines(self._detail, self.app.now_ms, width)]
+
+    def action_abort(self) -> None:
+        """Ask whether to abort it."""
+        stream = self._detail.stream if self._detail else None
+        if stream is None:
+            self.app.tell("this request is not in flight: there is nothing to abort", "warning")
+        else:
+            self.app.actions.ask_to_abort(stream)
+
+    def action_explain(self) -> None:
+        """Scroll to the routing decision."""
+        view = self.query_one("#lines", LinesView)
+        view.scroll_to_line(lambda line: plain_text(line).startswith(" ─ Route"))
+
+
+def key_lines(keys: Sequence[tuple[str, str]], width: int) -> list[Line]:
+    """Return the keys of a screen for its foot."""
+    parts: list[Line] = [(TonedText(key, Tone.STRONG), TonedText(f" {what}", Tone.DIM)) for key, what in keys]
+    return flow(parts, width, gap=2)

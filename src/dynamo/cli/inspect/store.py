@@ -1,0 +1,91 @@
+"""What a viewer knows: a picture, and the picture after a patch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct, structs
+
+from dynamo.protocol.inspector.views import (
+    ErrorGroup,
+    EventView,
+    FleetView,
+    FrontendView,
+    ModelView,
+    Patch,
+    Picture,
+    PrefixView,
+    RecentView,
+    RoutingView,
+    StreamView,
+    WorkerView,
+)
+
+__all__ = ["LISTS", "PatchMismatch", "patched"]
+
+LISTS: Final[Mapping[str, type[Struct]]] = MappingProxyType(
+    {
+        "frontends": FrontendView,
+        "models": ModelView,
+        "workers": WorkerView,
+        "streams": StreamView,
+        "recent": RecentView,
+        "routing": RoutingView,
+        "prefixes": PrefixView,
+        "errors": ErrorGroup,
+        "events": EventView,
+    }
+)
+"""The views that are lists, each with the type of its entries."""
+
+
+class PatchMismatch(ValueError):
+    """A patch that this picture cannot take; the way out is a new picture."""
+
+
+def patched(picture: Picture, patch: Patch) -> Picture:
+    """Return the picture with the patch in it; an old patch changes nothing. Entries that are new come last in their view.
+
+    A view that this version does not know is left out. Raises PatchMismatch for an entry that is none.
+    """
+    if patch.seq <= picture.seq:
+        return picture
+    changes: dict[str, Any] = {}
+    fleet = patch.set.get("fleet")
+    if fleet is not None:
+        changes["fleet"] = _entry("fleet", fleet, FleetView)
+    for view, (set_entries, gone) in _by_view(patch).items():
+        changes[view] = _merged(getattr(picture, view) or (), view, set_entries, gone)
+    changes |= {"seq": patch.seq, "taken_ms": patch.taken_ms, "partial": patch.partial, "totals": patch.totals}
+    return structs.replace(picture, **changes)
+
+
+def _by_view(patch: Patch) -> dict[str, tuple[dict[str, Any], set[str]]]:
+    """Sort a patch by view: the entries to set, and the ids of those that have gone."""
+    found: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    for key, value in patch.set.items():
+        view, slash, id = key.partition("/")
+        if slash and view in LISTS:
+            found.setdefault(view, ({}, set()))[0][id] = value
+    for key in patch.gone:
+        view, slash, id = key.partition("/")
+        if slash and view in LISTS:
+            found.setdefault(view, ({}, set()))[1].add(id)
+    return found
+
+
+def _merged(entries: Any, view: str, set_entries: Mapping[str, Any], gone: set[str]) -> list[Any]:
+    kind = LISTS[view]
+    new = {id: _entry(f"{view}/{id}", value, kind) for id, value in set_entries.items()}
+    kept = [new.pop(entry.id, entry) for entry in entries if entry.id not in gone or entry.id in new]
+    return [*kept, *new.values()]
+
+
+def _entry(key: str, value: Any, kind: type[Struct]) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise PatchMismatch(f"{key}: {error}") from None

@@ -1,0 +1,3 @@
+"""An engine that answers from a recording."""
+
+__all__: list[str] = []

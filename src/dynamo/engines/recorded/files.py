@@ -1,0 +1,190 @@
+"""Reads the files of recordings, and bundles of failed requests, as requests with what came of them.
+
+The records of one request (`request_end`, `request_stream`, `request_payload`) are put together by its id.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from msgspec import Struct, field
+
+from dynamo.errors import InvalidArgument
+
+__all__ = ["RecordedRequest", "read_recordings"]
+
+TRACE_SCHEMA: Final = "dynamo.request.trace.v1"
+BUNDLE_SCHEMA: Final = "dynamo.failure.v1"
+MAX_LINE_BYTES: Final = 256 * 1024 * 1024
+_GZIP: Final = b"\x1f\x8b"
+
+
+class RecordedRequest(Struct):
+    """One request of a recording, as far as it was recorded."""
+
+    id: str
+    received_ms: float = 0.0
+    path: str = ""
+    model: str = ""
+    status: int | None = None  # None: the file does not say what became of it
+    error: str = ""  # what went wrong, in the server's words
+    body: dict[str, Any] | None = None
+    is_whole: bool = False  # `body` is what the client sent, and not a description of it
+    response: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    ttft_ms: float | None = None
+    total_ms: float | None = None
+    keys: list[str] = field(default_factory=list)
+    gaps_ms: list[float] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    outputs: list[Any] | None = None
+
+
+def read_recordings(paths: Iterable[Path]) -> list[RecordedRequest]:
+    """Return the requests of some files, in the order in which they came.
+
+    Raises InvalidArgument for a file that cannot be read, and for a line that is neither a record nor a bundle, naming it.
+    """
+    found: dict[str, RecordedRequest] = {}
+    for path in paths:
+        for number, line in _objects(path):
+            try:
+                _take(found, line)
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidArgument(f"{path}, line {number}: not a record of requests: {error!r}") from error
+    return sorted(found.values(), key=lambda request: request.received_ms)
+
+
+def _objects(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the JSON objects of a file with their lines. The last line may be torn: its writer may have been killed."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
+    if data[:2] == _GZIP:
+        data = _unpacked(data)
+    whole = _json(data)
+    if isinstance(whole, dict):  # one object over several lines, such as a bundle that a person has saved
+        yield 1, whole
+        return
+    lines = data.splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        value = _json(line)
+        if isinstance(value, dict):
+            yield number, value
+        elif number < len(lines):
+            raise InvalidArgument(f"{path}, line {number}: not a JSON object")
+    if len(lines) == 1 and not isinstance(_json(lines[0]), dict):
+        raise InvalidArgument(f"{path}, line 1: not a JSON object")
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Return what a compressed file holds, up to where it was torn."""
+    pieces: list[bytes] = []
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            while piece := file.read(1 << 20):
+                pieces.append(piece)
+    except (EOFError, OSError, zlib.error):
+        pass  # what came before the tear is in `pieces`
+    if not pieces:
+        unpacker = zlib.decompressobj(wbits=31)
+        try:
+            pieces.append(unpacker.decompress(data))
+        except zlib.error as error:
+            raise InvalidArgument(f"not a compressed recording: {error}") from error
+    return b"".join(pieces)
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, UnicodeDecodeError):
+        return None
+
+
+def _take(found: dict[str, RecordedRequest], line: Mapping[str, Any]) -> None:
+    if line.get("schema") == BUNDLE_SCHEMA:
+        made = _of_bundle(line)
+        found[made.id] = made
+        return
+    event = line.get("event")
+    if not isinstance(event, dict) or event.get("schema") != TRACE_SCHEMA:
+        raise ValueError(f"neither an event of {TRACE_SCHEMA} nor a bundle of {BUNDLE_SCHEMA}")
+    match event.get("event_type"):
+        case "request_end":
+            _take_end(_of(found, event["request"]), event["request"])
+        case "request_stream":
+            _take_stream(_of(found, event["stream"]), event["stream"])
+        case "request_payload":
+            _take_payload(_of(found, event["payload"]), event["payload"])
+        case _:
+            return  # a record of something else
+
+
+def _of(found: dict[str, RecordedRequest], record: Mapping[str, Any]) -> RecordedRequest:
+    id = str(record["request_id"])
+    made = found.get(id)
+    if made is None:
+        made = found[id] = RecordedRequest(id)
+    if "request_received_ms" in record:
+        made.received_ms = float(record["request_received_ms"])
+    return made
+
+
+def _take_end(made: RecordedRequest, record: Mapping[str, Any]) -> None:
+    made.path, made.model = str(record.get("path", "")), str(record.get("model") or made.model)
+    made.status = record.get("http_status")
+    made.error = str(record.get("error") or "")
+    made.input_tokens, made.output_tokens = record.get("input_tokens"), record.get("output_tokens")
+    made.ttft_ms, made.total_ms = record.get("ttft_ms"), record.get("total_time_ms")
+    made.finish_reason = (record.get("finish_reason_metadata") or {}).get("finish_reason")
+    if made.body is None and isinstance(record.get("parameters"), dict):
+        made.body = dict(record["parameters"])
+
+
+def _take_stream(made: RecordedRequest, record: Mapping[str, Any]) -> None:
+    made.keys = list(record.get("content_keys") or made.keys)
+    made.gaps_ms = [float(gap) for gap in record["gaps_ms"]]
+    made.choices = [int(choice) for choice in record.get("choices", ())]
+    made.outputs = record.get("outputs")
+
+
+def _take_payload(made: RecordedRequest, record: Mapping[str, Any]) -> None:
+    made.path, made.model = str(record.get("path") or made.path), str(record.get("model") or made.model)
+    made.keys = list(record.get("content_keys") or made.keys)
+    if made.status is None:
+        made.status = record.get("http_status")
+    if isinstance(record.get("request"), dict):
+        made.body, made.is_whole = dict(record["request"]), True
+    if isinstance(record.get("response"), dict):
+        made.response = dict(record["response"])
+
+
+def _of_bundle(bundle: Mapping[str, Any]) -> RecordedRequest:
+    request, error = bundle["request"], bundle["error"]
+    tokens = cast("dict[str, Any]", bundle.get("tokens") or {})
+    body = request.get("body")
+    return RecordedRequest(
+        id=str(bundle["id"]),
+        received_ms=float(bundle["at_ms"]) - float(bundle.get("elapsed_ms", 0)),
+        path=str(request["path"]),
+        model=str(request.get("model") or ""),
+        status=int(error["status"]),
+        error=str(error.get("answered") or error.get("message") or ""),
+        body=dict(body) if isinstance(body, dict) else None,
+        is_whole=request.get("content") == "whole",
+        input_tokens=tokens.get("input"),
+        output_tokens=tokens.get("output"),
+        total_ms=bundle.get("elapsed_ms"),
+    )

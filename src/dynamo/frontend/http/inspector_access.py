@@ -1,0 +1,54 @@
+"""Where the inspector of this process lets its token in, and the file by which its owner's tools find it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dynamo.frontend.http.admin import serves_admin_with_api
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.addresses import WILDCARDS, http_url
+from dynamo.runtime.inspector_token import InspectorAccess, publish_access, remove_access
+
+__all__ = ["published_access", "uses_token"]
+
+logger = logging.getLogger(__name__)
+
+
+def uses_token(settings: FrontendSettings) -> bool:
+    """Return whether the inspector is served where no key protects it, so that its token does."""
+    if not settings.inspector.is_on or settings.disable_admin_api or settings.admin_keys_file is not None:
+        return False
+    if settings.admin_port is not None:
+        return True
+    return serves_admin_with_api(settings) and not settings.key_sources.exist
+
+
+@contextmanager
+def published_access(settings: FrontendSettings, api_port: int, admin_port: int | None, token: str) -> Iterator[None]:
+    """Keep the file of the token for as long as the block runs; does nothing where no token is used.
+
+    Without the file `dynamo top` has to be given the token, and everything else works: a folder that cannot be written is a
+    warning.
+    """
+    if not uses_token(settings):
+        yield
+        return
+    host = settings.http_host if admin_port is None else settings.admin_host
+    port = api_port if admin_port is None else admin_port
+    url = http_url("127.0.0.1" if host in WILDCARDS else host, port)
+    if admin_port is None and settings.tls_cert_path is not None:
+        url = url.replace("http://", "https://", 1)
+    try:
+        path = publish_access(port, InspectorAccess(url, token, os.getpid()))
+    except OSError as error:
+        logger.warning("the token of the inspector at %s cannot be written, so tools do not find it: %s", url, error)
+        yield
+        return
+    logger.info("inspector at %s/admin/v1/snapshot, its token in %s", url, path)
+    try:
+        yield
+    finally:
+        remove_access(port, token)

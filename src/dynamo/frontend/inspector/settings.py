@@ -1,0 +1,28 @@
+"""The settings of the inspector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.settings.readers import switch
+from dynamo.settings.table import setting
+
+__all__ = ["InspectorSettings"]
+
+_GROUP = "inspector"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectorSettings:
+    """What the inspector shows, and what it may do."""
+
+    # fmt: off
+    is_on: bool = setting(True, "DYN_INSPECT", switch,
+        "Serve the [inspector](inspector.md) where the admin routes are served", flag="--inspect", group=_GROUP)
+    is_read_only: bool = setting(False, "DYN_INSPECT_READ_ONLY", switch,
+        "The inspector shows, and does nothing: no request is aborted, no worker drained", flag="--inspect-read-only",
+        dest="inspect_read_only", group=_GROUP)
+    shows_content: bool = setting(False, "DYN_INSPECT_CONTENT", switch,
+        "Keys with the role `content` or `admin` may see what clients wrote: in the texts of errors, and in bundles that "
+        "`--keep-failed-content` kept", flag="--inspect-content", dest="inspect_content", group=_GROUP)
+    # fmt: on

@@ -1,0 +1,30 @@
+"""The tables that pictures are made from."""
+
+from __future__ import annotations
+
+from dynamo.frontend.inspector.clock import InspectorClock
+from dynamo.frontend.inspector.events import EventLog
+from dynamo.frontend.inspector.lifecycle import WorkerLifecycle
+from dynamo.frontend.inspector.recent import RecentRequests
+from dynamo.frontend.inspector.routing import RoutingLog
+from dynamo.frontend.inspector.streams import StreamTable
+from dynamo.frontend.inspector.workers import ClusterTable
+from dynamo.frontend.models.busy_threshold import LoadFollower
+from dynamo.frontend.pipeline.inference import Pipeline
+
+__all__ = ["Tables"]
+
+
+class Tables:
+    """One table for each kind of row, over the parts of one frontend."""
+
+    def __init__(self, pipeline: Pipeline, loads: LoadFollower, clock: InspectorClock, frontend_id: str) -> None:
+        self.frontend_id = frontend_id
+        self.events = EventLog(clock, frontend_id)
+        self.streams = StreamTable(pipeline.register, clock, frontend_id)
+        self.recent = RecentRequests(clock, frontend_id)
+        self.lifecycle = WorkerLifecycle(pipeline.models, self.events, clock)
+        self.routing = RoutingLog(pipeline.models.desk, clock, frontend_id)
+        self.cluster = ClusterTable(
+            pipeline.models, pipeline.settings, clock, loads.busy_workers.reports_of, self.lifecycle.first_seen
+        )

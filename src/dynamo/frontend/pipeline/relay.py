@@ -1,0 +1,156 @@
+"""Requests that a raw engine answers: one worker gets the body, and what it yields is written object by object."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any, cast
+
+from dynamo.frontend.apis.relayed import Planning, Relayed, RelayedApi, RelayWriter
+from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.pipeline.charging import reserve_tokens
+from dynamo.frontend.pipeline.exchange import Exchange, Phase
+from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline, Resolved
+from dynamo.frontend.pipeline.plan import WorkRequest
+from dynamo.frontend.pipeline.results import object_of
+from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
+from dynamo.frontend.pipeline.stage_timer import PARSE
+from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.dispatch import RoutedStream
+from dynamo.router.failover import DispatchRequest
+
+__all__ = ["RelayCall"]
+
+
+class RelayCall(Call):
+    """One inference API whose answers are what a raw engine yields."""
+
+    def __init__(self, api: RelayedApi[Any], pipeline: Pipeline) -> None:
+        super().__init__(api, pipeline)
+        self._relayed = api
+
+    @property
+    def _offload(self) -> Offload:
+        return self._pipeline.preprocessor.offload
+
+    async def _answer(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
+        request: Any = resolved.request
+        try:
+            await self._serve_request(exchange, resolved, opened)
+        finally:
+            if request.media is not None:
+                request.media.end()
+
+    async def _serve_request(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
+        pipeline, timer, model = self._pipeline, exchange.timer, resolved.model
+        request: Any = resolved.request
+        at = Planning(pipeline.preprocessor, pipeline.media, model, exchange.context)
+        plan = await self._relayed.plan(at, request)
+        if exchange.arrival.charge is not None:
+            reserve_tokens(exchange.arrival.charge, plan, model.length_limits)
+        exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
+        exchange.enter(Phase.PREPROCESSED, exchange.now())
+        timer.mark(PARSE)
+        owner = "" if exchange.identity is None else exchange.identity.owner
+        known = Relayed(
+            exchange.context.id(), model, work.tally, owner, _base_url(exchange, pipeline.settings.media.link_prefix)
+        )
+        writer = self._relayed.writer(request, known)
+        dispatch = DispatchRequest(
+            cast(WorkerRequest, plan.parts[0]),
+            (),
+            record=work.tally,
+            timer=timer,
+            limits=plan.limits,
+            pinned_instance_id=plan.pinned_instance_id,
+            takes_text=True,
+            stall_detector=work.stall_detector,
+        )
+        stream = model.dispatcher.open(dispatch, exchange.context)
+        work.running = (stream,)
+        try:
+            async with aclosing(_objects(stream, dispatch)) as objects:
+                if opened.stream is not None:
+                    await self._send_events(exchange, writer, objects, opened.stream)
+                else:
+                    await self._send_plain(exchange, writer, objects, opened)
+        finally:
+            stream.close()
+
+    async def _send_events(
+        self, exchange: Exchange, writer: RelayWriter, objects: AsyncIterator[Any], stream: AnswerStream
+    ) -> None:
+        async for found in objects:
+            self._note_progress(exchange)
+            if data := await self._offload(partial(writer.take, found)):
+                await stream.write(data)
+                exchange.timer.answering()
+        last = await self._offload(writer.end)
+        exchange.check_end()
+        await stream.end(last)
+
+    async def _send_plain(
+        self, exchange: Exchange, writer: RelayWriter, objects: AsyncIterator[Any], opened: OpenAnswer
+    ) -> None:
+        """Send bytes as they come, where the writer says what they are; else one body."""
+        timer, sent = exchange.timer, None
+        try:
+            async for found in objects:
+                self._note_progress(exchange)
+                data = await self._offload(partial(writer.take, found))
+                if writer.content_type is not None:
+                    if sent is None:
+                        opened.stream = sent = opened.sink.open_bytes(writer.content_type, timer.headers())
+                    await sent.write(data)
+                    timer.answering()
+            if sent is None:
+                await self._reply(exchange, writer, opened)
+                return
+            last = await self._offload(writer.end)
+            exchange.check_end()
+        except Exception:
+            if sent is not None:
+                await sent.cut()  # what comes of the failure otherwise is the boundary's affair
+            raise
+        await sent.end(last)
+
+    async def _reply(self, exchange: Exchange, writer: RelayWriter, opened: OpenAnswer) -> None:
+        reply = await self._offload(writer.whole)
+        exchange.check_end()
+        timer = exchange.timer
+        timer.answering()
+        headers: HeaderPairs = reply.headers
+        if timer.is_wanted:
+            timer.ended()
+            headers = (*headers, *timer.headers())
+        await opened.sink.reply(200, reply.body, headers, content_type=reply.content_type)
+
+    def _note_progress(self, exchange: Exchange) -> None:
+        now, counters = exchange.now(), exchange.counters
+        assert counters is not None
+        counters.tokens(0, now)
+        if exchange.phase < Phase.STREAMING:
+            exchange.enter(Phase.STREAMING, now)
+            if exchange.slot is not None:
+                exchange.slot.begun(now)
+
+
+def _base_url(exchange: Exchange, prefix: str | None) -> str:
+    """Return what comes before the path of a link: what the operator says, or else what the client called us."""
+    if prefix is not None:
+        return prefix.rstrip("/")
+    host = exchange.arrival.headers.get(b"host", b"").decode("latin-1")
+    return f"http://{host}" if host else ""
+
+
+async def _objects(stream: RoutedStream, request: DispatchRequest) -> AsyncGenerator[Any, None]:
+    """Yield what the worker sends until its stream ends; nothing more once the request was cancelled.
+
+    Raises:
+        DynamoException: typed; a worker that is lost after its first object is not replaced.
+    """
+    while items := await stream.next_batch():
+        request.is_complete = True  # the end of a raw stream is its only terminal, and may come from here on
+        for item in items:
+            yield object_of(item)

@@ -1,0 +1,141 @@
+"""What came of one answer and when, noted while it is sent. Only for requests that are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from dynamo.frontend.pipeline.events import ChoiceOutput, Finished
+from dynamo.text.output import CallArguments, CallBegan, Content, Reasoning
+
+__all__ = ["RequestTap"]
+
+MAX_PARTS: Final = 200_000  # of one answer
+MAX_CHARACTERS: Final = 8 * 1024 * 1024
+
+
+class RequestTap:
+    """One answer. The times are loop times; nothing is formatted before the answer has ended."""
+
+    __slots__ = (
+        "_at",
+        "_calls",
+        "_characters",
+        "_choices",
+        "_outputs",
+        "_tokens",
+        "agent_context",
+        "body",
+        "follows",
+        "is_recorded",
+        "request",
+    )
+
+    def __init__(
+        self, request: Any, agent: dict[str, object] | None, at: float, *, follows: bool, keeps_content: bool
+    ) -> None:
+        """`at`: when the request came. `follows`: notes the parts of the answer. `keeps_content`: with what they hold."""
+        self.request, self.agent_context, self.follows = request, agent, follows
+        self.is_recorded = True  # False: it is for the span of the request alone
+        self.body: bytes | None = None  # of the whole answer, as one body
+        self._at = [at]  # and when each part of the answer came
+        self._tokens: list[int] = []
+        self._choices: list[int] = []
+        self._outputs: list[Any] | None = [] if keeps_content else None
+        self._calls: dict[int, int] = {}  # choice -> calls that began
+        self._characters = 0
+
+    def add(self, outputs: Sequence[ChoiceOutput], tokens: Sequence[int], now: float) -> None:
+        """Note what one wake-up brought: the outputs and tokens of some choices, in the same order."""
+        for position, output in enumerate(outputs):
+            if len(self._tokens) >= MAX_PARTS:
+                return
+            self._at.append(now)
+            self._tokens.append(tokens[position] if position < len(tokens) else 0)
+            self._choices.append(output.choice)
+            if self._outputs is not None and self._characters < MAX_CHARACTERS:
+                self._outputs.append(self._written(output))
+
+    def folded(self) -> dict[str, Any]:
+        """Return the parts that were kept as one chat completion, whichever API they were for."""
+        choices: dict[int, dict[str, Any]] = {}
+        for number, output in zip(self._choices, self._outputs or (), strict=False):
+            message = choices.setdefault(number, {"content": "", "finish_reason": None, "calls": {}})
+            part: dict[str, Any] = {"content": output} if isinstance(output, str) else output
+            message["content"] += part.get("content", "")
+            message["finish_reason"] = part.get("finish_reason", message["finish_reason"])
+            if "reasoning_content" in part:
+                message["reasoning_content"] = message.get("reasoning_content", "") + part["reasoning_content"]
+            for call in part.get("tool_calls", ()):
+                made = message["calls"].setdefault(
+                    call["index"], {"id": call.get("id"), "type": "function", "function": {"name": "", "arguments": ""}}
+                )
+                made["function"]["name"] = made["function"]["name"] or call["function"].get("name", "")
+                made["function"]["arguments"] += call["function"].get("arguments", "")
+        return {
+            "object": "chat.completion",
+            "choices": [_folded_choice(number, choices[number]) for number in sorted(choices)],
+        }
+
+    @property
+    def keeps_content(self) -> bool:
+        """Whether it keeps what the parts of the answer hold."""
+        return self._outputs is not None
+
+    def timing(self, *, with_content: bool) -> dict[str, Any]:
+        """Return the parts as a record shows them: the first time counts from the request, each further one from the time before.
+
+        A part of plain text is a string, any other an object in the form of a chat's delta.
+        """
+        at = self._at
+        found: dict[str, Any] = {
+            "gaps_ms": [round((later - before) * 1000, 1) for before, later in pairwise(at)],
+            "tokens": self._tokens,
+        }
+        if any(self._choices):
+            found["choices"] = self._choices
+        if with_content and self._outputs is not None:
+            found["outputs"] = self._outputs
+        if len(self._tokens) >= MAX_PARTS or self._characters >= MAX_CHARACTERS:
+            found["is_cut"] = True
+        return found
+
+    def _written(self, output: ChoiceOutput) -> Any:
+        text, reasoning, calls = "", "", list[dict[str, Any]]()
+        found: dict[str, Any] = {}
+        for event in output.events:
+            if isinstance(event, Content):
+                text += event.text
+            elif isinstance(event, Reasoning):
+                reasoning += event.text
+            elif isinstance(event, CallBegan):
+                number = self._calls.get(output.choice, 0)
+                self._calls[output.choice] = number + 1
+                function = {"name": event.name, "arguments": ""}
+                calls.append({"index": number, "id": event.id, "type": "function", "function": function})
+            elif isinstance(event, CallArguments):
+                last = self._calls.get(output.choice, 1) - 1
+                number = last if event.call is None else event.call
+                calls.append({"index": number, "function": {"arguments": event.text}})
+            elif isinstance(event, Finished):
+                found["finish_reason"] = event.reason
+        self._characters += len(text) + len(reasoning) + sum(len(each["function"]["arguments"]) for each in calls)
+        if not (reasoning or calls or found):
+            return text
+        if text:
+            found["content"] = text
+        if reasoning:
+            found["reasoning_content"] = reasoning
+        if calls:
+            found["tool_calls"] = calls
+        return found
+
+
+def _folded_choice(number: int, found: dict[str, Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": found["content"] or None}
+    if "reasoning_content" in found:
+        message["reasoning_content"] = found["reasoning_content"]
+    if found["calls"]:
+        message["tool_calls"] = [found["calls"][index] for index in sorted(found["calls"])]
+    return {"index": number, "message": message, "finish_reason": found["finish_reason"]}

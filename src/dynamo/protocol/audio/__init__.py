@@ -1,0 +1,3 @@
+"""Speech, transcripts and translations of sound: requests, answers, subtitles."""
+
+__all__: list[str] = []

@@ -1,0 +1,337 @@
+"""The views of the inspector, as its API answers carry them, and as its terminal and its page read them.
+
+Times are milliseconds since the epoch, by the clock of the frontend that answers; durations are seconds. Ids of workers
+are strings of hexadecimal digits, as logs write them. None: not known, which a reader shows as `-`.
+
+A snapshot is one picture of the asked views. A watch begins with a snapshot and goes on with patches: `Patch.set` maps the
+key of an entry, `VIEW/ID` or the name of a view that has one entry only (`fleet`), to its new value, `Patch.gone` lists
+keys whose entries have gone. An entry is always sent whole. Ages are not sent: a reader reckons them from the times, so that
+an entry that only grows older needs no patch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+__all__ = [
+    "PHASES",
+    "VIEWS",
+    "AttemptView",
+    "CandidateView",
+    "CountersView",
+    "ErrorGroup",
+    "EventView",
+    "FleetView",
+    "FrontendView",
+    "ModelView",
+    "Patch",
+    "Picture",
+    "PrefixView",
+    "RecentView",
+    "RequestDetail",
+    "RoutingView",
+    "SettingView",
+    "StreamView",
+    "WorkerView",
+]
+
+VIEWS: Final = (
+    "fleet", "frontends", "models", "workers", "streams", "recent", "routing", "prefixes", "errors", "events",
+)  # fmt: skip
+"""What a snapshot and a watch can be asked for; the order is that of the page."""
+
+PHASES: Final = (
+    "admitted", "preprocess", "route", "queued", "encode", "prefill", "transfer", "decode", "sending", "client slow",
+)  # fmt: skip
+"""What a request in flight is doing. `queued`: in a queue of the router or of its worker."""
+
+
+class CountersView(Struct, kw_only=True):
+    """Figures of the whole system over the last minute, unless a name says otherwise."""
+
+    requests_per_second: float = 0.0
+    input_tokens_per_second: float = 0.0
+    output_tokens_per_second: float = 0.0
+    running: int = 0  # now
+    waiting: int = 0  # now: requests that have had no token yet
+    ttft_p50_seconds: float | None = None
+    ttft_p99_seconds: float | None = None
+    itl_p50_seconds: float | None = None
+    itl_p99_seconds: float | None = None
+    error_share: float | None = None  # of the finished requests, 0 to 1
+    shed_per_second: float = 0.0
+    kv_share: float | None = None  # KV blocks in use of all workers that say so, 0 to 1
+    prefix_hit_share: float | None = None  # prompt tokens found in a cache, 0 to 1
+
+
+class FleetView(Struct, kw_only=True):
+    """The whole system on one line, and the last five minutes of it."""
+
+    cluster: str  # the namespace, or what else the operator called it
+    started_ms: int  # of the frontend that answers
+    frontends: int
+    workers: int
+    models: int
+    now: CountersView
+    history: dict[str, list[float | None]] = {}
+    """The last five minutes, an entry each five seconds, the newest last, by the names of `CountersView`."""
+    history_seconds: float = 5.0
+    read_only: bool = False
+    shows_content: bool = False
+    role: str = "admin"  # of who asks: viewer, content, operator or admin
+    version: str = ""
+
+
+class FrontendView(Struct, kw_only=True):
+    """One process of a frontend."""
+
+    id: str
+    host: str
+    pid: int
+    started_ms: int
+    stage: str  # serving, leaving, draining or stopping
+    in_flight: int
+    cpu_share: float | None = None  # of one core
+    rss_bytes: int | None = None
+    loop_lag_seconds: float | None = None
+    version: str = ""
+
+
+class ModelView(Struct, kw_only=True):
+    """One model of one namespace."""
+
+    id: str  # NAMESPACE/NAME
+    name: str
+    namespace: str
+    types: list[str]
+    is_ready: bool
+    why_not: str | None = None  # what is missing, in a sentence; None: nothing is
+    workers: dict[str, int] = {}  # by role
+    in_flight: int = 0
+    waiting: int = 0
+    limit: int | None = None  # of requests in flight
+    context_length: int | None = None
+    block_size: int | None = None
+    router_mode: str | None = None
+    parent: str | None = None  # of an adapter: its base model
+    aliases: list[str] = []
+    adapters: list[str] = []
+
+
+class WorkerView(Struct, kw_only=True):
+    """One worker, as this frontend sees it."""
+
+    id: str
+    role: str  # agg, prefill, decode or encode
+    models: list[str]
+    address: str
+    wire: str  # mux, native or nats
+    state: str  # starting, ready, draining, quarantined or gone
+    note: str = ""  # why it is in that state, and what happens next
+    state_until_ms: int | None = None
+    since_ms: int | None = None  # when this frontend first saw it
+    running: int = 0
+    limit: int | None = None
+    queued: int | None = None
+    queue_age_seconds: float | None = None
+    silent_ms: int | None = None  # since when the longest silence of one of its streams lasts
+    output_tokens_per_second: float | None = None
+    kv_blocks_used: int | None = None
+    kv_blocks_total: int | None = None
+    prefix_hit_share: float | None = None
+    adapters: list[str] = []
+    version: str | None = None
+    card: str | None = None  # checksum
+
+
+class StreamView(Struct, kw_only=True):
+    """One request in flight."""
+
+    id: str
+    client_request_id: str | None = None
+    frontend: str  # the process that has it
+    key: str | None = None  # the name of the API key, never the key
+    model: str | None = None
+    endpoint: str
+    phase: str  # of PHASES
+    started_ms: int
+    phase_ms: int  # when it entered the phase
+    is_streaming: bool = False
+    queued_seconds: float = 0.0
+    ttft_seconds: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    max_tokens: int | None = None
+    tokens_per_second: float | None = None
+    last_token_ms: int | None = None
+    workers: list[str] = []  # the newest last
+    attempt: int = 1
+    choices: int = 1
+    priority: int = 0
+    client_bytes_waiting: int | None = None
+    is_stalled: bool = False
+
+
+class RecentView(Struct, kw_only=True):
+    """One request that has ended."""
+
+    id: str
+    client_request_id: str | None = None
+    frontend: str
+    key: str | None = None
+    model: str | None = None
+    endpoint: str
+    started_ms: int
+    ended_ms: int
+    status: int  # of HTTP; 499: the client left
+    outcome: str  # ok, failed, cancelled, aborted or shed
+    code: str | None = None
+    message: str | None = None
+    finish_reason: str | None = None
+    queued_seconds: float = 0.0
+    ttft_seconds: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    workers: list[str] = []
+    attempts: int = 1
+    has_bundle: bool = False  # there is more to see at /admin/v1/errors/{id}
+
+
+class CandidateView(Struct, kw_only=True):
+    """One worker as a routing decision saw it."""
+
+    worker: str
+    rank: int = 0
+    overlap_blocks: float | None = None
+    prefill_tokens: float | None = None  # that it would have to compute, with those before it
+    decode_blocks: float | None = None
+    running: int | None = None
+    cost: float | None = None  # the lowest wins
+    is_chosen: bool = False
+    left_out: str | None = None  # why it was not to be had: quarantined, busy, taint, adapter, tried before
+
+
+class RoutingView(Struct, kw_only=True):
+    """One routing decision, in the router's own words."""
+
+    id: str
+    request_id: str | None
+    model: str
+    stage: str  # encode, prefill or decode
+    at_ms: int
+    policy: str
+    decided_by: str  # in words, as "lowest cost"
+    prompt_tokens: int | None = None
+    block_size: int | None = None
+    candidates: list[CandidateView] = []
+    candidates_in_all: int = 0  # more than are listed, where there are many
+
+
+class AttemptView(Struct, kw_only=True):
+    """One worker's turn at a request."""
+
+    number: int
+    worker: str
+    at_ms: int
+    outcome: str  # running, ended, or why the next one began
+    output_tokens: int = 0
+
+
+class EventView(Struct, kw_only=True):
+    """Something that happened."""
+
+    id: str
+    at_ms: int
+    kind: str  # worker joined, worker left, worker quarantined, request migrated, card conflict, action, scale
+    text: str
+    worker: str | None = None
+    model: str | None = None
+    request_id: str | None = None
+    by: str | None = None  # of an action: the name of the key
+
+
+class RequestDetail(Struct, kw_only=True):
+    """One request, in flight or ended, as far as it is still known."""
+
+    stream: StreamView | None = None  # None: it has ended
+    recent: RecentView | None = None  # None: it is in flight
+    timeline: list[tuple[str, int, int | None]] = []  # phase, its begin and its end in ms; None: it lasts
+    routing: list[RoutingView] = []
+    attempts: list[AttemptView] = []
+    attempt_limit: int | None = None
+    parameters: dict[str, Any] = {}
+    token_rates: list[float] = []  # tokens per second of the last minute, an entry each second
+    events: list[EventView] = []
+    content: dict[str, Any] | None = None  # None: content is not shown
+
+
+class PrefixView(Struct, kw_only=True):
+    """One prefix that caches hold."""
+
+    id: str  # hash of its last block
+    model: str
+    blocks: int  # its length
+    depth: int
+    holders: list[str]
+    hits: int | None = None
+    parent: str | None = None
+
+
+class ErrorGroup(Struct, kw_only=True):
+    """Failures that look alike."""
+
+    id: str
+    status: int
+    code: str | None
+    model: str | None
+    worker: str | None
+    message: str  # with what differs from one failure to the next replaced by a mark
+    count: int
+    per_minute: float
+    first_ms: int
+    last_ms: int
+    example: str  # id of a request with a bundle
+
+
+class SettingView(Struct, kw_only=True):
+    """One setting that is in force."""
+
+    name: str
+    value: Any  # None: not set; a secret is never shown
+    origin: str  # flag, environment, file or default
+    help: str = ""
+
+
+class Picture(Struct, kw_only=True):
+    """One picture. A view that was not asked for is None."""
+
+    seq: int
+    taken_ms: int
+    partial: list[str] = []  # members that did not answer in time, and other frontends that could not be asked
+    totals: dict[str, int] = {}  # by view, how many entries there are, where only some of them are sent
+    fleet: FleetView | None = None
+    frontends: list[FrontendView] | None = None
+    models: list[ModelView] | None = None
+    workers: list[WorkerView] | None = None
+    streams: list[StreamView] | None = None
+    recent: list[RecentView] | None = None
+    routing: list[RoutingView] | None = None
+    prefixes: list[PrefixView] | None = None
+    errors: list[ErrorGroup] | None = None
+    events: list[EventView] | None = None
+
+
+class Patch(Struct, kw_only=True):
+    """What changed since the last picture."""
+
+    seq: int
+    taken_ms: int
+    set: dict[str, Any] = {}
+    gone: list[str] = msgspec.field(default_factory=list, name="del")
+    partial: list[str] = []
+    totals: dict[str, int] = {}

@@ -1,0 +1,90 @@
+"""The token that protects the inspector of a frontend without keys: made at start, found by port by the same user's tools.
+
+Loopback is reached by every user of a machine, so an address is no protection. The token stands in a file that only its
+owner can read: `$XDG_RUNTIME_DIR/dynamo/inspect-PORT.json`, or `~/.cache/dynamo/run/inspect-PORT.json` without that variable.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+__all__ = ["InspectorAccess", "find_access", "new_token", "publish_access", "remove_access", "token_directory"]
+
+MAX_FILE_BYTES: Final = 16 * 1024
+
+
+class InspectorAccess(Struct, frozen=True):
+    """How the inspector of one frontend is reached."""
+
+    url: str  # of the listener that serves it: http://127.0.0.1:8000
+    token: str
+    pid: int
+
+
+def new_token() -> str:
+    """Return a token that cannot be guessed."""
+    return secrets.token_urlsafe(24)
+
+
+def token_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of the files."""
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime) / "dynamo"
+    home = environment.get("HOME")
+    return (Path(home) if home else Path.home()) / ".cache" / "dynamo" / "run"
+
+
+def publish_access(port: int, access: InspectorAccess, environment: Mapping[str, str] = os.environ) -> Path:
+    """Write the file of a port, for its owner only; one that is there is replaced. Raises OSError."""
+    folder = token_directory(environment)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = _path(port, environment)
+    descriptor, written = tempfile.mkstemp(dir=folder, prefix=".inspect-")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(access))
+        os.replace(written, path)  # whole or not at all, and through no link that stood there
+    except BaseException:
+        os.unlink(written)
+        raise
+    return path
+
+
+def find_access(port: int, environment: Mapping[str, str] = os.environ) -> InspectorAccess | None:
+    """Return how the inspector at a port is reached; None: no file of this user says so.
+
+    A file of another user, or one that others can write, is not believed: it could send a key to a stranger's address.
+    """
+    try:
+        descriptor = os.open(_path(port, environment), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return None
+        try:
+            return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=InspectorAccess)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+
+def remove_access(port: int, token: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Remove the file of a port if it holds this token: a frontend that came after may have written its own. Idempotent."""
+    found = find_access(port, environment)
+    if found is not None and found.token == token:
+        _path(port, environment).unlink(missing_ok=True)
+
+
+def _path(port: int, environment: Mapping[str, str]) -> Path:
+    return token_directory(environment) / f"inspect-{port}.json"

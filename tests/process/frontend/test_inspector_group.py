@@ -1,0 +1,202 @@
+"""The inspector of a frontend of two processes: whichever is asked answers for both, and acts on both."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.runtime.inspector_token import InspectorAccess, find_access
+from support.http_client import CHAT, Exchange, ask, chat, exchange, script
+from support.patience import PATIENCE_SECONDS
+from support.processes import Cluster, Frontend, until, wait
+from support.serve_command import serve_command
+
+PROCESSES = 2
+ROUNDS = 2 * PROCESSES  # of connections, which are dealt out evenly: each process has as many of them
+
+
+class Rig:
+    """A frontend of two processes, two workers of one model, and what the owner's tools know of the inspector."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.folder = folder
+        self.workers = [cluster.worker(name, "group") for name in ("left", "right")]
+        flags = (f"--workers={PROCESSES}", "--router-mode=round-robin")
+        self.frontend = cluster.frontend("group", *flags, XDG_RUNTIME_DIR=str(folder))
+        cluster.wait_ready(self.frontend, *self.workers)
+        wait(lambda: len(members(self.frontend)) == PROCESSES, lambda: f"both; log:\n{self.frontend.log}")
+
+    @property
+    def access(self) -> InspectorAccess:
+        found = find_access(self.frontend.port, {"XDG_RUNTIME_DIR": str(self.folder)})
+        assert found is not None, self.frontend.log
+        return found
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.access.token}"}
+
+    async def get(self, path: str) -> Any:
+        found = await ask(self.frontend.port, f"/admin/v1/{path}", headers=self.headers)
+        assert found.status == 200, found.body
+        return found.json()
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        found = await ask(self.frontend.port, f"/admin/v1/{path}", body or {}, headers=self.headers)
+        return found.status, found.json()
+
+    async def until_shown(self, path: str, holds: Callable[[Any], bool]) -> None:
+        """Wait until the answer holds, whichever process is asked."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not all([holds(await self.get(path)) for _ in range(ROUNDS)]):
+                await asyncio.sleep(0.05)
+
+    async def sees(self, event: str, tag: str, times: int) -> None:
+        """Wait until the workers together have noted an event so often."""
+        await until(lambda: sum(worker.count(event, tag) for worker in self.workers) >= times)
+
+
+def members(frontend: Frontend) -> set[int]:
+    return {int(pid) for pid in re.findall(r"frontend process \d+ \(pid (\d+)\) serves", frontend.log)}
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with Cluster(tmp_path_factory.mktemp("inspected")) as cluster:
+        yield Rig(cluster, tmp_path_factory.mktemp("run"))
+
+
+@asynccontextmanager
+async def streams(rig: Rig, tag: str, count: int = PROCESSES) -> AsyncIterator[list[Exchange]]:
+    """Streams under way that go on until they are ended, dealt out evenly to the processes."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(count):
+            headers = script(["say", "x"], ["wait"], tag=tag)
+            one = await stack.enter_async_context(
+                exchange(rig.frontend.port, CHAT, chat("group", stream=True), headers=headers)
+            )
+            assert await one.head() == 200
+            found.append(one)
+        yield found
+    await rig.until_shown("snapshot?views=streams", lambda picture: not picture["streams"])
+
+
+async def test_one_token_in_a_file_of_its_owner_opens_every_process(rig: Rig) -> None:
+    path = rig.folder / "dynamo" / f"inspect-{rig.frontend.port}.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert (rig.access.url, rig.access.pid) == (rig.frontend.url, rig.frontend.pid)
+    assert rig.access.token not in rig.frontend.log
+    for _ in range(ROUNDS):
+        picture = await rig.get("snapshot?views=fleet,frontends,workers")
+        assert picture["partial"] == []
+        assert {row["pid"] for row in picture["frontends"]} == members(rig.frontend)
+        assert (picture["fleet"]["frontends"], picture["fleet"]["workers"]) == (PROCESSES, 2)
+        assert len(picture["workers"]) == 2
+        wrong = await ask(rig.frontend.port, "/admin/v1/snapshot", headers={"authorization": "Bearer no"})
+        assert (wrong.status, (await ask(rig.frontend.port, "/admin/v1/snapshot")).status) == (401, 401)
+
+
+async def test_each_process_shows_and_ends_the_streams_of_both(rig: Rig) -> None:
+    async with streams(rig, "shown") as under_way:
+        pictures = [await rig.get("snapshot?views=streams,workers,fleet") for _ in range(ROUNDS)]
+        for picture in pictures:
+            assert len({row["frontend"] for row in picture["streams"]}) == PROCESSES  # one has one, the other the other
+            assert sum(row["running"] for row in picture["workers"]) == PROCESSES
+            assert picture["fleet"]["now"]["running"] == PROCESSES
+        ids = [row["id"] for row in pictures[0]["streams"]]
+        for id in ids:
+            for _ in range(ROUNDS):
+                assert (await rig.get(f"requests/{id}"))["stream"]["id"] == id
+            # Of connections one after the other each process gets one: one of them has the stream, the other has not.
+            assert [(await rig.post(f"requests/{id}/abort", {"reason": "enough"}))[0] for _ in range(ROUNDS)] == (
+                [202] * ROUNDS
+            )
+        rests = [await one.rest() for one in under_way]
+        assert [b"request_aborted" in rest and b"[DONE]" in rest for rest in rests] == [True] * PROCESSES
+        await rig.sees("stopped", "shown", PROCESSES)
+    for _ in range(ROUNDS):
+        recent = await rig.get("recent")
+        assert {row["id"] for row in recent["data"] if row["outcome"] == "aborted"} >= set(ids)
+    assert (await rig.post("requests/no-such/abort"))[0] == 404
+
+
+async def test_a_filter_counts_and_ends_what_both_have(rig: Rig) -> None:
+    async with streams(rig, "filtered", 2 * PROCESSES) as under_way:
+        status, counted = await rig.post("requests/abort", {"filter": "model:group"})
+        assert (status, counted["matched"], counted["aborted"]) == (200, 2 * PROCESSES, 0)
+        status, ended = await rig.post("requests/abort", {"filter": "model:group", "dry_run": False})
+        assert (status, ended["matched"], ended["aborted"]) == (202, 2 * PROCESSES, 2 * PROCESSES)
+        rests = [await one.rest() for one in under_way]
+        assert all(b"request_aborted" in rest for rest in rests)
+
+
+async def test_a_worker_drained_at_one_process_is_drained_at_both(rig: Rig) -> None:
+    (row, _) = (await rig.get("snapshot?views=workers"))["workers"]
+
+    def state_is(state: str) -> Callable[[Any], bool]:
+        return lambda picture: [each["state"] for each in picture["workers"] if each["id"] == row["id"]] == [state]
+
+    assert (await rig.post(f"workers/{row['id']}/drain", {"reason": "for its disk"}))[0] == 200
+    await rig.until_shown("snapshot?views=workers", state_is("draining"))
+    for _ in range(2 * ROUNDS):
+        assert (
+            await ask(rig.frontend.port, CHAT, chat("group"), headers=script(["say", "x"], tag="drained"))
+        ).status == 200
+    await rig.sees("first", "drained", 2 * ROUNDS)
+    counts = sorted(worker.count("first", "drained") for worker in rig.workers)
+    assert counts == [0, 2 * ROUNDS]
+    assert (await rig.post(f"workers/{row['id']}/undrain"))[0] == 200
+    await rig.until_shown("snapshot?views=workers", state_is("ready"))
+
+
+async def test_the_end_of_the_frontend_ends_watches_and_takes_the_file_away(rig: Rig) -> None:
+    path = rig.folder / "dynamo" / f"inspect-{rig.frontend.port}.json"
+    async with AsyncExitStack() as stack:
+        watches = []
+        for _ in range(PROCESSES):
+            watch = await stack.enter_async_context(
+                exchange(rig.frontend.port, "/admin/v1/watch?views=fleet", headers=rig.headers)
+            )
+            assert await watch.head() == 200
+            watches.append(watch)
+        rig.frontend.terminate()
+        for watch in watches:
+            assert b"event: snapshot" in (rest := await watch.rest())
+            assert rest.endswith(b"0\r\n\r\n")  # ended, not cut off
+    assert await rig.frontend.ended() == 0
+    assert not path.exists()
+
+
+async def test_the_command_prints_where_the_inspector_of_a_group_is(tmp_path: Path) -> None:
+    engine = ("--engine", "guide_engine:GuideEngine", "--http-host", "127.0.0.1", "--http-port", "0")
+    flags = (*engine, f"--frontend-workers={PROCESSES}")
+    with serve_command(tmp_path, "my-model", *flags, XDG_RUNTIME_DIR=str(tmp_path)) as command:
+        command.wait_ready()
+        found = find_access(command.port, {"XDG_RUNTIME_DIR": str(tmp_path)})
+        assert found is not None
+        line = f"inspector: {command.url}/inspect/#k={found.token}"
+        command.wait_for(lambda: line in command.out.splitlines(), "the line of the inspector")
+        headers = {"authorization": f"Bearer {found.token}"}
+
+        async def shown() -> set[tuple[int, int]]:
+            """Frontends and workers, as each process shows them."""
+            path = "/admin/v1/snapshot?views=frontends,workers"
+            pictures = [(await ask(command.port, path, headers=headers)).json() for _ in range(ROUNDS)]
+            return {(len(each["frontends"]), len(each["workers"])) for each in pictures}
+
+        async with asyncio.timeout(PATIENCE_SECONDS):  # Ready needs one process; the other may come a moment later
+            while await shown() != {(PROCESSES, 1)}:
+                await asyncio.sleep(0.05)
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait_ended() == 0
+        assert found.token not in command.err
+    assert find_access(command.port, {"XDG_RUNTIME_DIR": str(tmp_path)}) is None

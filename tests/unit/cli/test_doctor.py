@@ -1,0 +1,360 @@
+"""The checks of `dynamo doctor`, each by itself, and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.cli.doctor import certificates, installed, machine, network, variables
+from dynamo.cli.doctor.command import CHECKS, examine
+from dynamo.cli.doctor.diagnosis import CheckLevel, Diagnosis, Examined
+from dynamo.cli.inspect.client import InspectorClient
+from dynamo.cli.main import main
+from dynamo.runtime.inspector_token import InspectorAccess, publish_access
+from support.cases import each_case
+from support.certificates import Authority
+from support.inspector_pictures import demo_picture, ready_picture
+from support.inspector_server import inspector_server
+
+OK, WARNING, ERROR = CheckLevel.OK, CheckLevel.WARNING, CheckLevel.ERROR
+GIB = 1 << 30
+
+
+def examined(url: str = "http://127.0.0.1:1", *, names_frontend: bool = False, **env: str) -> Examined:
+    settings, _ = variables.read_frontend_settings(env)
+    return Examined(env, settings, InspectorClient(url, None), settings.http_port, names_frontend=names_frontend)
+
+
+def levels(found: Iterator[Diagnosis]) -> list[CheckLevel]:
+    return [one.level for one in found]
+
+
+@contextmanager
+def listening(greeting: bytes) -> Iterator[int]:
+    """A port that greets whoever connects."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(greeting)
+
+        thread = threading.Thread(target=greet, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join()
+
+
+# -- judgements --------------------------------------------------------------------------------------------------------
+
+
+@each_case(
+    ("made", "level"),
+    [
+        (machine.clock_off("x", 0.4), OK),
+        (machine.clock_off("x", -5.0), WARNING),
+        (machine.clock_off("x", 3600.0), ERROR),
+        (machine.file_limit(65_536, 65_536, 20_480), OK),
+        (machine.file_limit(-1, -1, 20_480), OK),
+        (machine.file_limit(4096, 65_536, 20_480), WARNING),
+        (machine.file_limit(256, -1, 20_480), ERROR),
+        (machine.disk_room("/x", 50 * GIB), OK),
+        (machine.disk_room("/x", GIB), WARNING),
+        (machine.disk_room("/x", 1 << 20), ERROR),
+        (machine.shared_memory_room(8 * GIB), OK),
+        (machine.shared_memory_room(64 << 20), WARNING),
+        (machine.process_count(8, 4), OK),
+        (machine.process_count(2, 4), WARNING),
+        (network.round_trip("etcd", 0.01), OK),
+        (network.round_trip("etcd", 1.0), WARNING),
+    ],
+)
+def test_a_judgement(made: Diagnosis, level: CheckLevel) -> None:
+    assert made.level is level
+    assert made.finding
+    assert bool(made.advice) is (level is not OK)
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    for check in (
+        machine.clocks,
+        machine.files,
+        machine.disks,
+        machine.shared_memory,
+        machine.processors,
+        machine.loopback,
+    ):
+        assert list(check(examined())), check.__name__
+
+
+def test_the_clock_of_a_frontend_is_that_of_its_pictures() -> None:
+    with inspector_server(demo_picture(taken_ms=int(time.time() * 1000) + 600_000)) as server:
+        found = list(machine.clocks(examined(server.url)))
+    assert [one.level for one in found] == [OK, ERROR]
+    assert "600 s ahead" in found[1].finding or "599 s ahead" in found[1].finding
+
+
+def test_nobody_is_told_to_set_the_limit_that_is_set() -> None:
+    assert "4096" not in machine.file_limit(4096, 4096, 20_480).advice
+    assert "65536" in machine.file_limit(4096, 65_536, 20_480).advice
+
+
+@contextmanager
+def dated(at: float) -> Iterator[str]:
+    """A server whose clock shows `at`, and which is etcd as well."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return super().date_time_string(at)
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"health": "true"}' if self.path == "/health" else b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_another_program_has_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = network.port_use("DYN_HTTP_PORT", "127.0.0.1", port, is_ours=False)
+        assert found.level is ERROR
+        assert str(port) in found.finding
+        assert network.port_use("DYN_HTTP_PORT", "127.0.0.1", port, is_ours=True).level is OK
+    assert network.port_use("DYN_HTTP_PORT", "127.0.0.1", port, is_ours=False).level is OK
+
+
+def test_the_file_store_is_written_and_left_as_it_was(tmp_path: Path) -> None:
+    assert network.file_store(tmp_path / "not" / "yet").level is OK
+    assert list(tmp_path.iterdir()) == []
+    assert network.file_store(Path("/proc/here")).level is ERROR
+
+
+def test_an_etcd_that_answers_and_one_that_does_not() -> None:
+    with dated(0.0) as url:
+        assert network.etcd_answer(url).level is OK
+        assert network.etcd_answer(url.removeprefix("http://")).level is OK
+        assert network.etcd_answer(f"{url}/elsewhere").level is ERROR
+    assert network.etcd_answer(url).level is ERROR
+    assert network.etcd_answer("http://[").level is ERROR
+
+
+def test_discovery_names_its_store(tmp_path: Path) -> None:
+    assert levels(network.discovery(examined(DYN_FILE_KV=str(tmp_path)))) == [OK]
+    assert levels(network.discovery(examined(DYN_FILE_KV=str(tmp_path), DYN_DISCOVERY_BACKEND="etcd"))) == [WARNING, OK]
+    assert levels(network.discovery(examined(DYN_DISCOVERY_BACKEND="kubernetes"))) == [ERROR]
+    assert levels(network.discovery(examined(DYN_DISCOVERY_BACKEND="mem"))) == [OK]
+    assert levels(network.discovery(examined(ETCD_ENDPOINTS="http://127.0.0.1:1,127.0.0.1:1"))) == [ERROR, ERROR]
+
+
+def test_nats_is_told_by_its_greeting() -> None:
+    with listening(b'INFO {"server_id": "x"}\r\n') as port:
+        assert network.nats_greeting(f"nats://127.0.0.1:{port}").level is OK
+    with listening(b"HTTP/1.1 400 Bad Request\r\n") as port:
+        assert "is not NATS" in network.nats_greeting(f"127.0.0.1:{port}").finding
+    assert network.nats_greeting(f"nats://127.0.0.1:{port}").level is ERROR
+    assert list(network.nats(examined())) == []  # nothing uses it
+    assert levels(network.nats(examined(DYN_EVENT_PLANE="nats", NATS_SERVER="nats://127.0.0.1:1"))) == [ERROR]
+
+
+def test_the_frontend_says_what_is_wrong() -> None:
+    with inspector_server(ready_picture()) as server:
+        assert levels(network.frontend(examined(server.url))) == [OK]
+        server.picture = demo_picture()
+        found = list(network.frontend(examined(server.url)))
+        assert "model dynamo/big: not ready" in found[0].finding
+        server.key = "s3cret"
+        assert levels(network.frontend(examined(server.url))) == [WARNING]
+    assert levels(network.frontend(examined(server.url))) == [OK]  # none has to run
+    assert levels(network.frontend(examined(server.url, names_frontend=True))) == [ERROR]
+
+
+# -- certificates ------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_of_certificate_and_key(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("serve.example", "127.0.0.1")
+    _, other = authority.issue("serve.example")
+    good = list(certificates.pair("DYN_TLS", certificate, key))
+    assert levels(iter(good)) == [OK]
+    assert "serve.example, 127.0.0.1" in good[0].finding
+    assert "is not the key of" in next(certificates.pair("DYN_TLS", certificate, other)).finding
+    assert "there is no file" in next(certificates.pair("DYN_TLS", certificate, str(tmp_path / "none"))).finding
+    authority.spoil(certificate)
+    assert "cannot be used" in next(certificates.pair("DYN_TLS", certificate, key)).finding
+    half = examined(DYN_TLS_CERT_PATH=certificate)
+    assert [one.advice for one in certificates.certificates(half)] == ["set DYN_TLS_KEY_PATH"]
+
+
+@each_case(
+    ("begins", "ends", "names", "level"),
+    [
+        (-90, 90, True, OK),
+        (-90, 3, True, WARNING),
+        (-90, -1, True, ERROR),
+        (1, 90, True, ERROR),
+        (-1, 90, False, ERROR),
+    ],
+)
+def test_the_dates_and_names_of_a_certificate(begins: int, ends: int, names: bool, level: CheckLevel) -> None:
+    now = ssl.cert_time_to_seconds("Jan  5 09:34:43 2030 GMT")
+
+    def date(days: int) -> str:
+        return time.strftime("%b %d %H:%M:%S %Y GMT", time.gmtime(now + 86_400 * days))
+
+    plain: dict[str, Any] = {"notBefore": date(begins), "notAfter": date(ends)}
+    if names:
+        plain["subjectAltName"] = (("DNS", "serve.example"),)
+    assert certificates.validity("DYN_TLS", plain, now).level is level
+
+
+def test_a_chain_is_tried_in_a_handshake(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path / "other", "stranger")
+    certificate, key = authority.issue("serve.example")
+    assert certificates.chain(certificate, key, authority.path, None).level is OK
+    assert certificates.chain(certificate, key, authority.path, "serve.example").level is OK
+    assert "mismatch" in certificates.chain(certificate, key, authority.path, "other.example").finding
+    assert certificates.chain(certificate, key, stranger.path, None).level is ERROR
+    assert certificates.chain(certificate, key, str(tmp_path / "none"), None).level is ERROR
+    wire = {
+        "DYN_TCP_TLS_CERT_PATH": certificate,
+        "DYN_TCP_TLS_KEY_PATH": key,
+        "DYN_TCP_TLS_CA_CERT_PATH": stranger.path,
+    }
+    assert levels(certificates.certificates(examined(**wire))) == [OK, ERROR]
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_variable_that_nothing_reads_gets_its_near_miss() -> None:
+    known = variables.known_variables()
+    assert {"DYN_HTTP_PORT", "ETCD_ENDPOINTS", "DYN_FILE_KV"} <= known
+    found = list(
+        variables.unknown_variables({"DYN_HTPP_PORT": "1", "DYN_HTTP_PORT": "2", "HOME": "/", "DYN_QQQQQQQ": ""}, known)
+    )
+    assert [one.finding for one in found] == ["nothing reads DYN_HTPP_PORT", "nothing reads DYN_QQQQQQQ"]
+    assert found[0].advice == "did you mean DYN_HTTP_PORT?"
+
+
+def test_a_value_that_cannot_be_read_is_an_error() -> None:
+    found = list(variables.variables(examined(DYN_HTTP_MAX_CONNECTIONS="many")))
+    assert any(one.level is ERROR and "DYN_HTTP_MAX_CONNECTIONS" in one.finding for one in found)
+
+
+@each_case(
+    ("env", "part"),
+    [
+        ({"DYN_TCP_TLS_INSECURE": "1", "DYN_TCP_TLS_CA_CERT_PATH": "/ca"}, "DYN_TCP_TLS_INSECURE"),
+        ({"ETCD_ENDPOINTS": "x:1", "DYN_DISCOVERY_BACKEND": "file"}, "ETCD_ENDPOINTS is set"),
+        ({"ETCD_AUTH_USERNAME": "x"}, "only one is set"),
+        ({"DYN_TCP_CREDIT_STALL_SECS": "1"}, "DYN_TCP_CREDIT_STALL_SECS is below"),
+    ],
+)
+def test_settings_that_contradict_each_other(env: dict[str, str], part: str) -> None:
+    assert list(variables.contradictions(examined())) == []
+    assert any(part in one.finding for one in variables.contradictions(examined(**env)))
+
+
+# -- what is installed and left ----------------------------------------------------------------------------------------
+
+
+def test_versions_are_named() -> None:
+    texts = " ".join(one.finding for one in installed.versions(examined()))
+    assert "msgspec" in texts
+    assert f"Python {sys.version_info.major}." in texts
+
+
+def test_a_token_file_of_a_dead_frontend_is_a_leftover(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    publish_access(8001, InspectorAccess("http://127.0.0.1:8001", "t", int(done.stdout)), env)
+    publish_access(8002, InspectorAccess("http://127.0.0.1:8002", "t", os.getpid()), env)
+    found = list(installed.leftovers(examined(**env)))
+    assert [one.level for one in found] == [WARNING, OK]
+    assert "has gone" in found[0].finding
+    (tmp_path / "dynamo" / "inspect-8002.json").chmod(0o644)
+    (tmp_path / "dynamo" / "inspect-8001.json").write_bytes(b"{")
+    assert levels(installed.leftovers(examined(**env))) == [WARNING, ERROR]
+    assert levels(installed.leftovers(examined(XDG_RUNTIME_DIR=str(tmp_path / "none")))) == [OK]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_that_fails_itself_does_not_end_the_others() -> None:
+    def broken(_: Examined) -> Iterator[Diagnosis]:
+        raise ZeroDivisionError("oh")
+        yield
+
+    found = list(examine(examined(), {"broken": broken, "loopback": machine.loopback}))
+    assert found[0] == (
+        "broken",
+        Diagnosis.bad("the check itself failed: ZeroDivisionError: oh", "report this: a check must not fail"),
+    )
+    assert len(found) > 1
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name.startswith(("DYN_", "ETCD_", "NATS_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("clean")
+def test_every_check_is_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert {one["check"] for one in report["findings"]} >= set(CHECKS) - {"NATS", "certificates", "shared memory"}
+    assert [one for one in report["findings"] if "itself failed" in one["finding"]] == []
+    assert status == ("ok", "warning", "error").index(report["status"])
+
+
+@pytest.mark.usefixtures("clean")
+def test_errors_are_status_2_and_say_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ETCD_ENDPOINTS", "http://127.0.0.1:1")
+    monkeypatch.setenv("DYN_HTPP_PORT", "1")
+    assert main(["doctor"]) == 2
+    out = capsys.readouterr().out
+    assert "ERROR    discovery: etcd at http://127.0.0.1:1 cannot be reached" in out
+    assert "         -> start it, or mend ETCD_ENDPOINTS" in out
+    assert "warning  settings: nothing reads DYN_HTPP_PORT" in out
+    assert "\nok " not in out
+    assert main(["doctor", "--all"]) == 2
+    assert "\nok " in capsys.readouterr().out

@@ -1,0 +1,163 @@
+"""The parts of `dynamo replay`: reading recordings, filling gaps, reading answers, comparing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.cli.replay.answers import ReplayedAnswer, read_body, read_stream
+from dynamo.cli.replay.comparing import compare, table
+from dynamo.cli.replay.filling import filled
+from dynamo.cli.replay.sending import ResentRequest
+from dynamo.engines.recorded.files import RecordedRequest, read_recordings
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.recording.request_shape import shape_of
+from support.cases import each_case
+
+
+def line(event_type: str, **members: Any) -> str:
+    return json.dumps({"event": {"schema": "dynamo.request.trace.v1", "event_type": event_type, **members}})
+
+
+END = {"request_id": "r", "request_received_ms": 5, "http_status": 200, "path": "/v1/chat/completions"}
+
+
+def test_the_records_of_a_request_are_put_together(tmp_path: Path) -> None:
+    file = tmp_path / "f.jsonl.gz"
+    later = {**END, "request_id": "first", "request_received_ms": 1}
+    stream = {"request_id": "r", "gaps_ms": [1, 2], "tokens": [1, 1], "outputs": ["a", "b"], "content_keys": ["k"]}
+    payload = {"request_id": "r", "path": "/p", "request": {"model": "m"}, "response": {"choices": []}}
+    lines = [
+        line("request_end", request=END), line("request_stream", stream=stream), line("request_payload", payload=payload),
+        line("tool"), line("request_end", request=later),
+    ]  # fmt: skip
+    file.write_bytes(gzip.compress("\n".join(lines).encode()))
+    first, second = read_recordings([file])
+    assert (first.id, second.id) == ("first", "r")
+    assert (second.status, second.body, second.is_whole, second.keys) == (200, {"model": "m"}, True, ["k"])
+    assert second.outputs == ["a", "b"]
+
+
+@pytest.mark.parametrize("cut", [10, 40, 120])
+def test_a_torn_file_is_read_up_to_the_tear(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "f.jsonl.gz"
+    lines = "".join(line("request_end", request={**END, "request_id": f"r{number}"}) + "\n" for number in range(2000))
+    data = gzip.compress(lines.encode())
+    file.write_bytes(data[: len(data) - cut])
+    assert 0 < len(read_recordings([file])) < 2000
+
+
+@each_case(
+    "content,what",
+    [
+        ("not json\n{}", "line 1: not a JSON object"),
+        ("hello", "line 1: not a JSON object"),
+        ('{"a": 1}', "line 1: not a record of requests"),
+        (line("request_end", request={}) + "\n{}", "line 1: not a record of requests: KeyError"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_by_line(content: str, what: str, tmp_path_factory: Any) -> None:
+    file = tmp_path_factory.mktemp("f") / "f.jsonl"
+    file.write_text(content)
+    with pytest.raises(InvalidArgument, match=what):
+        read_recordings([file])
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="nothing cannot be read: No such file"):
+        read_recordings([tmp_path / "nothing"])
+
+
+@given(st.lists(st.text(max_size=300), min_size=1, max_size=5), st.integers(0, 5))
+def test_a_filled_body_has_the_lengths_of_the_one_that_was_described(texts: list[str], ids: int) -> None:
+    body = {
+        "model": "m", "temperature": 0.5,
+        "messages": [{"role": "user", "content": text} for text in texts],
+        "prompt": list(range(1, ids + 1)),
+        "tools": [{"type": "function"}],
+    }  # fmt: skip
+    made, lost = filled(shape_of(body) or {})
+    assert [len(message["content"]) for message in made["messages"]] == [len(text) for text in texts]
+    assert [message["role"] for message in made["messages"]] == ["user"] * len(texts)
+    assert made["temperature"] == 0.5
+    assert len(made.get("prompt", [])) == ids
+    assert "tools" in lost
+    equal = [one["content"] == other["content"] for one in made["messages"] for other in made["messages"]]
+    assert (
+        equal == [one == other or len(one) == len(other) == 0 for one in texts for other in texts]
+        or min(map(len, texts)) < 13
+    )  # a mark does not fit into a short text
+
+
+CHAT = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 2}}  # fmt: skip
+MESSAGE = {"type": "message", "content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn",
+    "usage": {"input_tokens": 3, "output_tokens": 2}}  # fmt: skip
+RESPONSE = {"object": "response", "status": "completed", "output": [{"type": "message", "content": [{"text": "hi"}]}],
+    "usage": {"input_tokens": 3, "output_tokens": 2}}  # fmt: skip
+
+
+@each_case("body", [CHAT, MESSAGE, RESPONSE])
+def test_bodies_of_every_api_are_read_alike(body: dict[str, Any]) -> None:
+    found = read_body(200, json.dumps(body).encode())
+    assert (found.texts, found.finish_reason, found.input_tokens, found.output_tokens) == ({0: "hi"}, "stop", 3, 2)
+
+
+CHAT_STREAM = [
+    {"choices": [{"index": 0, "delta": {"content": "h"}, "finish_reason": None}]},
+    {"choices": [{"index": 0, "delta": {"content": "i"}, "finish_reason": "stop"}]},
+    {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
+]
+MESSAGE_STREAM = [
+    {"type": "message_start", "message": {"usage": {"input_tokens": 3}}},
+    {"type": "content_block_start", "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "hi"}},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
+]
+RESPONSE_STREAM = [
+    {"type": "response.output_text.delta", "delta": "hi"},
+    {"type": "response.completed", "response": RESPONSE},
+]
+
+
+@each_case("events", [CHAT_STREAM, MESSAGE_STREAM, RESPONSE_STREAM])
+def test_streams_of_every_api_are_read_alike(events: list[dict[str, Any]]) -> None:
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    found = read_stream(body.encode())
+    assert (found.texts, found.finish_reason, found.input_tokens, found.output_tokens) == ({0: "hi"}, "stop", 3, 2)
+
+
+def test_a_stream_that_fails_has_the_status_of_its_error() -> None:
+    found = read_stream(
+        b'data: {"error":{"message":"gone","type":"service_unavailable","code":503}}\n\ndata: [DONE]\n\n'
+    )
+    assert (found.status, found.error) == (503, "gone")
+
+
+def resent(answer: ReplayedAnswer, **request: Any) -> ResentRequest:
+    values: dict[str, Any] = {
+        "status": 200, "is_whole": True, "body": {"temperature": 0}, "finish_reason": "stop", "input_tokens": 3,
+        "output_tokens": 2, "response": CHAT,
+    } | request  # fmt: skip
+    return ResentRequest(RecordedRequest("r", **values), answer)
+
+
+def test_what_depends_on_chance_is_not_compared() -> None:
+    other = read_body(
+        200, json.dumps({**CHAT, "choices": [{"message": {"content": "yo"}, "finish_reason": "length"}]}).encode()
+    )
+    assert [one.what for one in compare(resent(other)).differences] == ["finish_reason", "text"]
+    assert compare(resent(other, body={})).differences == []
+    assert compare(resent(other, body={"seed": 3})).differences != []
+
+
+def test_an_answer_that_never_came_differs_also_where_nothing_is_known() -> None:
+    silent = ReplayedAnswer(error="refused")
+    assert [one.what for one in compare(resent(silent, status=None)).differences] == ["status"]
+    assert any("refused" in line for line in table([compare(resent(silent, status=None))]))

@@ -1,0 +1,5 @@
+"""Fixtures of this folder."""
+
+from support.spans import exported
+
+__all__ = ["exported"]
