@@ -112,6 +112,44 @@ async def test_a_store_that_does_not_answer_leaves_each_frontend_its_part(monkey
         assert granted == [30.0, 30.0]
 
 
+async def test_news_that_are_faster_than_the_answer_to_a_write_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, record = MemoryHub(), key("k", limits={"requests_per_minute": 60})
+    quick, slow = OneFrontend(hub, record), OneFrontend(hub, record)
+    swap, answered_late = slow.store.swap, 0
+
+    async def swap_slowly(path: str, before: bytes | None, after: bytes) -> bool:
+        """Write, and answer once the other frontend has written over it and this one has heard of that."""
+        nonlocal answered_late
+        is_written, number = await swap(path, before, after), int(path[-2:])
+        if is_written and not answered_late:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while (pages := slow.limits._seen.pages) is None or pages[number].value in (before, after):
+                    await asyncio.sleep(0)
+            answered_late += 1
+        return is_written
+
+    monkeypatch.setattr(slow.store, "swap", swap_slowly)
+    try:
+        for one in (quick, slow):
+            await one.store.start()
+            await one.limits.start()
+        assert answered_late == 1
+        assert [one.quotas.table.granted(one.quotas.book.of(one.identity).requests[0].at) for one in (quick, slow)] == [
+            30.0,
+            30.0,
+        ]
+        assert slow.begin(1) is not None
+        (page,) = (slow.limits._seen.pages or {}).values()
+        (division,) = page.divisions.values()
+        burst = slow.quotas.book.of(slow.identity).requests[0].whole.burst
+        assert division.level + sum([one.level for one in division.members.values()]) <= burst + 0.1
+    finally:
+        for one in (quick, slow):
+            await one.limits.aclose()
+            await one.store.close()
+            one.quotas.table.close()
+
+
 async def test_frontends_know_each_other_by_a_name_under_their_lease() -> None:
     async with frontends(2, key("k")) as both:
         names = {MEMBERS + one.limits.member for one in both}

@@ -201,7 +201,7 @@ class ClusterLimits:
                 for one in slices:
                     one.look_again()
                 return False  # somebody else was faster; what they wrote is on its way here
-            self._seen.put(number, value, after)
+            self._seen.replace(number, page, value, after)
         with self._quotas.table.locked():
             for one in slices:
                 one.take()
@@ -241,9 +241,18 @@ class _Seen:
                     self.put(number, change.value, _decoded(change), is_new=True)
 
     def put(self, number: int, value: bytes, divisions: dict[str, Division], *, is_new: bool = False) -> None:
-        """Note a page that was read or written."""
+        """Note a page."""
         assert self.pages is not None
         self.pages[number] = _Page(value, divisions, is_new=is_new)
+
+    def replace(self, number: int, before: _Page | None, value: bytes, divisions: dict[str, Division]) -> None:
+        """Note a page that was written over `before`, unless news of it were faster than the answer to the write.
+
+        Such news are of this write or of a later one: to put the write over a later one would hide that for good.
+        """
+        assert self.pages is not None
+        if self.pages.get(number) is before:
+            self.put(number, value, divisions, is_new=before is not None and before.is_new)
 
     def touch(self) -> None:
         """Mark all pages as new, so that they are looked at again."""

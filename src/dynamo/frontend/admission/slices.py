@@ -78,7 +78,7 @@ class Slice:
         granted = value + turn.units if isinstance(gate, BudgetGate) else turn.units
         change = turn.level_change
         if isinstance(gate, RateGate) and mine is None:
-            change = min(0.0, change - self._level())  # it has what comes with its units, and not what it had before
+            change = min(0.0, change - self._level())
         if isinstance(gate, BudgetGate):
             table.set_elsewhere(gate.at, max(0.0, turn.division.spent_beside(member) - self._base))
         if granted < table.granted(gate.at):
@@ -138,7 +138,8 @@ class Slice:
                 level = self._level()
                 used = self._demand.used_of_rate(level, gate.rate, now)
                 need = self._demand.observe(used, level < gate.rate.burst / 2, units, refused, total, now)
-                return Own(need, level=level, is_overdue=self._is_overdue(now))
+                # What it had before it is in the record does not count: it has what comes with its units.
+                return Own(need, level=0.0 if mine is None else level, is_overdue=self._is_overdue(now))
             case PlaceGate():
                 need = self._demand.observe(held, held >= units, units, held + refused if refused else 0.0, total, now)
                 return Own(need, held, is_overdue=self._is_overdue(now))
