@@ -89,6 +89,17 @@ _FRONTEND: Final = (
     Panel("Lateness of the event loop", "s", _quantiles("dynamo_frontend_event_loop_delay_seconds", "")),
     Panel("Time of a stage", "s", _quantiles("dynamo_frontend_stage_duration_seconds", "", "stage")),
     Panel(
+        "Media parts", "reqps", [("{{outcome}}", _rate("dynamo_frontend_media_fetches_total", by="outcome"))],
+        "Images, videos and sounds that requests named by a URL: fetched, found in the cache, or refused.",
+    ),
+    Panel(
+        "Memory of media", "bytes",
+        [
+            ("of requests in flight", _total("dynamo_frontend_media_held_bytes")),
+            ("kept for the next request", _total("dynamo_frontend_media_cache_bytes")),
+        ],
+    ),
+    Panel(
         "Batches", "short",
         [
             ("lines without a result", _total("dynamo_frontend_batch_backlog_lines")),
@@ -109,6 +120,19 @@ _WORKERS: Final = (
     Panel(
         "Workers", "short",
         [("{{model}} {{worker_type}}", f"max by (model, worker_type) (dynamo_frontend_model_workers{{{MODEL}}})")],
+    ),
+    Panel(
+        "Workers that there should be", "short",
+        [
+            ("{{model}} {{role}} wanted", f"max by (model, role) (dynamo_autoscale_desired_replicas{{{MODEL}}})"),
+            ("{{model}} {{role}} ready", f"max by (model, role) (dynamo_autoscale_ready_replicas{{{MODEL}}})"),
+        ],
+        "docs/scaling.md says how the number is found; it is followed by dynamo serve, KEDA or an HPA.",
+    ),
+    Panel(
+        "Saturation", "percentunit",
+        [("{{model}} {{role}}", f"max by (model, role) (dynamo_autoscale_saturation{{{MODEL}}})")],
+        "1 is full, averaged over 15 seconds.",
     ),
     Panel("Left out after a failure", "short", [("{{instance}}", "dynamo_request_plane_quarantined_instances")]),
     Panel("Requests at a worker", "short", [("{{worker_id}}", _total("dynamo_component_inflight_requests", by="worker_id"))]),
