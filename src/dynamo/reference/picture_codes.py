@@ -15,8 +15,9 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from dynamo.errors import InvalidArgument
+from dynamo.reference.picture_files import Pixels, read_picture
 from dynamo.reference.tensor_files import Array, read_tensors
-from dynamo.reference.vision import IMAGE_TOKENS, ColourGrid, Pixels, read_png
+from dynamo.reference.vision import IMAGE_TOKENS, ColourGrid
 
 __all__ = [
     "CODES",
@@ -50,7 +51,7 @@ class PictureCodes:
 
     def tokens(self, content: bytes) -> tuple[int, ...]:
         """Return the tokens of an image. Raises InvalidArgument."""
-        codes = self.scores(scaled(read_png(content))).reshape(IMAGE_TOKENS, CODES).argmax(axis=1)
+        codes = self.scores(scaled(read_picture(content))).reshape(IMAGE_TOKENS, CODES).argmax(axis=1)
         return tuple(self.first_token_id + CODES * place + int(code) for place, code in enumerate(codes))
 
     def scores(self, image: Array) -> Array:

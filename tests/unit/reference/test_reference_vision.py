@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import struct
+import sys
 import zlib
 from contextlib import aclosing
 from pathlib import Path
@@ -24,7 +26,8 @@ from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.config import read_model_config
 from dynamo.reference.encoder import ReferenceEncoder
 from dynamo.reference.media import MediaOptions, MediaPrompt
-from dynamo.reference.vision import ColourGrid, colours_of, read_png
+from dynamo.reference.picture_files import read_picture, read_png
+from dynamo.reference.vision import ColourGrid, colours_of
 from support.pictures import BLUE, JPEG, RED, png, png_of, quarters_png
 from support.reference_models import CONFIGS, write_model
 from support.vision_model import IMAGE_TOKEN, vision_config
@@ -92,6 +95,52 @@ def test_an_image_is_sixteen_colours_where_they_are() -> None:
 def test_what_cannot_be_seen_is_refused(content: bytes) -> None:
     with pytest.raises(InvalidArgument):
         VISION.tokens(content)
+
+
+def saved(kind: str, image: Any = None, **how: Any) -> bytes:
+    """A file of that kind by Pillow: red, unless another image is given."""
+    images = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    (image or images.new("RGB", (24, 16), (250, 10, 10))).save(file, kind, **how)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF", "PNG"])
+def test_other_kinds_of_images_are_seen_with_pillow(kind: str) -> None:
+    pixels = read_picture(saved(kind))
+    assert pixels.shape == (16, 24, 3)
+    assert abs(pixels.astype(int) - (250, 10, 10)).max() <= 8  # JPEG and WebP are not exact
+    assert VISION.tokens(saved(kind)) == (33 + 48,) * 16
+
+
+def test_an_image_is_seen_upright_and_over_white() -> None:
+    images = pytest.importorskip("PIL.Image")
+    two = images.new("RGB", (32, 16), (0, 0, 255))
+    two.paste((255, 0, 0), (0, 0, 16, 16))
+    turned = images.Exif()
+    turned[0x0112] = 6  # what a camera that was held upright writes: turn a quarter to the right
+    pixels = read_picture(saved("JPEG", two, exif=turned, quality=95))
+    assert pixels.shape == (32, 16, 3)
+    assert pixels[4, 8, 0] > 200 > 50 > pixels[28, 8, 0]
+    assert (read_picture(saved("WEBP", images.new("RGBA", (4, 4), (0, 0, 0, 0)))) == 255).all()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])
+def test_a_broken_or_oversized_image_is_refused_with_pillow_too(kind: str) -> None:
+    images = pytest.importorskip("PIL.Image")
+    whole = saved(kind, images.effect_noise((64, 64), 90))
+    for length in (4, 12, 20, len(whole) // 2):
+        with pytest.raises(InvalidArgument, match="cannot be read"):
+            read_picture(whole[:length])
+    with pytest.raises(InvalidArgument, match="pixels"):
+        read_picture(saved(kind, images.new("L", (5000, 4000))))
+
+
+def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    for content in (JPEG, FOUR.replace(b"\x08\x02\0\0\0", b"\x10\x02\0\0\0")):
+        with pytest.raises(InvalidArgument, match=r"dynamo-unified\[pictures\]"):
+            read_picture(content)
 
 
 # -- in the prompt -------------------------------------------------------------------------------------------------------
@@ -240,7 +289,7 @@ async def test_an_image_is_encoded_once_for_all_who_ask_and_kept(model: Path) ->
         assert together[0] == MediaOptions().encode(body(FOUR, RED), 97, VISION).to_result()
         assert await results(encoder, RED) == MediaOptions().encode(body(RED), 97, VISION).to_result()
         assert encoder.encoded == 2
-        with pytest.raises(InvalidArgument, match="PNG"):
+        with pytest.raises(InvalidArgument, match="none of PNG"):
             await results(encoder, RED, b"no picture")
     finally:
         await encoder.cleanup()
