@@ -113,8 +113,8 @@ def test_nobody_is_told_to_set_the_limit_that_is_set() -> None:
 
 
 @contextmanager
-def dated(at: float) -> Iterator[str]:
-    """A server whose clock shows `at`, and which is etcd as well."""
+def dated(at: float, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A server whose clock shows `at`, and which is etcd as well; with `tls`: over HTTPS."""
 
     class Handler(BaseHTTPRequestHandler):
         def date_time_string(self, timestamp: float | None = None) -> str:
@@ -129,10 +129,12 @@ def dated(at: float) -> Iterator[str]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
@@ -161,10 +163,30 @@ def test_the_file_store_is_written_and_left_as_it_was(tmp_path: Path) -> None:
 def test_an_etcd_that_answers_and_one_that_does_not() -> None:
     with dated(0.0) as url:
         assert network.etcd_answer(url).level is OK
-        assert network.etcd_answer(url.removeprefix("http://")).level is OK
         assert network.etcd_answer(f"{url}/elsewhere").level is ERROR
+        host = url.removeprefix("http://")
+        assert levels(network.discovery(examined(ETCD_ENDPOINTS=f"{host}, {url}/"))) == [OK]
     assert network.etcd_answer(url).level is ERROR
-    assert network.etcd_answer("http://[").level is ERROR
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ETCD_ENDPOINTS": "http://["}, {"ETCD_ENDPOINTS": "h:1", "ETCD_AUTH_CA": "/nowhere.pem"}], ids=str
+)
+def test_settings_of_etcd_that_no_process_starts_with_are_an_error(wrong: dict[str, str]) -> None:
+    (found,) = network.discovery(examined(**wrong))
+    assert found.level is ERROR
+    assert "ETCD_" in found.finding
+
+
+def test_an_etcd_with_tls_is_asked_with_its_certificates(tmp_path: Path) -> None:
+    authority, tls = Authority(tmp_path), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*authority.issue())
+    with dated(0.0, tls) as url:
+        trusted = examined(ETCD_ENDPOINTS=url, ETCD_AUTH_CA=authority.path)
+        assert levels(network.discovery(trusted)) == [OK]
+        (found,) = network.discovery(examined(ETCD_ENDPOINTS=url))
+        assert found.level is ERROR
+        assert "certificate" in found.finding
 
 
 def test_discovery_names_its_store(tmp_path: Path) -> None:
@@ -172,7 +194,7 @@ def test_discovery_names_its_store(tmp_path: Path) -> None:
     assert levels(network.discovery(examined(DYN_FILE_KV=str(tmp_path), DYN_DISCOVERY_BACKEND="etcd"))) == [WARNING, OK]
     assert levels(network.discovery(examined(DYN_DISCOVERY_BACKEND="kubernetes"))) == [ERROR]
     assert levels(network.discovery(examined(DYN_DISCOVERY_BACKEND="mem"))) == [OK]
-    assert levels(network.discovery(examined(ETCD_ENDPOINTS="http://127.0.0.1:1,127.0.0.1:1"))) == [ERROR, ERROR]
+    assert levels(network.discovery(examined(ETCD_ENDPOINTS="http://127.0.0.1:1,127.0.0.1:2"))) == [ERROR, ERROR]
 
 
 def test_nats_is_told_by_its_greeting() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +17,8 @@ from dynamo.cli.api_client import ServerError
 from dynamo.cli.doctor.diagnosis import Diagnosis, Examined
 from dynamo.cli.inspect.client import ViewQuery
 from dynamo.cli.status import VIEWS, troubles_of
+from dynamo.errors import InvalidArgument
+from dynamo.runtime.discovery.etcd.client import parse_endpoints, tls_context
 from dynamo.runtime.settings import discovery_store
 
 __all__ = [
@@ -107,8 +110,14 @@ def discovery(examined: Examined) -> Iterator[Diagnosis]:
             )
         yield file_store(runtime.file_root)
     elif store == "etcd":
-        for endpoint in (runtime.etcd.endpoints or "").split(","):
-            yield etcd_answer(endpoint.strip())
+        try:
+            endpoints = parse_endpoints(runtime.etcd)
+            tls = tls_context(runtime.etcd) if endpoints[0].startswith("https:") else None
+        except InvalidArgument as error:
+            yield Diagnosis.bad(str(error), "mend it: no process with it starts")
+            return
+        for endpoint in endpoints:
+            yield etcd_answer(endpoint, tls)
     elif store == "kubernetes":
         if "KUBERNETES_SERVICE_HOST" in examined.env or "KUBECONFIG" in examined.env:
             yield Diagnosis.ok("discovery is Kubernetes, whose API this process can find")
@@ -137,12 +146,11 @@ def file_store(root: Path) -> Diagnosis:
     return round_trip(f"the file store {root}", time.monotonic() - began)
 
 
-def etcd_answer(endpoint: str) -> Diagnosis:
-    """Ask one etcd for its health."""
-    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+def etcd_answer(endpoint: str, tls: ssl.SSLContext | None = None) -> Diagnosis:
+    """Ask one etcd, a URL, for its health."""
     began = time.monotonic()
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=TIMEOUT_SECONDS) as answer:
+        with urllib.request.urlopen(f"{endpoint}/health", timeout=TIMEOUT_SECONDS, context=tls) as answer:
             healthy = b'"true"' in answer.read(1000).replace(b": ", b":")
     except urllib.error.HTTPError as error:
         return Diagnosis.bad(f"etcd at {endpoint} answers {error.code}", "look at its log")

@@ -369,13 +369,14 @@ def parse_endpoints(settings: EtcdSettings) -> tuple[str, ...]:
         text = each.strip()
         if not text:
             continue
-        url = urlsplit(text if "://" in text else f"{'https' if has_tls else 'http'}://{text}")
+        wrong = InvalidArgument(f"ETCD_ENDPOINTS: {text!r} is not http://HOST:PORT or https://HOST:PORT")
         try:
+            url = urlsplit(text if "://" in text else f"{'https' if has_tls else 'http'}://{text}")
             port = url.port or DEFAULT_PORT
         except ValueError:
-            port = 0
-        if url.scheme not in ("http", "https") or not url.hostname or not port or url.path.strip("/") or url.query:
-            raise InvalidArgument(f"ETCD_ENDPOINTS: {each.strip()!r} is not http://HOST:PORT or https://HOST:PORT")
+            raise wrong from None
+        if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query:
+            raise wrong
         host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
         found.append(f"{url.scheme}://{host}:{port}")
     if not found:
