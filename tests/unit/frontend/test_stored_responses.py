@@ -154,6 +154,14 @@ async def test_a_tenant_finds_what_it_stored_and_nobody_else_does(house: Cluster
     assert (await house.client.get(f"/v1/responses/{made['id']}", x_tenant_id="a")).json == made
 
 
+async def test_where_tenants_are_not_known_everybody_finds_what_is_stored(tmp_path: Path) -> None:
+    async with cluster(tmp_path, disable_nvext=True) as house:
+        await house.worker(say("x"))
+        made = (await ask(house, "one", headers={"x-tenant-id": "a"})).json
+        for headers in ({}, {"x_tenant_id": "a"}, {"x_tenant_id": "b"}):
+            assert (await house.client.get(f"/v1/responses/{made['id']}", **headers)).json == made
+
+
 async def test_an_answer_that_was_cut_is_kept_and_one_that_failed_is_not(house: Cluster) -> None:
     worker = await house.worker(say("x", finish="length"))
     cut = await answered(house, "one")

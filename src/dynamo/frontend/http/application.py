@@ -226,10 +226,14 @@ class FrontendRoutes:
 
     def _stored_responses(self, base: str) -> Sequence[BaseRoute]:
         one = base + "/{response_id}"
+        stored, items, cancel = [
+            route(self._history, knows_tenants=not self._settings.disable_nvext)  # a POST ignores the header without it
+            for route in (StoredResponseRoute, InputItemsRoute, CancelRoute)
+        ]
         return (
-            GuardedRoute(one, StoredResponseRoute(self._history), "GET", "DELETE", access=Access.INFERENCE),
-            GuardedRoute(one + "/input_items", InputItemsRoute(self._history), "GET", access=Access.INFERENCE),
-            GuardedRoute(one + "/cancel", CancelRoute(self._history), "POST", access=Access.INFERENCE),
+            GuardedRoute(one, stored, "GET", "DELETE", access=Access.INFERENCE),
+            GuardedRoute(one + "/input_items", items, "GET", access=Access.INFERENCE),
+            GuardedRoute(one + "/cancel", cancel, "POST", access=Access.INFERENCE),
         )
 
     def _files_and_batches(self) -> Sequence[BaseRoute]:

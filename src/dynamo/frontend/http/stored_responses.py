@@ -28,15 +28,15 @@ Query = dict[str, list[str]]
 class _StoredRoute:
     """A route for one stored response."""
 
-    def __init__(self, history: ResponseHistory | None) -> None:
-        """`history`: None where nothing is stored."""
-        self._history = history
+    def __init__(self, history: ResponseHistory | None, *, knows_tenants: bool = True) -> None:
+        """`history`: None where nothing is stored. `knows_tenants`: as the requests whose answers are stored."""
+        self._history, self._knows_tenants = history, knows_tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         id: str = scope["path_params"]["response_id"]
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         identity = identity_of(scope)
-        tenant = first_headers(scope).get(TENANT, b"").decode("latin-1")
+        tenant = first_headers(scope).get(TENANT, b"").decode("latin-1") if self._knows_tenants else ""
         owner = scoped_owner(None if identity is None else identity.owner, tenant)
         try:
             if self._history is None:
