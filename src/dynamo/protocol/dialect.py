@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final
+
+from msgspec import Struct
 
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found
 from dynamo.protocol.openai.sse import DONE, KEEP_ALIVE
@@ -15,7 +17,7 @@ from dynamo.protocol.openai.sse import DONE, KEEP_ALIVE
 __all__ = ["OPENAI", "Dialect", "OpenAiDialect", "RateStatus", "span_text"]
 
 
-class RateStatus(NamedTuple):
+class RateStatus(Struct, frozen=True, gc=False):
     """How far a rate limit is used."""
 
     kind: str  # "requests" or "tokens"
@@ -23,6 +25,12 @@ class RateStatus(NamedTuple):
     remaining: int
     reset_seconds: float
     reset_at: float  # seconds since the epoch
+
+
+_RATE_HEADERS: Final = {
+    kind: tuple([b"x-ratelimit-%b-%b" % (what, kind.encode()) for what in (b"limit", b"remaining", b"reset")])
+    for kind in ("requests", "tokens")
+}
 
 
 class Dialect(ABC):
@@ -41,11 +49,11 @@ class Dialect(ABC):
 
     def rate_headers(self, status: RateStatus) -> tuple[tuple[bytes, bytes], ...]:
         """Return the headers that say how far a rate limit is used."""
-        kind = status.kind.encode()
+        limit, remaining, reset = _RATE_HEADERS[status.kind]
         return (
-            (b"x-ratelimit-limit-" + kind, b"%d" % status.limit),
-            (b"x-ratelimit-remaining-" + kind, b"%d" % status.remaining),
-            (b"x-ratelimit-reset-" + kind, span_text(status.reset_seconds).encode()),
+            (limit, b"%d" % status.limit),
+            (remaining, b"%d" % status.remaining),
+            (reset, span_text(status.reset_seconds).encode()),
         )
 
     def unknown_model(self, model: str) -> RequestRejected:

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from dynamo.access.records import KeyRecord, KeyRing
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access.identity import Identity
-from dynamo.frontend.admission import limit_table
+from dynamo.frontend.admission import limit_table, shared_lock
 from dynamo.frontend.admission.limit_table import LimitTable
 from dynamo.frontend.admission.quotas import Charge, Quotas, Spent, TokenDemand, TokenUse
 from dynamo.protocol.dialect import span_text
@@ -310,7 +311,12 @@ def _spend(fd: int, member: int, record: KeyRecord, rounds: int, results: Any) -
     results.put((used, entered_))
 
 
-def test_processes_of_a_group_share_a_budget_and_a_rate_exactly() -> None:
+@pytest.mark.parametrize("has_mutex", [True, False])
+def test_processes_of_a_group_share_a_budget_and_a_rate_exactly(
+    has_mutex: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_mutex:
+        monkeypatch.setattr(shared_lock, "_library", lambda: None)
     record = key("k", limits={"requests_per_day": 900, "burst": 1.0}, budget={"tokens": 5000, "period": "total"})
     table = LimitTable.create(4)
     context = multiprocessing.get_context("fork")
@@ -368,6 +374,31 @@ def test_a_process_that_was_stopped_with_the_lock_stops_nobody(caplog: pytest.Lo
         assert "for too long" in caplog.text
     may_end.set()
     holder.join()
+    table.close()
+
+
+def test_the_lock_of_a_process_that_was_killed_with_it_is_free_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    table = LimitTable.create(2)
+    context = multiprocessing.get_context("fork")
+    for _ in range(3):
+        has_it = context.Event()
+
+        def hold(has_it: Any = has_it) -> None:
+            with table.locked():
+                has_it.set()
+                signal.pause()
+
+        holder = context.Process(target=hold)
+        holder.start()
+        assert has_it.wait(60)
+        holder.kill()
+        holder.join()
+        other = LimitTable(2, member=1, fd=os.dup(table.fd))
+        for each in (other, table, other):
+            assert each.lock()
+            each.unlock(True)
+        other.close()
+    assert not caplog.records
     table.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.access.usage_store import UsageKey, UsageQuery, UsageStore, UsageUnavailable
-from dynamo.frontend.admission.quotas import Charge, Quotas, Spent, TokenUse
+from dynamo.frontend.admission.quotas import Charge, Quotas, TokenUse
 from dynamo.frontend.metrics.keys import KeyMetrics
 from dynamo.runtime.tasks import Background
 
@@ -68,8 +68,8 @@ class UsageMeter:
         row[6] += use.images
         row[7] += seconds
 
-    def _note_spent(self, name: str, total: Spent, units: int) -> None:
-        budget = name, total.period
+    def _note_spent(self, name: str, period: int, units: int) -> None:
+        budget = name, period
         self._spent[budget] = self._spent.get(budget, 0) + units
 
     # -- writing -----------------------------------------------------------------------------------------------------

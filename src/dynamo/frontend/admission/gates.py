@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dynamo.access.rates import Rate
-from dynamo.access.records import Budget, KeyRing, LimitSet, Period
-from dynamo.access.spending import period_end, period_number, units_of
+from dynamo.access.records import Budget, KeyRing, LimitSet, Period, Price
+from dynamo.access.spending import cost_of, period_end, period_number, units_of
 from dynamo.frontend.access.identity import Identity
-from dynamo.frontend.admission.limit_table import UNDIVIDED, LimitTable
+from dynamo.frontend.admission.limit_table import ELSEWHERE, GRANTED, PERIOD, REFUSED, UNDIVIDED, VALUE, LimitTable
 
 __all__ = ["BudgetGate", "GateBook", "Gates", "PlaceGate", "RateGate", "Spent"]
 
@@ -31,19 +30,24 @@ class Spent(NamedTuple):
 
 
 class RateGate:
-    """One rate of a scope, and its record."""
+    """One rate of a scope, and its record. All but the constructor is called under the table's lock."""
 
-    __slots__ = ("at", "counts_input", "counts_output", "granted", "id", "name", "rate", "scope", "whole")
+    __slots__ = (
+        "_cells", "_granted", "_value_at", "at", "counts_input", "counts_output", "id", "limit", "name", "rate", "scope",
+        "whole",
+    )  # fmt: skip
 
-    def __init__(self, name: str, scope: str, rate: Rate, at: int) -> None:
+    def __init__(self, name: str, scope: str, rate: Rate, table: LimitTable, at: int) -> None:
         self.name, self.scope, self.at, self.id = name, scope, at, f"{scope} {name}"
         self.whole = rate
+        self.limit = int(rate.limit)
+        """The whole limit, as answers show it."""
         self.rate = rate
         """What of it was granted to this frontend."""
-        self.granted = UNDIVIDED
-        """The grant that `rate` was made for."""
+        self._granted = UNDIVIDED  # the grant that `rate` was made for
         self.counts_input = name != "output_tokens_per_minute"
         self.counts_output = name != "input_tokens_per_minute"
+        self._cells, self._value_at = table.cells, at + VALUE
 
     def units(self, input: int, output: int) -> int:
         """Return what tokens take of it."""
@@ -53,58 +57,120 @@ class RateGate:
 
     def fit(self, granted: float) -> Rate:
         """Make the rate the one that was granted, and return it."""
-        if granted != self.granted:
+        if granted != self._granted:
             whole = self.whole
-            self.granted = granted
+            self._granted = granted
             if granted >= whole.limit:
                 self.rate = whole
             else:
                 self.rate = whole.part(max(granted, whole.limit * _SMALLEST_PART))
         return self.rate
 
+    def wait_seconds(self, units: int, now: float) -> float:
+        """Return how long a use has to wait, and remember it for the other frontends; 0.0: it may come now."""
+        cells, granted = self._cells, self._cells[self.at + GRANTED]
+        rate = self.rate if granted == self._granted else self.fit(granted)
+        wait = rate.wait_seconds(cells[self._value_at], units, now)
+        if wait > 0.0 and units > cells[self.at + REFUSED]:
+            cells[self.at + REFUSED] = units
+        return wait
 
-@dataclass(frozen=True, slots=True)
+    def take(self, units: int, now: float) -> None:
+        """Use units that `wait_seconds` has found to be free."""
+        cells, at = self._cells, self._value_at
+        cells[at] = self.rate.after(cells[at], units, now)
+
+    def settle(self, reserved: int, used: int, now: float) -> None:
+        """Give back what was taken and not used, or take what was used beyond it."""
+        cells, at, more = self._cells, self._value_at, used - reserved
+        cells[at] = self.rate.after(cells[at], more, now) if more > 0 else cells[at] + more * self.rate.interval
+
+    def room(self, now: float) -> tuple[int, float]:
+        """Return how many units may come at once now, and in how many seconds the whole burst may. Needs no lock."""
+        full_at, rate = self._cells[self._value_at], self.rate
+        return rate.remaining(full_at, now), rate.reset_seconds(full_at, now)
+
+
 class PlaceGate:
-    """How many requests of a scope may run at once, and its record."""
+    """How many requests of a scope may run at once, and its record. Its methods are called under the table's lock."""
 
-    scope: str
-    limit: int
-    at: int
+    __slots__ = ("_granted_at", "_table", "at", "id", "limit", "scope")
 
-    @property
-    def id(self) -> str:
-        return f"{self.scope} concurrent"
+    def __init__(self, scope: str, limit: int, table: LimitTable, at: int) -> None:
+        self.scope, self.limit, self.at, self.id = scope, limit, at, f"{scope} concurrent"
+        self._table, self._granted_at = table, at + GRANTED
+
+    def is_full(self) -> bool:
+        """Return whether no place is free, and remember that for the other frontends."""
+        table = self._table
+        held = table.held(self.at)
+        if held < self.limit and held + 1 <= table.cells[self._granted_at]:
+            return False
+        table.note_refused(self.at, 1)
+        return True
+
+    def hold(self, places: int) -> None:
+        """Take places; a negative number gives back."""
+        self._table.hold(self.at, places)
 
 
-@dataclass(frozen=True, slots=True)
 class BudgetGate:
-    """The budget of a scope, and its record."""
+    """The budget of a scope, and its record. Its methods are called under the table's lock."""
 
-    name: str  # by which what it has given is stored
-    scope: str
-    budget: Budget
-    units: int
-    at: int
+    __slots__ = ("_table", "at", "budget", "counts_money", "id", "is_hard", "name", "period", "scope", "units")
 
-    @property
-    def id(self) -> str:
-        return f"{self.name} budget"
+    def __init__(self, name: str, scope: str, budget: Budget, table: LimitTable, at: int) -> None:
+        """`name`: by which what it has given is stored."""
+        self.name, self.scope, self.at, self.id = name, scope, at, f"{name} budget"
+        self.budget, self.units, self.period, self.is_hard = budget, units_of(budget), budget.period, budget.hard
+        self.counts_money = budget.tokens is None
+        self._table = table
+
+    def left(self) -> int:
+        """Return what is left of the budget for this frontend."""
+        table, at = self._table, self.at
+        cells = table.cells
+        whole, granted = self.units - cells[at + ELSEWHERE], cells[at + GRANTED]
+        return int((granted if granted < whole else whole) - cells[at + VALUE] - table.held(at))
+
+    def left_of_whole(self) -> int:
+        """Return what is left of the budget at all frontends, as far as is known here."""
+        table, at = self._table, self.at
+        return int(self.units - table.elsewhere(at) - table.value(at) - table.held(at))
+
+    def cost(self, price: Price | None, input: int, cached: int, output: int) -> int:
+        """Return what tokens take of it."""
+        if not self.counts_money:
+            return input + output
+        return cost_of(self.budget, price, input=input, cached=cached, output=output)
+
+    def hold(self, units: int) -> None:
+        """Reserve units; a negative number gives back."""
+        self._table.hold(self.at, units)
+
+    def spend(self, reserved: int, units: int) -> None:
+        """Give back what was reserved, and use what it was reserved for."""
+        table, at = self._table, self.at
+        table.hold(at, -reserved)
+        table.cells[at + VALUE] += units
 
 
-@dataclass(frozen=True, slots=True)
 class Gates:
     """The limits of one scope, or of several together."""
 
-    sizes: tuple[int, ...] = ()
-    places: tuple[PlaceGate, ...] = ()
-    requests: tuple[RateGate, ...] = ()
-    tokens: tuple[RateGate, ...] = ()
-    budgets: tuple[BudgetGate, ...] = ()
+    __slots__ = ("budgets", "counts_money", "places", "requests", "sizes", "tokens")
 
-    @property
-    def counts_money(self) -> bool:
+    def __init__(
+        self,
+        sizes: tuple[int, ...] = (),
+        places: tuple[PlaceGate, ...] = (),
+        requests: tuple[RateGate, ...] = (),
+        tokens: tuple[RateGate, ...] = (),
+        budgets: tuple[BudgetGate, ...] = (),
+    ) -> None:
+        self.sizes, self.places, self.requests, self.tokens, self.budgets = sizes, places, requests, tokens, budgets
+        self.counts_money = any(gate.counts_money for gate in budgets)
         """Whether the prices of models matter."""
-        return any(gate.budget.money is not None for gate in self.budgets)
 
     def __add__(self, other: Gates) -> Gates:
         return Gates(
@@ -199,12 +265,12 @@ class GateBook:
             limit: int | None = getattr(limits, name)
             if limit is not None:
                 made = Rate(limit, seconds, max(1, round(limit * limits.burst)))
-                yield RateGate(name, scope, made, record(name, limit))
+                yield RateGate(name, scope, made, self.table, record(name, limit))
 
         at_once, size = limits.concurrent, limits.max_tokens_per_request
         return Gates(
             () if size is None else (size,),
-            () if at_once is None else (PlaceGate(scope, at_once, record("concurrent", at_once)),),
+            () if at_once is None else (PlaceGate(scope, at_once, self.table, record("concurrent", at_once)),),
             (*rate("requests_per_minute", 60.0), *rate("requests_per_day", 86_400.0)),
             tuple([gate for name in _TOKENS for gate in rate(name, 60.0)]),
             () if budget is None else (self._make_budget(scope, budget, frontends),),
@@ -217,34 +283,23 @@ class GateBook:
         spent, units = self._spent.get(name, Spent(now, 0)), units_of(budget)
         part = spent.units + max(0, units - spent.units) / frontends if frontends else UNDIVIDED
         at = self.table.record(f"{name} budget", value=float(spent.units), period=spent.period, granted=part)
-        return BudgetGate(name, scope, budget, units, at)
+        return BudgetGate(name, scope, budget, self.table, at)
 
     # -- budgets, under the lock -----------------------------------------------------------------------------------------
 
     def turn(self, gate: BudgetGate) -> int:
         """Begin a new period where one has come; return its number. A clock that goes back begins none."""
-        wall, period = self.wall_clock(), gate.budget.period
+        wall, period = self.wall_clock(), gate.period
         begin, end, now = self._periods.get(period, _NO_PERIOD)
         if not begin <= wall < end:
             now, later = period_number(period, wall), period_end(period, wall)
             self._periods[period] = wall, math.inf if later is None else later, now
         table, at = self.table, gate.at
-        known = table.period(at)
+        known = table.cells[at + PERIOD]
         if now <= known:
-            return known
+            return int(known)
         table.grant(at, table.granted(at) - table.value(at))  # the same is left of it as before
         table.set_period(at, now)
         table.set_value(at, 0.0)
         table.set_elsewhere(at, 0.0)
         return now
-
-    def left(self, gate: BudgetGate) -> int:
-        """Return what is left of a budget for this frontend."""
-        table, at = self.table, gate.at
-        whole, granted = gate.units - table.elsewhere(at), table.granted(at)
-        return int((granted if granted < whole else whole) - table.value(at) - table.held(at))
-
-    def left_of_whole(self, gate: BudgetGate) -> int:
-        """Return what is left of a budget at all frontends, as far as is known here."""
-        table, at = self.table, gate.at
-        return int(gate.units - table.elsewhere(at) - table.value(at) - table.held(at))

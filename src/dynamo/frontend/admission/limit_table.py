@@ -10,33 +10,27 @@ Between `lock` and `unlock` a caller reads and writes any record, and no other p
 from __future__ import annotations
 
 import fcntl
-import logging
 import mmap
 import os
 import struct
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Final, Self
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.admission.shared_lock import LOCK_BYTES, SharedLock, create_lock, open_lock
 
-__all__ = ["UNDIVIDED", "LimitTable"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ELSEWHERE", "GRANTED", "PERIOD", "REFUSED", "UNDIVIDED", "VALUE", "LimitTable"]
 
 MAX_LIMITS: Final = 65_536  # of all keys, projects and pairs of key and model
 SLOTS: Final = 2 * MAX_LIMITS  # twice as many, so that a search ends soon
-LOCK_SECONDS: Final = 0.05
-"""How long to wait for another process of the group. It holds the lock for microseconds; one that was stopped there must
-not stop the others, who then may pass a limit by one request."""
-
 UNDIVIDED: Final = float("inf")
 """What is granted of a limit that no other frontend shares."""
 
-_NAME, _VALUE, _PERIOD, _GRANTED, _REFUSED, _ELSEWHERE, _COLUMNS = range(7)
+_NAME, VALUE, PERIOD, GRANTED, REFUSED, ELSEWHERE, _COLUMNS = range(7)
+"""Where a record has what in `LimitTable.cells`, for those who read and write it for each request."""
 _LEADER_BYTE: Final = 1  # of the file: its lock is held by the process that divides limits with other frontends
 
 
@@ -44,23 +38,28 @@ class LimitTable:
     """A table for `members` processes, of which this one is number `member`."""
 
     def __init__(self, members: int = 1, *, member: int = 0, fd: int = -1) -> None:
-        """`fd`: a file of `size_of(members)` bytes that the processes share; -1: this process is alone."""
+        """`fd`: a file that `create` has made, for the processes that share it; -1: this process is alone."""
         self._width, self._fd = _COLUMNS + members, fd
-        size = self.size_of(members)
-        self._map = mmap.mmap(fd, size)
-        self._cells = memoryview(self._map).cast("d")
+        self._map = mmap.mmap(fd, self.size_of(members))
         self._own = _COLUMNS + member
+        self._lock_at = self.size_of(members) - LOCK_BYTES
+        self.cells = memoryview(self._map)[: self._lock_at].cast("d")
+        """The numbers of all records, each from the place that `record` returns."""
+        self._lock: SharedLock | None = None if fd < 0 else open_lock(self._map, self._lock_at, fd)
 
     @staticmethod
     def size_of(members: int) -> int:
         """Return the bytes of a table; pages that no limit uses take no memory."""
-        return SLOTS * (_COLUMNS + members) * 8
+        return SLOTS * (_COLUMNS + members) * 8 + LOCK_BYTES
 
     @classmethod
     def create(cls, members: int) -> Self:
         """Create an empty table in a file without a name; `fd` goes to the children."""
+        size = cls.size_of(members)
         with tempfile.TemporaryFile() as file:
-            file.truncate(cls.size_of(members))
+            file.truncate(size)
+            with mmap.mmap(file.fileno(), size) as memory:
+                create_lock(memory, size - LOCK_BYTES, file.fileno()).close()
             return cls(members, fd=os.dup(file.fileno()))
 
     @property
@@ -70,12 +69,12 @@ class LimitTable:
 
     def lock(self) -> bool:
         """Keep the other processes from the table; return what `unlock` is to be given."""
-        return self._fd >= 0 and self._lock()
+        return self._lock is not None and self._lock.acquire()
 
     def unlock(self, is_locked: bool) -> None:
         """Let the other processes in again."""
-        if is_locked:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+        if is_locked and self._lock is not None:
+            self._lock.release()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -85,23 +84,6 @@ class LimitTable:
             yield
         finally:
             self.unlock(is_locked)
-
-    def _lock(self) -> bool:
-        give_up_at = 0.0
-        while True:
-            try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-            except OSError:
-                now = time.monotonic()
-                give_up_at = give_up_at or now + LOCK_SECONDS
-                if now > give_up_at:
-                    logger.warning(
-                        "another process of the group holds the limits for too long; going on without a lock"
-                    )
-                    return False
-                time.sleep(0)  # the holder may need this processor
-            else:
-                return True
 
     def leads(self) -> bool:
         """Try to become the one process of the group that divides limits with other frontends; whether it is this one."""
@@ -124,13 +106,13 @@ class LimitTable:
         with self.locked():
             for _ in range(SLOTS // 2):
                 at = slot * self._width
-                found = self._cells[at + _NAME]
+                found = self.cells[at + _NAME]
                 if found == packed:
                     return at
                 if found == 0.0:
-                    self._cells[at + _NAME] = packed
-                    self._cells[at + _VALUE], self._cells[at + _PERIOD] = value, float(period)
-                    self._cells[at + _GRANTED] = granted
+                    self.cells[at + _NAME] = packed
+                    self.cells[at + VALUE], self.cells[at + PERIOD] = value, float(period)
+                    self.cells[at + GRANTED] = granted
                     return at
                 slot = (slot + 1) % SLOTS
         raise InvalidArgument(f"there are more than {MAX_LIMITS} limits")
@@ -138,65 +120,65 @@ class LimitTable:
     # -- one record, under the lock --------------------------------------------------------------------------------
 
     def value(self, at: int) -> float:
-        return self._cells[at + _VALUE]
+        return self.cells[at + VALUE]
 
     def set_value(self, at: int, value: float) -> None:
-        self._cells[at + _VALUE] = value
+        self.cells[at + VALUE] = value
 
     def period(self, at: int) -> int:
-        return int(self._cells[at + _PERIOD])
+        return int(self.cells[at + PERIOD])
 
     def set_period(self, at: int, period: int) -> None:
-        self._cells[at + _PERIOD] = float(period)
+        self.cells[at + PERIOD] = float(period)
 
     def granted(self, at: int) -> float:
         """Return what this frontend may use of a limit; `UNDIVIDED`: all of it."""
-        return self._cells[at + _GRANTED]
+        return self.cells[at + GRANTED]
 
     def grant(self, at: int, units: float) -> None:
-        self._cells[at + _GRANTED] = units
+        self.cells[at + GRANTED] = units
 
     def elsewhere(self, at: int) -> float:
         """Return what the other frontends have spent of a budget in its period."""
-        return self._cells[at + _ELSEWHERE]
+        return self.cells[at + ELSEWHERE]
 
     def set_elsewhere(self, at: int, units: float) -> None:
-        self._cells[at + _ELSEWHERE] = units
+        self.cells[at + ELSEWHERE] = units
 
     def note_refused(self, at: int, units: float) -> None:
         """Keep the number of units that a request was refused for, until `take_refused`."""
-        if units > self._cells[at + _REFUSED]:
-            self._cells[at + _REFUSED] = units
+        if units > self.cells[at + REFUSED]:
+            self.cells[at + REFUSED] = units
 
     def take_refused(self, at: int) -> float:
         """Return the most units that were refused since the last call."""
-        units, self._cells[at + _REFUSED] = self._cells[at + _REFUSED], 0.0
+        units, self.cells[at + REFUSED] = self.cells[at + REFUSED], 0.0
         return units
 
     def held(self, at: int) -> float:
         """Return what all processes hold."""
         if self._width == _COLUMNS + 1:
-            return self._cells[at + _COLUMNS]
-        return sum(self._cells[at + _COLUMNS : at + self._width])
+            return self.cells[at + _COLUMNS]
+        return sum(self.cells[at + _COLUMNS : at + self._width])
 
     def hold(self, at: int, units: float) -> None:
         """Add to what this process holds; a negative number gives back."""
-        self._cells[at + self._own] += units
+        self.cells[at + self._own] += units
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def clear(self, member: int) -> None:
-        """Forget what a process held that has ended."""
-        with self.locked():
-            for slot in range(SLOTS):
-                at = slot * self._width
-                if self._cells[at + _NAME] != 0.0:
-                    self._cells[at + _COLUMNS + member] = 0.0
+        """Forget what a process held that has ended. Needs no lock: nobody else writes its column."""
+        for at in range(0, SLOTS * self._width, self._width):
+            if self.cells[at + _NAME] != 0.0:
+                self.cells[at + _COLUMNS + member] = 0.0
 
     def close(self) -> None:
         """Idempotent."""
         if not self._map.closed:
-            self._cells.release()
+            self.cells.release()
+            if self._lock is not None:
+                self._lock.close()
             self._map.close()
             if self._fd >= 0:
                 os.close(self._fd)

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+from msgspec import Struct
 
 from dynamo.access.records import KeyRing, Price
-from dynamo.access.spending import cost_of, period_end
+from dynamo.access.spending import period_end
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.admission.gates import BudgetGate, GateBook, Gates, PlaceGate, RateGate, Spent
 from dynamo.frontend.admission.limit_table import LimitTable
@@ -33,7 +35,7 @@ charged at its end; a hard budget reserves all that it may generate."""
 RETRY_LIMIT_SECONDS: Final = 60  # clients give up on a Retry-After of more than 120 s, and ask again at once
 
 
-class TokenDemand(NamedTuple):
+class TokenDemand(Struct, frozen=True, gc=False):
     """The tokens that a request may need, before it runs."""
 
     input: int
@@ -42,7 +44,7 @@ class TokenDemand(NamedTuple):
     most_output: int | None = None  # for each, as far as the model's context goes; None: not known
 
 
-class TokenUse(NamedTuple):
+class TokenUse(Struct, frozen=True, gc=False):
     """The tokens that a request took."""
 
     input: int = 0
@@ -75,8 +77,8 @@ class Quotas:
         """Called with each charge that has ended, what it took, and the seconds that its request took."""
         self.on_refused: Callable[[Identity, str], None] = lambda *_: None
         """Called with the key and the limit's name of each refusal."""
-        self.on_spent: Callable[[str, Spent, int], None] = lambda *_: None
-        """Called with what a budget has given more: its name, the period's number and sum, and the units."""
+        self.on_spent: Callable[[str, int, int], None] = lambda *_: None
+        """Called with what a budget has given more: its name, the number of its period, and the units."""
 
     def open(self, identity: Identity, endpoint: str = "") -> Charge:
         """Return the charge of one request, which has taken nothing yet."""
@@ -92,7 +94,7 @@ class Quotas:
             if gate.scope.startswith("key "):
                 with self.table.locked():
                     self.book.turn(gate)
-                    left = self.book.left_of_whole(gate)
+                    left = gate.left_of_whole()
                 return max(0.0, left / gate.units)
         return None
 
@@ -138,35 +140,27 @@ class Charge:
         lock = table.lock()
         try:
             for place in places:
-                held = table.held(place.at)
-                if held >= place.limit or held + 1 > table.granted(place.at):
-                    table.note_refused(place.at, 1)
+                if place.is_full():
                     raise self._refused("concurrent", _too_many_at_once(place))
-            self._check_rates(requests, 1, 0, now)
+            for rate in requests:
+                wait = rate.wait_seconds(1, now)
+                if wait > 0.0:
+                    raise self._refused(rate.name, _over_rate(rate, wait))
             for place in places:
-                table.hold(place.at, 1)
-            for gate in requests:
-                table.set_value(gate.at, gate.rate.after(table.value(gate.at), 1, now))
+                place.hold(1)
+            for rate in requests:
+                rate.take(1, now)
         finally:
             table.unlock(lock)
         self._taken = True
 
     def forgive(self) -> None:
         """Give back the request, because this frontend had no place for it. The charge still has to be closed."""
-        table = self._quotas.table
         if self._taken:
-            with table.locked():
-                for gate in self._gates.requests:
-                    table.set_value(gate.at, table.value(gate.at) - gate.rate.interval)
-
-    def _check_rates(self, gates: Sequence[RateGate], input: int, output: int, now: float) -> None:
-        table = self._quotas.table
-        for gate in gates:
-            rate, units = gate.fit(table.granted(gate.at)), gate.units(input, output)
-            wait = rate.wait_seconds(table.value(gate.at), units, now)
-            if wait > 0:
-                table.note_refused(gate.at, units)
-                raise self._refused(gate.name, _over_rate(gate, wait))
+            now = self._quotas.clock()
+            with self._quotas.table.locked():
+                for rate in self._gates.requests:
+                    rate.settle(1, 0, now)
 
     def _refused(self, limit: str, rejected: RequestRejected) -> RequestRejected:
         self._quotas.on_refused(self.identity, limit)
@@ -180,9 +174,10 @@ class Charge:
         None: as many as it asks for. Raises a 400 where the request asks for more than its key may have in one request,
         and the 429 of a limit or budget that has not enough; then nothing is reserved.
         """
-        cap, gates = self._own_cap(demand), self._gates
-        for most in gates.sizes:
-            self._check_size(most, demand, cap)
+        gates, most = self._gates, self.identity.record.max_tokens
+        cap = demand.output if most is None else self._own_cap(demand, most)
+        for size in gates.sizes:
+            self._check_size(size, demand, cap)
         if not gates.tokens and not gates.budgets:
             return cap
         quotas = self._quotas
@@ -191,28 +186,37 @@ class Charge:
             self.price = quotas.price_of(self.model)
         lock = table.lock()
         try:
-            if gates.budgets:
-                cap = self._affordable(demand, cap)
-            output = (self._estimate(demand) if cap is None else cap) * demand.answers
-            self._check_rates(gates.tokens, demand.input, output, now)
-            costs = [self._cost(gate, demand.input, 0, output) for gate in gates.budgets]
-            for gate, cost in zip(gates.budgets, costs, strict=True):
-                if cost > quotas.book.left(gate):
-                    raise self._over_budget(gate, cost)
+            for budget in gates.budgets:
+                quotas.book.turn(budget)
+                if budget.is_hard:
+                    cap = self._affordable(budget, demand, cap)
+            input, output = demand.input, (_estimate(demand) if cap is None else cap) * demand.answers
             for rate in gates.tokens:
-                table.set_value(rate.at, rate.rate.after(table.value(rate.at), rate.units(demand.input, output), now))
-            for gate, cost in zip(gates.budgets, costs, strict=True):
-                table.hold(gate.at, cost)
+                wait = rate.wait_seconds(rate.units(input, output), now)
+                if wait > 0.0:
+                    raise self._refused(rate.name, _over_rate(rate, wait))
+            costs = self._checked_costs(input, output) if gates.budgets else ()
+            for rate in gates.tokens:
+                rate.take(rate.units(input, output), now)
+            for index, budget in enumerate(gates.budgets):
+                budget.hold(costs[index])
         finally:
             table.unlock(lock)
-        self._reserved, self._costs = (demand.input, output), costs
+        self._reserved, self._costs = (input, output), costs
         return cap
 
-    def _own_cap(self, demand: TokenDemand) -> int | None:
+    def _checked_costs(self, input: int, output: int) -> Sequence[int]:
+        """Return what each budget has to reserve. Raises the 429 of the first that has not enough."""
+        costs: list[int] = []
+        for budget in self._gates.budgets:
+            cost = budget.cost(self.price, input, 0, output)
+            if cost > budget.left():
+                raise self._over_budget(budget, cost)
+            costs.append(cost)
+        return costs
+
+    def _own_cap(self, demand: TokenDemand, most: int) -> int:
         """Return the output limit of each answer by the request and the key. Raises the 400 of a request for too much."""
-        most = self.identity.record.max_tokens
-        if most is None:
-            return demand.output
         if demand.output is not None and demand.output > most:
             raise self._refused(
                 "max_tokens",
@@ -225,10 +229,8 @@ class Charge:
             )
         return most if demand.output is None else demand.output
 
-    def _check_size(self, most: int | None, demand: TokenDemand, cap: int | None) -> None:
-        if most is None:
-            return
-        size = demand.input + (self._estimate(demand) if cap is None else cap) * demand.answers
+    def _check_size(self, most: int, demand: TokenDemand, cap: int | None) -> None:
+        size = demand.input + (_estimate(demand) if cap is None else cap) * demand.answers
         if size > most:
             raise self._refused(
                 "max_tokens_per_request",
@@ -240,41 +242,24 @@ class Charge:
                 ),
             )
 
-    @staticmethod
-    def _estimate(demand: TokenDemand) -> int:
-        return OUTPUT_ESTIMATE if demand.most_output is None else min(OUTPUT_ESTIMATE, demand.most_output)
-
-    def _cost(self, gate: BudgetGate, input: int, cached: int, output: int) -> int:
-        if gate.budget.tokens is not None:
-            return input + output
-        return cost_of(gate.budget, self.price, input=input, cached=cached, output=output)
-
-    def _affordable(self, demand: TokenDemand, cap: int | None) -> int | None:
-        """Return the output limit that hard budgets leave, under the lock. Raises the 429 of one that leaves none."""
-        quotas = self._quotas
-        for gate in self._gates.budgets:
-            quotas.book.turn(gate)
-            if not gate.budget.hard:
-                continue
-            # What a million tokens cost is exact also where one token costs less than a unit.
-            million = self._cost(gate, 0, 0, 10**6)
-            if million == 0:
-                continue
-            left = quotas.book.left(gate) - self._cost(gate, demand.input, 0, 0)
-            most = left * 10**6 // million // demand.answers
-            if most < 1:
-                raise self._over_budget(gate, self._cost(gate, demand.input, 0, demand.answers))
-            bounds = [bound for bound in (cap, demand.most_output) if bound is not None]
-            cap = min([most, *bounds])
-        return cap
+    def _affordable(self, gate: BudgetGate, demand: TokenDemand, cap: int | None) -> int | None:
+        """Return the output limit that a hard budget leaves, under the lock. Raises the 429 of one that leaves none."""
+        # What a million tokens cost is exact also where one token costs less than a unit.
+        million = gate.cost(self.price, 0, 0, 10**6)
+        if million == 0:
+            return cap
+        left = gate.left() - gate.cost(self.price, demand.input, 0, 0)
+        most = left * 10**6 // million // demand.answers
+        if most < 1:
+            raise self._over_budget(gate, gate.cost(self.price, demand.input, 0, demand.answers))
+        return min([most, *[bound for bound in (cap, demand.most_output) if bound is not None]])
 
     def _over_budget(self, gate: BudgetGate, cost: int) -> RequestRejected:
         """Return the 429 of a budget, under the lock: it is used up, or other frontends hold the rest of it."""
-        quotas = self._quotas
-        quotas.table.note_refused(gate.at, cost)
-        if cost <= quotas.book.left_of_whole(gate):
+        self._quotas.table.note_refused(gate.at, cost)
+        if cost <= gate.left_of_whole():
             return self._refused("budget", _budget_elsewhere(gate))
-        return self._refused("budget", _over_budget(gate, quotas.wall_clock()))
+        return self._refused("budget", _over_budget(gate, self._quotas.wall_clock()))
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -288,54 +273,52 @@ class Charge:
         self._quotas.on_closed(self, use, seconds)
 
     def _settle(self, use: TokenUse) -> None:
-        quotas, gates, table = self._quotas, self._gates, self._quotas.table
-        given: list[tuple[str, Spent, int]] = []
+        quotas, gates, table, reserved = self._quotas, self._gates, self._quotas.table, self._reserved
+        given: list[tuple[str, int, int]] = []
         lock = table.lock()
         try:
             if self._taken:
                 for place in gates.places:
-                    table.hold(place.at, -1)
-            if self._reserved is not None:
+                    place.hold(-1)
+            if reserved is not None:
                 now = quotas.clock()
                 for rate in gates.tokens:
-                    more = rate.units(use.input, use.output) - rate.units(*self._reserved)
-                    full_at = table.value(rate.at)
-                    table.set_value(
-                        rate.at,
-                        rate.rate.after(full_at, more, now) if more > 0 else full_at + more * rate.rate.interval,
-                    )
-                for gate, reserved in zip(gates.budgets, self._costs, strict=True):
-                    table.hold(gate.at, -reserved)
-                    period, cost = quotas.book.turn(gate), self._cost(gate, use.input, use.cached, use.output)
-                    spent = table.value(gate.at) + cost
-                    table.set_value(gate.at, spent)
-                    given.append((gate.name, Spent(period, int(spent)), cost))
+                    rate.settle(rate.units(*reserved), rate.units(use.input, use.output), now)
+                for index, budget in enumerate(gates.budgets):
+                    period, cost = quotas.book.turn(budget), budget.cost(self.price, use.input, use.cached, use.output)
+                    budget.spend(self._costs[index], cost)
+                    given.append((budget.name, period, cost))
         finally:
             table.unlock(lock)
-        for name, total, cost in given:
-            quotas.on_spent(name, total, cost)
+        for each in given:
+            quotas.on_spent(*each)
 
     def statuses(self) -> Sequence[RateStatus]:
         """Return how far the tightest rate of requests and the tightest one of tokens are used."""
-        quotas, found = self._quotas, []
-        now, wall = quotas.clock(), quotas.wall_clock()
-        for kind, gates in (("requests", self._gates.requests), ("tokens", self._gates.tokens)):
+        requests, tokens = self._gates.requests, self._gates.tokens
+        if not requests and not tokens:
+            return ()
+        now, wall = self._quotas.clock(), self._quotas.wall_clock()
+        found = []
+        for kind, gates in (("requests", requests), ("tokens", tokens)):
             tightest: RateStatus | None = None
             for gate in gates:
-                full_at = quotas.table.value(gate.at)
-                remaining = gate.rate.remaining(full_at, now)
+                remaining, reset = gate.room(now)
                 if tightest is None or remaining < tightest.remaining:
-                    reset = gate.rate.reset_seconds(full_at, now)
-                    tightest = RateStatus(kind, int(gate.whole.limit), remaining, reset, wall + reset)
+                    tightest = RateStatus(kind, gate.limit, remaining, reset, wall + reset)
             if tightest is not None:
                 found.append(tightest)
         return found
 
 
+def _estimate(demand: TokenDemand) -> int:
+    return OUTPUT_ESTIMATE if demand.most_output is None else min(OUTPUT_ESTIMATE, demand.most_output)
+
+
 def _over_rate(gate: RateGate, wait: float) -> RequestRejected:
     return RequestRejected(
         429,
-        f"Rate limit reached: {gate.name} of {gate.scope} is {int(gate.whole.limit)}, {int(gate.whole.burst)} at once. "
+        f"Rate limit reached: {gate.name} of {gate.scope} is {gate.limit}, {int(gate.whole.burst)} at once. "
         f"Try again in {_span(wait)}",
         code="rate_limit_exceeded",
         retry_after_seconds=_retry_seconds(wait),

@@ -105,7 +105,7 @@ class Slice:
             if not may_grow or self._has_fallen_back:
                 return
             self._quotas.book.turn(gate)
-            rest = max(0, self._quotas.book.left_of_whole(gate)) / frontends
+            rest = max(0, gate.left_of_whole()) / frontends
             granted = table.value(gate.at) + table.held(gate.at) + rest
         else:
             granted = self.limit.total / frontends

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,7 @@ EXCHANGE: Final = "dynamo.exchange"
 MAX_BODY_BYTES: Final = 64 * 1024  # of a request or an answer that the audit log shows
 MAX_PATH: Final = 1024  # characters
 _ID: Final = b"x-request-id"
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class _Seen:
@@ -42,7 +44,10 @@ class _Seen:
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.status = status
-        self.request_id = next((value.decode("latin-1") for name, value in headers if name == _ID), "")
+        for name, value in headers:
+            if name == _ID:
+                self.request_id = value.decode("latin-1")
+                return
 
     def more(self, body: bytes) -> None:
         if len(self.body) < MAX_BODY_BYTES:
@@ -120,11 +125,17 @@ class AccessLog:
             exchange = scope.pop(EXCHANGE)
             if exchange is not None:
                 _add_exchange(fields, exchange)
-            self._file.add(msgspec.json.encode(fields))
+            self._file.add(_encode(fields))
 
 
 def _timestamp(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    second = int(at)
+    return f"{_second(second)}.{int((at - second) * 1000):03}Z"
+
+
+@lru_cache(maxsize=4)  # many requests begin in one second
+def _second(at: int) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _add_exchange(fields: dict[str, Any], exchange: Exchange) -> None:

@@ -64,10 +64,11 @@ class AsgiSink:
 
     def _fixed(self) -> tuple[tuple[bytes, bytes], ...]:
         """Return the headers of every answer."""
-        if self.charge is None or not self.charge.is_limited:
-            return self._extra
-        rates = self._dialect.rate_headers
-        return (*self._extra, *[header for status in self.charge.statuses() for header in rates(status)])
+        headers = self._extra
+        if self.charge is not None:
+            for status in self.charge.statuses():
+                headers += self._dialect.rate_headers(status)
+        return headers
 
     def open_stream(
         self, *, peek_seconds: float, keep_alive_seconds: float | None, late_headers: Callable[[], HeaderPairs]
