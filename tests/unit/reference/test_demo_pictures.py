@@ -13,7 +13,7 @@ from demo_model.lessons.question import is_held_out
 
 from dynamo.reference.demo.draw import main
 from dynamo.reference.demo.drawing import COLOURS, SHAPES, encode_png, render
-from dynamo.reference.vision import read_png
+from dynamo.reference.picture_files import read_png
 from support.cases import each_case
 
 SAMPLES = 120
