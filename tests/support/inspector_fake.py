@@ -37,7 +37,7 @@ from support.patience import PATIENCE_SECONDS
 T = TypeVar("T")
 Answer = tuple[int, Any]
 
-LISTS = ("frontends", "models", "workers", "streams", "recent", "routing", "prefixes", "errors", "events")
+LISTS = ("frontends", "models", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors", "events")
 
 
 def now_ms() -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dynamo.protocol.inspector.views import (
     AttemptView,
+    CacheView,
     CandidateView,
     CountersView,
     ErrorGroup,
@@ -120,6 +121,12 @@ ROUTING = [
                 policy="kv", decided_by="lowest cost", prompt_tokens=512, block_size=16, candidates=CANDIDATES,
                 candidates_in_all=3),
 ]  # fmt: skip
+CACHES = [
+    CacheView(id=worker.id, model="demo", role="agg", block_size=16, trust="exact", blocks_known=known,
+              blocks_total=4096, index_share=share, tiers={"device": known}, prompt_blocks_per_minute=9000.0,
+              hit_blocks_per_minute=9000.0 * hits, hit_share=hits, history=[float(n % 7) for n in range(60)])
+    for worker, known, share, hits in zip(WORKERS[:3], (3440, 3970, 910), (0.41, 0.48, 0.11), (0.61, 0.58, 0.0), strict=True)
+]  # fmt: skip
 PREFIXES = [
     PrefixView(id="8f00aa11", model="demo", blocks=512, depth=512, holders=[w.id for w in WORKERS[:3]], hits=9120),
     PrefixView(id="31cc90fe", model="demo", blocks=96, depth=96, holders=[WORKERS[0].id], hits=88),
@@ -163,7 +170,7 @@ def demo_picture(**changes: Any) -> Picture:
     """A picture with something in every view."""
     members: dict[str, Any] = {
         "seq": 7, "taken_ms": NOW_MS, "fleet": FLEET, "frontends": FRONTENDS, "models": MODELS, "workers": WORKERS,
-        "streams": STREAMS, "recent": RECENT, "routing": ROUTING, "prefixes": PREFIXES, "errors": ERRORS,
+        "streams": STREAMS, "recent": RECENT, "routing": ROUTING, "caches": CACHES, "prefixes": PREFIXES, "errors": ERRORS,
         "events": EVENTS,
     }  # fmt: skip
     return Picture(**(members | changes))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
+from dynamo.kv.held_prefixes import HeldPrefixes, held_prefixes
 from dynamo.kv.holders import BlockHolders, RankBits, RankMask
 from dynamo.kv.overlap import Overlap, WorkerRank
 
@@ -111,6 +112,15 @@ class ApproximateIndex:
             return sum(len(held.blocks) for held in self._ranks.values())
         held = self._ranks.get(rank)
         return 0 if held is None else len(held.blocks)
+
+    def blocks_by_tier(self, rank: WorkerRank) -> dict[str, int]:
+        """Return how many blocks a rank is believed to hold, by tier: all are on the device."""
+        count = self.blocks(rank)
+        return {"device": count} if count else {}
+
+    def prefixes(self, hits: Mapping[int, int], most: int) -> HeldPrefixes:
+        """Return the prefixes that are believed to be held, as `held_prefixes` chooses them."""
+        return held_prefixes(self._holders, self._bits, hits, most)
 
     def dump(self) -> list[RouterEvent]:
         """Return what each rank is believed to hold, in the form of `PrefixIndex.dump`."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from dynamo.kv.overlap import Overlap, WorkerRank
 
-__all__ = ["BlockHolders", "RankBits", "RankMask", "extend_depths"]
+__all__ = ["BlockHolders", "HeldRun", "RankBits", "RankMask", "extend_depths"]
 
 RankMask: TypeAlias = int
 """A set of ranks: one bit each, given out by RankBits."""
@@ -111,6 +111,15 @@ class _Run:
         self.tail: _Run | None = None  # what was cut off the end last; only a hint
 
 
+class HeldRun(NamedTuple):
+    """A run, as a reader sees it."""
+
+    block: int  # its last one
+    blocks: int
+    parent: int | None  # the block before the first one
+    mask: RankMask
+
+
 class BlockHolders:
     """The ranks that hold each block. Its size is the number of different blocks."""
 
@@ -185,6 +194,22 @@ class BlockHolders:
     def masks(self, sequence: Sequence[int]) -> list[RankMask]:
         """Return the holders of each block."""
         return [0 if run is None else run.mask for run in map(self._runs.get, sequence)]
+
+    @property
+    def run_count(self) -> int:
+        """How many runs there are."""
+        return len(self._each)
+
+    def runs(self) -> Iterator[HeldRun]:
+        """Yield the runs, in no order. Nothing may change meanwhile."""
+        return (HeldRun(run.blocks[-1], len(run.blocks), run.parent, run.mask) for run in self._each)
+
+    def run_of(self, block: int) -> tuple[HeldRun, int] | None:
+        """Return the run that a block is in, and which of its blocks it is, from 1 on; None: nobody holds the block."""
+        run = self._runs.get(block)
+        if run is None:
+            return None
+        return HeldRun(run.blocks[-1], len(run.blocks), run.parent, run.mask), run.blocks.index(block) + 1
 
     def depths(self, sequence: Sequence[int]) -> list[tuple[int, RankMask]]:
         """Return how many blocks from the first one on the ranks hold without a gap, with the ranks of each depth.

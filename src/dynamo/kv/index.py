@@ -16,6 +16,7 @@ import msgspec
 
 from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.kv.hashing import extend_sequence
+from dynamo.kv.held_prefixes import HeldPrefixes, held_prefixes
 from dynamo.kv.holders import BlockHolders, RankBits, RankMask, extend_depths
 from dynamo.kv.overlap import Overlap, WorkerRank
 
@@ -261,6 +262,19 @@ class PrefixIndex:
             for place in self._places.values()
             for held in (place.ranks.values() if rank is None else filter(None, [place.ranks.get(rank)]))
         )
+
+    def blocks_by_tier(self, rank: WorkerRank) -> dict[str, int]:
+        """Return how many blocks a rank holds, by tier."""
+        found: dict[str, int] = {}
+        for (tier, _), place in self._places.items():
+            held = place.ranks.get(rank)
+            if held is not None and held.count:
+                found[tier] = found.get(tier, 0) + held.count
+        return found
+
+    def prefixes(self, hits: Mapping[int, int], most: int) -> HeldPrefixes:
+        """Return the prefixes on devices, as `held_prefixes` chooses them."""
+        return held_prefixes(self._device.holders, self._bits, hits, most)
 
     def sequence_hash(self, rank: WorkerRank, name: int) -> int | None:
         """Return the sequence hash of a block that a rank holds, by the engine's name; None for an unknown name."""

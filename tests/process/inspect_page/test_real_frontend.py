@@ -73,6 +73,12 @@ class Client:
     def has_ended(self) -> bool:
         return not self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Wait for the end of the answer."""
+        self._thread.join(PATIENCE_SECONDS)
+        assert self.has_ended
+        self._connection.close()
+
     def leave(self) -> None:
         if self._connection.sock is not None:
             self._connection.sock.shutdown(2)
@@ -185,6 +191,22 @@ def test_the_page_counts_what_the_metrics_count(page: Watched, mockers: Cluster)
     finally:
         for client in clients:
             client.leave()
+
+
+def test_the_prefix_caches_show_what_hit(page: Watched, mockers: Cluster) -> None:
+    shown = opened(page, mockers, "#/prefixes")
+    shown.locator("main.view-prefixes h1").wait_for()
+    prompt = "a system prompt that all of them share. " * 20
+    for number in range(3):
+        mockers.stream(f"{prompt}{number}", max_tokens=2).wait()
+    caches = shown.get_by_role("group", name="Prefix caches", exact=True)
+    rates = caches.locator('td[data-label="Hit rate"]')
+    until(shown, lambda: any("%" in text and not text.startswith("0") for text in rates.all_inner_texts()), "hits")
+    blocks = caches.locator('td[data-label="Blocks known"]')
+    assert any(re.match(r"[1-9]\d*/", text.strip()) for text in blocks.all_inner_texts())
+    hot = shown.get_by_role("group", name="Prefixes", exact=True).locator("tbody tr[role=row]").first
+    until(shown, lambda: int(hot.locator('td[data-label="Hits"]').inner_text()) >= 1, "a hot prefix")
+    assert hot.locator('td[data-label="Held by"] a').count() >= 1
 
 
 PHASES = {

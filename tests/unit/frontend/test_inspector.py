@@ -398,6 +398,27 @@ async def test_a_request_in_full_while_it_runs_and_after_its_end(tmp_path: Path)
         assert (await lens.begin("GET", "requests/none").done()).status == 404
 
 
+async def test_the_tokens_of_a_request_that_is_looked_at_are_shown_second_by_second(tmp_path: Path) -> None:
+    paced = Paced()
+    async with cluster(tmp_path) as house:
+        await house.worker(paced.script)
+        inspector = house.frontend.inspector
+        assert inspector is not None
+        lens = Lens(house)
+        request = await streaming(house, headers={"x-request-id": "mine"})
+        assert (await lens.get("requests/mine"))["token_rates"] == []
+        paced.go(6)
+        await request.until(lambda each: each.body.count(b'"content"') >= 7)
+        now = asyncio.get_running_loop().time()
+        rates = inspector.tables.token_rates
+        (id,) = rates._seen
+        assert rates.look(id, 7, now + 2.0) == [3.0, 3.0]  # six tokens in the two seconds since the first look
+        assert rates.look(id, 7, now + 2.1) == [3.0, 3.0]
+        paced.go(last=True)
+        await request.done()
+        assert (await lens.get("requests/mine"))["token_rates"] == [3.0, 3.0]
+
+
 async def test_failures_are_grouped_and_have_bundles(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
         await house.worker(fail(RuntimeError("the marker prompt broke 17 things")))

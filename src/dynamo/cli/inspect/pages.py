@@ -28,7 +28,7 @@ PAGES: Final = (
     Page("w", "workers", ("workers",), "workers: state, load, queue, KV blocks, prefix hits"),
     Page("s", "streams", ("streams",), "requests in flight"),
     Page("m", "models", ("models",), "models, and why one is not ready"),
-    Page("c", "prefixes", ("prefixes",), "the prefix cache: who holds what"),
+    Page("c", "prefixes", ("caches", "prefixes"), "prefix caches: how full they are, what hits, who holds what"),
     Page("x", "errors", ("errors",), "failures, grouped"),
     Page("r", "recent", ("recent",), "requests that have ended"),
     Page("g", "routing", ("routing",), "routing decisions"),

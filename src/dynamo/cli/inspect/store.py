@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from dynamo.protocol.inspector.views import (
+    CacheView,
     ErrorGroup,
     EventView,
     FleetView,
@@ -34,6 +35,7 @@ LISTS: Final[Mapping[str, type[Struct]]] = MappingProxyType(
         "streams": StreamView,
         "recent": RecentView,
         "routing": RoutingView,
+        "caches": CacheView,
         "prefixes": PrefixView,
         "errors": ErrorGroup,
         "events": EventView,

@@ -6,7 +6,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from dynamo.cli.inspect.figures import UNKNOWN, age, bar, bytes_of, clock, count, exact, per_second, percent, short
+from dynamo.cli.inspect.figures import (
+    UNKNOWN,
+    age,
+    bar,
+    bytes_of,
+    clock,
+    count,
+    exact,
+    per_second,
+    percent,
+    short,
+    sparkline,
+)
 from dynamo.cli.inspect.lines import Cell, Column, TableForm, Tone
 from dynamo.protocol.inspector.views import ErrorGroup, ModelView, RecentView, RoutingView, StreamView, WorkerView
 
@@ -271,6 +283,29 @@ ROUTING: Final = TableForm(
     "no routing decision was kept",
 )  # fmt: skip
 
+CACHES: Final = TableForm(
+    "caches",
+    "Prefix caches",
+    (
+        Column("ID", _text(lambda c: c.id, Tone.STRONG), 6, 16, keeps_tail=True),
+        Column("ROLE", _text(lambda c: c.role), 7, rank=4),
+        Column("MODEL", _text(lambda c: c.model), 6, 28, rank=2),
+        Column("KNOWN", _text(lambda c: count(c.blocks_known)), 7, is_right=True),
+        Column("TOTAL", _text(lambda c: count(c.blocks_total)), 7, is_right=True, rank=3),
+        Column("INDEX%", _text(lambda c: percent(c.index_share)), 6, is_right=True, rank=5),
+        Column("HIT%", _text(lambda c: percent(c.hit_share)), 4, is_right=True),
+        Column("HITS/MIN", _text(lambda c: count(c.hit_blocks_per_minute)), 8, is_right=True),
+        Column("5 MIN", lambda c, _n, width: Cell(sparkline(c.history, width)), 12, 30, rank=1),
+        Column("TRUST", _text(lambda c: c.trust), 9, rank=6),
+    ),
+    (
+        ("id", lambda c: (c.model, c.id)),
+        ("known", lambda c: (-(c.blocks_known or 0), c.id)),
+        ("hits", lambda c: (-(c.hit_blocks_per_minute or 0.0), c.id)),
+    ),
+    "no worker with a block size is known",
+)  # fmt: skip
+
 PREFIXES: Final = TableForm(
     "prefixes",
     "Prefix cache: who holds what",
@@ -284,9 +319,9 @@ PREFIXES: Final = TableForm(
         Column("WORKERS", _text(lambda p: " ".join(p.holders)), 12, 80),
     ),
     (
+        ("most hits", lambda p: (-(p.hits or 0), -p.blocks * len(p.holders), p.id)),
         ("most held", lambda p: (-len(p.holders), -p.blocks, p.id)),
         ("longest", lambda p: (-p.blocks, p.id)),
-        ("most hits", lambda p: (-(p.hits or 0), p.id)),
     ),
     "no prefix is known: only the kv router mode keeps an index",
 )  # fmt: skip
@@ -333,7 +368,7 @@ EVENTS: Final = TableForm(
 FORMS: Final[Mapping[str, TableForm]] = MappingProxyType(
     {
         form.view: form
-        for form in (WORKERS, STREAMS, MODELS, FRONTENDS, RECENT, ROUTING, PREFIXES, ERRORS, EVENTS)
+        for form in (WORKERS, STREAMS, MODELS, FRONTENDS, RECENT, ROUTING, CACHES, PREFIXES, ERRORS, EVENTS)
     }
 )  # fmt: skip
 """By the name of its view."""

@@ -40,6 +40,9 @@ def _running(tables: Tables, routing: RoutingLog, clock: InspectorClock, exchang
         routing=routing.of_request(id, tally),
         events=tables.events.of_request(id),
     )
+    if work is not None:
+        made = sum(stream.tokens for stream in work.running)
+        detail.token_rates = tables.token_rates.look(id, made, clock.now())
     for decision in detail.routing:
         if not decision.model:  # from the record of the request, which holds neither its model nor the time
             decision.model = (detail.stream.model if detail.stream else None) or ""
@@ -79,6 +82,7 @@ def _ended(tables: Tables, routing: RoutingLog, clock: InspectorClock, ended: En
         recent=row,
         timeline=_timeline(clock, ended.phase_times),
         routing=routing.of_request(ended.exchange_id, None),
+        token_rates=tables.token_rates.of(ended.exchange_id),
         events=tables.events.of_request(ended.exchange_id),
     )
 

@@ -156,6 +156,7 @@ class Inspector:
         while True:
             now = self.clock.settle()
             self.process.sample()
+            self.tables.caches.sample()
             self._figures.sample(now, self.clock.ms(now))
             await asyncio.sleep(SLOT_SECONDS)
 
@@ -163,6 +164,7 @@ class Inspector:
         ended = self.tables.recent.add(exchange)
         if exchange.tally is not None:
             self.tables.routing.name(ended.exchange_id, exchange.tally)
+            self.tables.caches.ended(exchange.tally)
         if ended.moves or ended.outcome == "failed":
             self._note_trouble(ended.exchange_id, ended.model, ended.moves, ended.status)
 
@@ -282,6 +284,12 @@ class Inspector:
                 if exchange.tally is not None:
                     routing.name(exchange.context.id(), exchange.tally)
             picture.routing, totals["routing"] = routing.rows(query.limit), len(routing)
+        if "caches" in views:
+            rows_of_caches = self.tables.caches.rows()
+            picture.caches, totals["caches"] = rows_of_caches[: query.limit], len(rows_of_caches)
+        if "prefixes" in views:
+            choices = self.tables.routing.choices()
+            picture.prefixes, totals["prefixes"] = self.tables.caches.prefixes(choices, query.limit)
         if "errors" in views:
             picture.errors = error_rows(self.failures, query.limit)
         if "events" in views:

@@ -8,9 +8,11 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from dynamo.frontend.inspector.caches import merged_caches
 from dynamo.frontend.inspector.figures import Slot, add_slots
 from dynamo.protocol.inspector.views import (
     VIEWS,
+    CacheView,
     ErrorGroup,
     EventView,
     FrontendView,
@@ -50,6 +52,7 @@ class MemberPicture(Struct, kw_only=True):
     streams: list[StreamView] = []
     recent: list[RecentView] = []
     routing: list[RoutingView] = []
+    caches: list[CacheView] = []
     prefixes: list[PrefixView] = []
     errors: list[ErrorGroup] = []
     events: list[EventView] = []
@@ -89,6 +92,7 @@ def merge(
         streams=streams[:limit],
         recent=recent[:limit],
         routing=routing[:limit],
+        caches=merged_caches([member.caches for member in members])[:limit],
         prefixes=max((member.prefixes for member in members), key=len),
         errors=_merged_errors(members)[:limit],
         events=_merged_events(members)[:limit],

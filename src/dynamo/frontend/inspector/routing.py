@@ -94,6 +94,11 @@ class RoutingLog:
         """Return the last choices, the newest first."""
         return [self._row(each) for each in list(self._decisions)[::-1][:limit]]
 
+    def choices(self) -> list[Placement]:
+        """Return the last choices, and keep them from now on, for a while."""
+        self.looked()
+        return [each.placement for each in self._decisions]
+
     def of_request(self, request_id: str, tally: Tally | None) -> list[RoutingView]:
         """Return the choices of one request: those that were kept, or else what its record shows."""
         kept = [self._row(each) for each in self._decisions if each.request_id == request_id]

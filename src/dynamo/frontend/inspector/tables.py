@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dynamo.frontend.inspector.caches import CacheTable
 from dynamo.frontend.inspector.clock import InspectorClock
 from dynamo.frontend.inspector.events import EventLog
 from dynamo.frontend.inspector.lifecycle import WorkerLifecycle
 from dynamo.frontend.inspector.recent import RecentRequests
 from dynamo.frontend.inspector.routing import RoutingLog
 from dynamo.frontend.inspector.streams import StreamTable
+from dynamo.frontend.inspector.token_rates import TokenRates
 from dynamo.frontend.inspector.workers import ClusterTable
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.pipeline.inference import Pipeline
@@ -25,6 +27,13 @@ class Tables:
         self.recent = RecentRequests(clock, frontend_id)
         self.lifecycle = WorkerLifecycle(pipeline.models, self.events, clock)
         self.routing = RoutingLog(pipeline.models.desk, clock, frontend_id)
+        self.token_rates = TokenRates()
+        self.caches = CacheTable(pipeline.models, clock)
         self.cluster = ClusterTable(
-            pipeline.models, pipeline.settings, clock, loads.busy_workers.reports_of, self.lifecycle.first_seen
+            pipeline.models,
+            pipeline.settings,
+            clock,
+            loads.busy_workers.reports_of,
+            self.lifecycle.first_seen,
+            self.caches.hit_share,
         )

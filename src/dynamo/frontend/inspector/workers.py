@@ -16,9 +16,9 @@ from dynamo.router.busy_workers import LoadReport
 from dynamo.router.pool import ModelPool
 from dynamo.runtime.request_plane.base import Instance
 
-__all__ = ["ClusterTable"]
+__all__ = ["ROLES", "ClusterTable"]
 
-_ROLES: Final = {"aggregated": "agg"}
+ROLES: Final = {"aggregated": "agg"}
 _WIRES: Final = {"tcp": "native", "nats_tcp": "nats"}
 
 Reports = Callable[[int], Iterable[LoadReport]]
@@ -35,10 +35,11 @@ class ClusterTable:
         clock: InspectorClock,
         reports: Reports,
         first_seen: Mapping[str, float],
+        hit_share: Callable[[int], float | None],
     ) -> None:
-        """`first_seen`: when each worker came, by id, as loop times."""
+        """`first_seen`: when each worker came, by id, as loop times. `hit_share`: of the prompts of a worker."""
         self._models, self._settings, self._clock = models, settings, clock
-        self._reports, self._first_seen = reports, first_seen
+        self._reports, self._first_seen, self._hit_share = reports, first_seen, hit_share
 
     def count(self) -> tuple[int, int]:
         """Return how many workers and models there are."""
@@ -105,7 +106,7 @@ class ClusterTable:
         since = self._first_seen.get(name)
         view = WorkerView(
             id=name,
-            role=_ROLES.get(group.key.role, group.key.role),
+            role=ROLES.get(group.key.role, group.key.role),
             models=[],
             address=address,
             wire="mux" if instance is not None and instance.mux is not None else _WIRES.get(kind, kind),
@@ -115,6 +116,7 @@ class ClusterTable:
             limit=None if not runtime.max_num_seqs else runtime.max_num_seqs * ranks,
             kv_blocks_used=sum(used) if used else None,
             kv_blocks_total=None if not runtime.total_kv_blocks else runtime.total_kv_blocks * ranks,
+            prefix_hit_share=self._hit_share(entry.instance_id),
             card=entry.fingerprint,
         )
         version = runtime.runtime_data.get("version")

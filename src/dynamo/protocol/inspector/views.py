@@ -20,6 +20,7 @@ __all__ = [
     "PHASES",
     "VIEWS",
     "AttemptView",
+    "CacheView",
     "CandidateView",
     "CountersView",
     "ErrorGroup",
@@ -39,7 +40,8 @@ __all__ = [
 ]
 
 VIEWS: Final = (
-    "fleet", "frontends", "models", "workers", "streams", "recent", "routing", "prefixes", "errors", "events",
+    "fleet", "frontends", "models", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors",
+    "events",
 )  # fmt: skip
 """What a snapshot and a watch can be asked for; the order is that of the page."""
 
@@ -270,16 +272,38 @@ class RequestDetail(Struct, kw_only=True):
     content: dict[str, Any] | None = None  # None: content is not shown
 
 
+class CacheView(Struct, kw_only=True):
+    """The prefix cache of one worker, as the router knows it."""
+
+    id: str  # of the worker
+    model: str
+    role: str
+    block_size: int
+    trust: str | None = (
+        None  # exact, degraded, predicted or none, as far as its blocks are known; None: no index keeps them
+    )
+    blocks_known: int | None = None  # of it in the index; None: no index keeps them
+    blocks_total: int | None = None  # on its device
+    index_share: float | None = None  # its part of all blocks in the index, 0 to 1
+    tiers: dict[str, int] = {}  # blocks known by tier: device, host_pinned, disk, external
+    prompt_blocks_per_minute: float | None = None  # of the requests that ended within the last minute
+    hit_blocks_per_minute: float | None = None  # of those, the ones that it had
+    hit_share: float | None = None  # the second by the first, 0 to 1
+    history: list[
+        float
+    ] = []  # hit blocks per minute of the last five minutes, an entry each five seconds, the newest last
+
+
 class PrefixView(Struct, kw_only=True):
     """One prefix that caches hold."""
 
     id: str  # hash of its last block
     model: str
     blocks: int  # its length
-    depth: int
+    depth: int  # blocks from the beginning of the prompt to its end
     holders: list[str]
-    hits: int | None = None
-    parent: str | None = None
+    hits: int | None = None  # of the last 200 prompts that were routed, those that begin with some of it
+    parent: str | None = None  # hash of the block before it; None: it begins a prompt
 
 
 class ErrorGroup(Struct, kw_only=True):
@@ -321,6 +345,7 @@ class Picture(Struct, kw_only=True):
     streams: list[StreamView] | None = None
     recent: list[RecentView] | None = None
     routing: list[RoutingView] | None = None
+    caches: list[CacheView] | None = None
     prefixes: list[PrefixView] | None = None
     errors: list[ErrorGroup] | None = None
     events: list[EventView] | None = None

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from dynamo.kv.approximate_index import ApproximateIndex
+from dynamo.kv.held_prefixes import HeldPrefixes
 from dynamo.kv.overlap import Overlap, OverlapIndex, WorkerRank
 
-__all__ = ["EventlessGuesses", "KvIndexes", "LearningIndex", "SizedIndex"]
+__all__ = ["EventlessGuesses", "KvIndexes", "LearningIndex", "SizedIndex", "VisibleIndex"]
 
 _NONE: Mapping[WorkerRank, Overlap] = {}
 
@@ -30,6 +31,19 @@ class SizedIndex(Protocol):
         ...
 
 
+@runtime_checkable
+class VisibleIndex(Protocol):
+    """An index that a viewer can look into."""
+
+    def blocks_by_tier(self, rank: WorkerRank) -> dict[str, int]:
+        """Return the blocks of one rank by tier."""
+        ...
+
+    def prefixes(self, hits: Mapping[int, int], most: int) -> HeldPrefixes:
+        """Return some prefixes, as `held_prefixes` chooses them."""
+        ...
+
+
 class EventlessGuesses:
     """Guesses what those workers hold that publish no KV events, beside the index of the others."""
 
@@ -48,6 +62,14 @@ class EventlessGuesses:
         """Take a prompt that is sent to a rank."""
         if rank in self.ranks:
             self._guesses.add(rank, sequence, now)
+
+    def blocks_by_tier(self, rank: WorkerRank) -> dict[str, int]:
+        """Return the blocks that a rank is believed to hold, by tier."""
+        return self._guesses.blocks_by_tier(rank)
+
+    def prefixes(self, hits: Mapping[int, int], most: int) -> HeldPrefixes:
+        """Return some prefixes that are believed to be held."""
+        return self._guesses.prefixes(hits, most)
 
     def forget(self, worker_id: int, dp_rank: int | None = None) -> None:
         """Drop what was guessed of a worker, or of one rank of it."""
@@ -89,6 +111,12 @@ class KvIndexes:
     def held(self, rank: WorkerRank) -> int:
         """Return how many blocks a rank holds; 0 where no index knows."""
         return 0 if self._sized is None else self._sized.blocks(rank)
+
+    @property
+    def visible(self) -> list[VisibleIndex]:
+        """The indexes that a viewer can look into."""
+        both: tuple[object, object] = (self.index, self._predicted)
+        return [each for each in both if isinstance(each, VisibleIndex)]
 
 
 def _deeper(known: Overlap, guessed: Overlap) -> Overlap:

@@ -115,13 +115,13 @@ class KvRouter:
 
     __slots__ = (
         "_block_size",
-        "_indexes",
         "_options",
         "_own_blocks",
         "_policy",
         "_rng",
         "_states",
         "_timing",
+        "indexes",
         "load",
         "observer",
     )
@@ -145,14 +145,14 @@ class KvRouter:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self._block_size, self._policy, self._rng = block_size, policy, rng
         self._options = options or KvRouterOptions()
-        self._indexes = KvIndexes(index, predicted)
+        self.indexes = KvIndexes(index, predicted)
         self.load = ActiveLoad(
             block_size,
             tracks_output_blocks=self._options.tracks_output_blocks,
             expiry_seconds=self._options.expiry_seconds,
         )
         self._timing = TimingLearner()
-        self._states = RankStates(self.load, self._timing, self._indexes.held)
+        self._states = RankStates(self.load, self._timing, self.indexes.held)
         self.observer: BookingObserver | None = None
         self._own_blocks = _OWN_BLOCKS  # the last name of a block that is not shared
 
@@ -167,7 +167,7 @@ class KvRouter:
     @property
     def index(self) -> OverlapIndex | None:
         """What it knows of the ranks' caches, apart from predictions."""
-        return self._indexes.index
+        return self.indexes.index
 
     @property
     def ranks(self) -> Mapping[WorkerRank, RankInfo]:
@@ -186,7 +186,7 @@ class KvRouter:
         tokens = query.prompt_tokens
         if tokens is None:
             tokens = len(query.token_ids) or len(sequence) * self._block_size
-        return Lookup(sequence, tokens, self._indexes.find(sequence, now), now)
+        return Lookup(sequence, tokens, self.indexes.find(sequence, now), now)
 
     def select(
         self, query: KvQuery, now: float, *, lookup: Lookup | None = None, explain: bool = False, draw: float | None = None
@@ -231,7 +231,7 @@ class KvRouter:
 
     def learn(self, selection: Selection, now: float) -> None:
         """Tell the indexes that guess by where prompts went of a prompt that goes where it was selected."""
-        self._indexes.add(selection.rank, selection.lookup.sequence, now)
+        self.indexes.add(selection.rank, selection.lookup.sequence, now)
 
     def first_token(self, request_id: str, now: float) -> None:
         """Count the first token of a request: its prompt is computed. Unknown ids and second calls change nothing."""

@@ -67,7 +67,8 @@ class App {
     this.drawNow();
     if (!isOther) return;
     scrollTo(0, 0);
-    document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    const current = document.querySelector("nav [aria-current]");
+    if (current) reveal(current);
   }
 
   /** Go to an address of this page. */
@@ -457,6 +458,14 @@ class App {
     const total = this.store.total(view);
     return total === undefined ? undefined : count(total);
   }
+}
+
+/** Scroll the parent of an element until it is seen. `scrollIntoView` would also move where Tab goes on from. */
+function reveal(element) {
+  const box = element.parentElement;
+  const [outer, inner] = [box.getBoundingClientRect(), element.getBoundingClientRect()];
+  box.scrollLeft += Math.min(0, inner.left - outer.left) + Math.max(0, inner.right - outer.right);
+  box.scrollTop += Math.min(0, inner.top - outer.top) + Math.max(0, inner.bottom - outer.bottom);
 }
 
 function decoded(text) {

@@ -1,7 +1,18 @@
 // The picture of the system: a snapshot, kept up to date by patches.
 
 const MAX_ENTRIES = 5000; // of one view: the server bounds what it sends, and this bounds a server that does not
-const LISTS = ["frontends", "models", "workers", "streams", "recent", "routing", "prefixes", "errors", "events"];
+const LISTS = [
+  "frontends",
+  "models",
+  "workers",
+  "streams",
+  "recent",
+  "routing",
+  "caches",
+  "prefixes",
+  "errors",
+  "events",
+];
 
 export class Store {
   fleet = null;

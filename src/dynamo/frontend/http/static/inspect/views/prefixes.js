@@ -1,10 +1,11 @@
-// The prefix cache: which prefixes are held, by whom, and how long they are.
+// The prefix caches: how full they are and what hits in them; which prefixes are held, by whom, and which are hot.
 
 import { bar, treemap } from "../charts.js";
 import { h } from "../dom.js";
 import { panel, workerLink } from "../parts.js";
 import { Table } from "../table.js";
-import { count, line, sampled } from "../text.js";
+import { count, line, ratio, sampled } from "../text.js";
+import { cachePanel, cachesText } from "./caches.js";
 
 const TONES = 6; // of the map: as many models can be told apart
 
@@ -29,7 +30,15 @@ const COLUMNS = [
     sort: (row) => row.blocks,
     cell: (row) => bar(row.blocks / longest, count(row.blocks), { tone: "accent" }),
   },
-  { id: "depth", label: "Depth", isNumber: true, width: 80, text: (row) => count(row.depth), sort: (row) => row.depth },
+  {
+    id: "depth",
+    label: "Depth",
+    isNumber: true,
+    width: 80,
+    title: "blocks from the beginning of the prompt to its end",
+    text: (row) => count(row.depth),
+    sort: (row) => row.depth,
+  },
   {
     id: "held",
     label: "Holders",
@@ -45,20 +54,38 @@ const COLUMNS = [
     text: (row) => line(row.holders.join(" ")),
     cell: (row) => row.holders.slice(0, 8).flatMap((id) => [workerLink(id), " "]),
   },
-  { id: "hits", label: "Hits", isNumber: true, width: 90, text: (row) => count(row.hits), sort: (row) => row.hits },
+  {
+    id: "hits",
+    label: "Hits",
+    isNumber: true,
+    width: 90,
+    title: "of the last 200 prompts that were routed, those that begin with some of it",
+    text: (row) => count(row.hits),
+    sort: (row) => row.hits,
+  },
 ];
 
 let table = null;
 
 function the(app) {
-  return (table ??= new Table(app, COLUMNS, { label: "Prefixes", sort: "-blocks" }));
+  return (table ??= new Table(app, COLUMNS, { label: "Prefixes", sort: "-hits" }));
+}
+
+/** Which part of the prompts of the last minute all workers together had, in blocks. */
+function hitNote(app) {
+  const rows = app.store.list("caches");
+  const sum = (name) => rows.reduce((total, row) => total + (row[name] ?? 0), 0);
+  const [hits, prompts] = [sum("hit_blocks_per_minute"), sum("prompt_blocks_per_minute")];
+  return prompts
+    ? `, ${ratio(Math.round(hits), Math.round(prompts))} blocks of prompts hit in the last minute`
+    : "";
 }
 
 export const prefixes = {
   id: "prefixes",
   label: "Prefix cache",
   letter: "p",
-  watch: ["prefixes", "models"],
+  watch: ["caches", "prefixes", "models"],
 
   draw(app) {
     const rows = app.store.list("prefixes");
@@ -83,8 +110,9 @@ export const prefixes = {
         "div",
         { class: "head" },
         h("h1", null, "Prefix cache"),
-        h("span", { class: "quiet" }, app.listed("prefixes", rows.length)),
+        h("span", { class: "quiet" }, `${app.listed("prefixes", rows.length)} prefixes${hitNote(app)}`),
       ),
+      cachePanel(app),
       rows.length
         ? panel(
             "Blocks by prefix and holder",
@@ -97,6 +125,6 @@ export const prefixes = {
   },
 
   text(app) {
-    return the(app).text(app.store.list("prefixes"), app.store.now());
+    return `${cachesText(app)}\n\n${the(app).text(app.store.list("prefixes"), app.store.now())}`;
   },
 };

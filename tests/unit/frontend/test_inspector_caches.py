@@ -1,0 +1,142 @@
+"""The prefix caches in the inspector: what the index knows of each worker, which prompts hit, and which prefixes are hot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.frontend.inspector.caches import MAX_WORKERS, CacheTable, merged_caches
+from dynamo.frontend.inspector.clock import InspectorClock
+from dynamo.frontend.inspector.figures import HISTORY_SLOTS
+from dynamo.frontend.inspector.token_rates import MAX_REQUESTS, TokenRates
+from dynamo.frontend.pipeline.plan import Tally
+from dynamo.protocol.inspector.views import CacheView
+from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.router.kv.settings import KvRouterSettings
+from support.frontend_cluster import Cluster, ScriptedWorker, cluster, say
+from support.inspecting import Lens
+
+BLOCK = 4
+PROMPT = list(range(1, 18))  # four blocks and a token
+HIT = {"completion_usage": {"prompt_tokens_details": {"cached_tokens": 12}}}
+
+
+async def add(house: Cluster, **extra: Any) -> ScriptedWorker:
+    config = ModelRuntimeConfig(total_kv_blocks=1000)
+    return await house.worker(say("x", extra=extra or None), kv_cache_block_size=BLOCK, runtime_config=config)
+
+
+def name_of(worker: ScriptedWorker) -> str:
+    return f"{worker.endpoint.connection_id():x}"
+
+
+async def test_caches_and_prefixes_show_what_was_routed_where(tmp_path: Path) -> None:
+    settings = KvRouterSettings(use_kv_events=False)  # then the index learns from what was routed
+    async with cluster(tmp_path, router_mode="kv", kv_router=settings) as house:
+        worker, other = await add(house, **HIT), await add(house, **HIT)
+        lens = Lens(house)
+        before = await lens.get("snapshot", views="caches,prefixes,workers")
+        assert before["prefixes"] == []
+        assert [(row["blocks_known"], row["hit_share"]) for row in before["caches"]] == [(0, None), (0, None)]
+        for _ in range(3):
+            assert (await house.client.completion(PROMPT)).status == 200
+        picture = await lens.get("snapshot", views="caches,workers")
+        rows = {row["id"]: row for row in picture["caches"]}
+        chosen, idle = (worker, other) if worker.requests else (other, worker)
+        row = rows[name_of(chosen)]
+        assert (row["blocks_known"], row["blocks_total"], row["tiers"]) == (4, 1000, {"device": 4})
+        assert (row["index_share"], row["trust"], row["model"], row["block_size"]) == (1.0, "predicted", "m", BLOCK)
+        assert row["hit_share"] == round(12 / 17, 4)
+        assert row["hit_blocks_per_minute"] > 0
+        assert rows[name_of(idle)]["hit_share"] is None
+        shares = {each["id"]: each["prefix_hit_share"] for each in picture["workers"]}
+        assert shares == {name_of(chosen): round(12 / 17, 4), name_of(idle): None}
+
+
+async def test_hot_prefixes_are_those_that_the_last_prompts_hit(tmp_path: Path) -> None:
+    settings = KvRouterSettings(use_kv_events=False)
+    async with cluster(tmp_path, router_mode="kv", kv_router=settings) as house:
+        worker = await add(house)
+        inspector, lens = house.frontend.inspector, Lens(house)
+        assert inspector is not None
+        await lens.get("snapshot", views="prefixes")  # from now on choices are kept
+        for tail in (90, 91, 91):
+            await house.client.completion([*PROMPT[:16], *[tail] * 4])
+        inspector.tables.caches._looked_at = None
+        picture = await lens.get("snapshot", views="prefixes")
+        assert picture["totals"]["prefixes"] == len(picture["prefixes"])
+        first, second = picture["prefixes"]
+        # One worker holds all of it, so the common beginning and the first end are one stretch; the other one leaves it midway.
+        assert (first["blocks"], first["depth"], first["hits"], first["holders"]) == (5, 5, 2, [name_of(worker)])
+        assert (second["blocks"], second["depth"], second["hits"]) == (1, 5, 1)
+        assert second["parent"] not in (None, first["id"])
+
+
+async def test_without_an_index_nothing_is_claimed_of_blocks(tmp_path: Path) -> None:
+    async with cluster(tmp_path, router_mode="round-robin") as house:
+        await add(house, **HIT)
+        await house.client.completion(PROMPT)
+        picture = await Lens(house).get("snapshot", views="caches,prefixes")
+        (row,) = picture["caches"]
+        assert (row["blocks_known"], row["trust"], row["index_share"]) == (None, None, None)
+        assert row["hit_share"] == round(12 / 17, 4)
+        assert picture["prefixes"] == []
+
+
+async def test_what_is_counted_is_bounded_and_forgotten(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as house:
+        assert house.frontend.inspector is not None
+        table = CacheTable(house.frontend.models, InspectorClock())
+        for number in range(MAX_WORKERS + 5):
+            tally = Tally(10)
+            tally.note_cached(0, 4)
+            tally.prefill_instance_id = number
+            table.ended(tally)
+        assert len(table._hits) == MAX_WORKERS
+        assert (table.hit_share(3), table.hit_share(MAX_WORKERS + 1)) == (0.4, None)
+        for _ in range(HISTORY_SLOTS + 1):
+            table.sample()
+        assert len(table._hits) == 0
+
+
+def test_the_caches_of_several_processes_are_one() -> None:
+    one = CacheView(
+        id="a", model="m", role="decode", block_size=4, blocks_known=10, prompt_blocks_per_minute=100.0,
+        hit_blocks_per_minute=50.0, hit_share=0.5, history=[1.0, 2.0],
+    )  # fmt: skip
+    two = CacheView(
+        id="a", model="m", role="decode", block_size=4, blocks_known=12, prompt_blocks_per_minute=300.0,
+        hit_blocks_per_minute=0.0, hit_share=0.0, history=[3.0],
+    )  # fmt: skip
+    idle = CacheView(id="b", model="m", role="decode", block_size=4)
+    merged, rest = merged_caches([[one], [two, idle]])
+    assert (merged.blocks_known, merged.hit_share, merged.history) == (12, 0.125, [1.0, 5.0])
+    assert rest == idle
+
+
+def test_the_rates_of_a_request_count_the_seconds_that_nobody_looked() -> None:
+    rates = TokenRates()
+    assert rates.look("a", 10, 100.0) == []
+    assert rates.look("a", 30, 101.0) == [20.0]
+    assert rates.look("a", 30, 104.0) == [20.0, 0.0, 0.0, 0.0]
+    assert rates.look("a", 40, 104.2) == [20.0, 0.0, 0.0, 0.0]  # too soon after the last look
+    assert len(rates.look("a", 50, 1000.0)) == 60
+    for number in range(MAX_REQUESTS):
+        rates.look(f"{number}", 0, 0.0)
+    assert rates.of("a") == []
+
+
+@pytest.mark.parametrize("slots", [1, HISTORY_SLOTS + 3])
+async def test_the_history_of_a_cache_has_an_entry_for_each_slot(tmp_path: Path, slots: int) -> None:
+    async with cluster(tmp_path) as house:
+        await add(house, **HIT)
+        await house.client.completion(PROMPT)
+        inspector = house.frontend.inspector
+        assert inspector is not None
+        for _ in range(slots):
+            inspector.tables.caches.sample()
+        found = inspector.tables.caches.rows()
+        history = [row.history for row in found]
+        assert history == ([[36.0]] if slots == 1 else [[]])  # three blocks in five seconds; long idle: forgotten
