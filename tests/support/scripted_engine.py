@@ -20,8 +20,9 @@ A request that another worker had begun to answer (its prompt is longer than `Co
 script stood after as many tokens.
 
 SCRIPTED_TOOL_PARSER and SCRIPTED_REASONING_PARSER are what its card says of its output, SCRIPTED_MAX_NUM_SEQS of what it runs
-at once, SCRIPTED_START_SECONDS is how long it takes to start, and SCRIPTED_ROLE is `prefill` or `decode` for one half of a pair. A request also brings
-a `x-dynamo-meta-tag` under which the journal, JSON lines in the file SCRIPTED_JOURNAL, can be searched.
+at once, SCRIPTED_BATCH_TOKENS of what it prefills at once, SCRIPTED_START_SECONDS is how long it takes to start,
+SCRIPTED_ROLE is `prefill` or `decode` for one half of a pair, and SCRIPTED_SCRIPT what it does for requests without a script. A
+request also brings a `x-dynamo-meta-tag` under which the journal, JSON lines in the file SCRIPTED_JOURNAL, can be searched.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ MODEL = os.environ["SCRIPTED_MODEL"]
 NAME = os.environ["SCRIPTED_NAME"]
 ROLE = os.environ.get("SCRIPTED_ROLE", "agg")
 MAX_NUM_SEQS = int(os.environ.get("SCRIPTED_MAX_NUM_SEQS", "0"))
-DEFAULT_SCRIPT = '[["say", "Hello"]]'
+BATCH_TOKENS = int(os.environ.get("SCRIPTED_BATCH_TOKENS", "0"))
+DEFAULT_SCRIPT = os.environ.get("SCRIPTED_SCRIPT", '[["say", "Hello"]]')
 
 
 class ScriptedEngine(LLMEngine):
@@ -67,7 +69,10 @@ class ScriptedEngine(LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         await asyncio.sleep(float(os.environ.get("SCRIPTED_START_SECONDS", "0")))
-        return EngineConfig(model=MODEL, context_length=1_000_000, max_num_seqs=MAX_NUM_SEQS or None)
+        config = EngineConfig(model=MODEL, context_length=1_000_000, max_num_seqs=MAX_NUM_SEQS or None)
+        if BATCH_TOKENS:  # what routers with a queue want to know
+            config.max_num_batched_tokens, config.kv_cache_block_size, config.total_kv_blocks = BATCH_TOKENS, 4, 1000
+        return config
 
     async def register_prometheus(self, metrics: Any) -> None:
         metrics.register_prometheus_expfmt_callback(self._expose)

@@ -249,9 +249,11 @@ async def test_an_aborted_stream_gets_an_error_event_and_its_worker_a_kill(tmp_p
         assert answer.json["workers"] == row["workers"]
         await request.done()
         await asyncio.wait_for(paced.ended.wait(), 5)
-        assert b"request_aborted" in request.body
-        assert b"runs wild" in request.body
-        assert request.body.endswith(b"data: [DONE]\n\n")
+        assert request.chunks[-1]["error"] == {
+            "message": "This request was aborted by an operator: runs wild",
+            "type": "request_aborted",
+            "code": "request_aborted",
+        }
         again = await lens.post(f"requests/{row['id']}/abort")
         assert (again.status, again.json["status"]) == (202, "aborted")
         (ended,) = (await lens.get("snapshot", views="recent"))["recent"]

@@ -31,6 +31,7 @@ from dynamo.errors import (
     describe,
     revive,
 )
+from dynamo.protocol.messages.errors import MESSAGES
 from dynamo.protocol.openai import (
     RequestRejected,
     error_body,
@@ -42,6 +43,8 @@ from dynamo.protocol.openai import (
     rejection_for,
     route_not_found,
 )
+from dynamo.protocol.openai.errors import ABORTED_CODE, aborted
+from dynamo.protocol.responses.response import error_code
 from support.cases import each_case
 
 QUEUE_TEXT = 'router policy class "gold" queue requests limit reached (current=5, limit=4)'
@@ -140,6 +143,16 @@ def test_every_row_unary_and_in_a_stream(row: Row) -> None:
     message, code = row.in_stream or (row.message, row.status)
     assert json.loads(frame[6:]) == {"error": {"message": message, "type": stream_type, "code": code}}
     assert b"secret" not in rejection.body() + frame
+
+
+def test_an_aborted_request_has_its_name_as_the_code_of_every_shape() -> None:
+    rejection = aborted("why")
+    assert (rejection.status, json.loads(rejection.body())["code"]) == (499, 499)
+    assert json.loads(rejection.body())["error"]["code"] == ABORTED_CODE
+    assert json.loads(rejection.frame()[6:])["error"] == {"message": "why", "type": ABORTED_CODE, "code": ABORTED_CODE}
+    assert json.loads(MESSAGES.error_body(rejection, "id"))["error"] == {"type": ABORTED_CODE, "message": "why"}
+    assert ABORTED_CODE.encode() in MESSAGES.stream_failure(rejection, "id")
+    assert error_code(rejection) == ABORTED_CODE
 
 
 def test_every_kind_of_the_error_table_has_a_row() -> None:

@@ -20,7 +20,8 @@ _STATUSES: Final = {
     "invalid_request_error": 400,
     "not_found_error": 404,
     "rate_limit_error": 429,
-}  # fmt: skip - of Anthropic's errors inside a stream, which have no status
+    "request_aborted": 499,
+}  # fmt: skip - of errors inside a stream that do not name their status
 
 
 class ReplayedAnswer(Struct):

@@ -9,9 +9,9 @@ from dynamo.frontend.access.identity import key_rejection
 from dynamo.frontend.admission.process import NotReady
 from dynamo.frontend.pipeline.exchange import KeyRevoked, RequestAborted
 from dynamo.protocol.openai.errors import (
-    ABORTED_CODE,
     NOT_BUILT_CODE,
     RequestRejected,
+    aborted,
     model_not_ready,
     not_ready,
     rejection_for,
@@ -45,7 +45,7 @@ def rejection_of(error: BaseException, *, overload_status: int) -> RequestReject
     if isinstance(error, KeyRevoked):
         return key_rejection("key_revoked", str(error))
     if isinstance(error, RequestAborted):
-        return RequestRejected(499, str(error), code=ABORTED_CODE, stream_type=ABORTED_CODE)
+        return aborted(str(error))
     if isinstance(error, NoReplacement):  # the answer that the next request gets, which finds no model to wait for
         return model_not_ready(error.model)
     return rejection_for(error, overload_status=overload_status)

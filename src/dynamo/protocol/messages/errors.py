@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from dynamo.protocol.dialect import Dialect, RateStatus
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.errors import ABORTED_CODE, RequestRejected
 from dynamo.protocol.openai.escaping import json_text
 
 __all__ = ["MESSAGES", "VERSION_HEADER", "MessagesDialect", "error_type_of", "prompt_too_long"]
@@ -51,10 +51,10 @@ class MessagesDialect(Dialect):
         message = rejected.message.removeprefix("Validation: ")
         if rejected.code == "context_length_exceeded" and not message.startswith(TOO_LONG):
             message = TOO_LONG + message
-        return _error(error_type_of(rejected.status), message, request_id)
+        return _error(_type_of(rejected, rejected.status), message, request_id)
 
     def stream_failure(self, rejected: RequestRejected, request_id: str) -> bytes:
-        found = _error(error_type_of(rejected.stream_status), rejected.stream_message, request_id)
+        found = _error(_type_of(rejected, rejected.stream_status), rejected.stream_message, request_id)
         return b"event: error\ndata: %b\n\n" % found
 
     def rate_headers(self, status: RateStatus) -> tuple[tuple[bytes, bytes], ...]:
@@ -71,6 +71,10 @@ class MessagesDialect(Dialect):
 
 
 MESSAGES: Final = MessagesDialect()
+
+
+def _type_of(rejected: RequestRejected, status: int) -> str:
+    return ABORTED_CODE if rejected.code == ABORTED_CODE else error_type_of(status)
 
 
 def _error(type_: str, message: str, request_id: str) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Raw
 
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.errors import ABORTED_CODE, RequestRejected
 from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.responses.request import OutputTextFormat, ResponsesBody
 from dynamo.protocol.responses.tools import echoed_tool_choice, echoed_tools
@@ -72,6 +72,8 @@ def response_usage(
 
 def error_code(rejected: RequestRejected) -> str:
     """Return the code that clients know for a failure."""
+    if rejected.code == ABORTED_CODE:
+        return ABORTED_CODE
     if rejected.stream_status in (429, 529):
         return "rate_limit_exceeded"
     return "invalid_prompt" if 400 <= rejected.stream_status < 500 else "server_error"
