@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ SLOW_FOLDERS = frozenset({"process", "long"})
 _HERE = Path(__file__).parent
 
 gc.disable()  # until everything is collected: a quarter of a million objects that all stay
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have frontends write the tokens of their inspectors into a folder that goes with the tests."""
+    folder = tempfile.TemporaryDirectory(prefix="tests-runtime-")
+    os.environ["XDG_RUNTIME_DIR"] = folder.name  # also of the processes that tests start
+    config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_finish() -> None:

@@ -6,8 +6,10 @@ owner can read: `$XDG_RUNTIME_DIR/dynamo/inspect-PORT.json`, or `~/.cache/dynamo
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -16,10 +18,12 @@ from typing import Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 __all__ = ["InspectorAccess", "find_access", "new_token", "publish_access", "remove_access", "token_directory"]
 
 MAX_FILE_BYTES: Final = 16 * 1024
+MAX_SWEPT: Final = 1_000  # files that a start looks at
 
 
 class InspectorAccess(Struct, frozen=True):
@@ -28,6 +32,7 @@ class InspectorAccess(Struct, frozen=True):
     url: str  # of the listener that serves it: http://127.0.0.1:8000
     token: str
     pid: int
+    host: str = ""  # of the process: a home directory may be one for several machines
 
 
 def new_token() -> str:
@@ -45,9 +50,16 @@ def token_directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def publish_access(port: int, access: InspectorAccess, environment: Mapping[str, str] = os.environ) -> Path:
-    """Write the file of a port, for its owner only; one that is there is replaced. Raises OSError."""
+    """Write the file of a port, for its owner only; one that is there is replaced. Raises OSError.
+
+    Files of frontends of this machine that were killed are removed.
+    """
     folder = token_directory(environment)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    access = replace(access, host=socket.gethostname())
+    for left in itertools.islice(folder.glob("inspect-*.json"), MAX_SWEPT):
+        if _is_left_behind(left):
+            left.unlink(missing_ok=True)
     path = _path(port, environment)
     descriptor, written = tempfile.mkstemp(dir=folder, prefix=".inspect-")  # mode 0600
     try:
@@ -65,8 +77,12 @@ def find_access(port: int, environment: Mapping[str, str] = os.environ) -> Inspe
 
     A file of another user, or one that others can write, is not believed: it could send a key to a stranger's address.
     """
+    return _read(_path(port, environment))
+
+
+def _read(path: Path) -> InspectorAccess | None:
     try:
-        descriptor = os.open(_path(port, environment), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -84,6 +100,20 @@ def remove_access(port: int, token: str, environment: Mapping[str, str] = os.env
     found = find_access(port, environment)
     if found is not None and found.token == token:
         _path(port, environment).unlink(missing_ok=True)
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Return whether a file is of a process of this machine that runs no more."""
+    access = _read(path)
+    if access is None or access.host != socket.gethostname():
+        return False
+    try:
+        os.kill(access.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def _path(port: int, environment: Mapping[str, str]) -> Path:

@@ -321,8 +321,8 @@ def test_a_token_file_of_a_dead_frontend_is_a_leftover(tmp_path: Path) -> None:
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
     env = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    publish_access(8001, InspectorAccess("http://127.0.0.1:8001", "t", int(done.stdout)), env)
     publish_access(8002, InspectorAccess("http://127.0.0.1:8002", "t", os.getpid()), env)
+    publish_access(8001, InspectorAccess("http://127.0.0.1:8001", "t", int(done.stdout)), env)
     found = list(installed.leftovers(examined(**env)))
     assert [one.level for one in found] == [WARNING, OK]
     assert "has gone" in found[0].finding

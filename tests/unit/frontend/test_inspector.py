@@ -437,6 +437,20 @@ async def test_failures_are_grouped_and_have_bundles(tmp_path: Path) -> None:
         assert (await lens.begin("GET", "errors/none").done()).status == 404
 
 
+async def test_the_mistakes_of_clients_are_not_among_the_failures_that_an_operator_is_told_of(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as house:
+        await house.worker(fail(RuntimeError("broken")))
+        lens = Lens(house)
+        await lens.get("snapshot", views="fleet")  # the first look begins the count
+        for status, fields in ((400, {"temperature": 9}), (404, {"model": "none"}), (404, {"model": "nor this"})):
+            assert (await house.client.chat(**fields)).status == status
+        now = (await lens.get("snapshot", views="fleet"))["fleet"]["now"]
+        assert now["error_share"] == 0.0
+        assert (await house.client.chat()).status == 500
+        now = (await lens.get("snapshot", views="fleet"))["fleet"]["now"]
+        assert now["error_share"] == 0.25
+
+
 async def test_no_answer_shows_what_clients_and_models_say(tmp_path: Path) -> None:
     marker, paced = "xyzzy-marker", Paced()
     async with cluster(tmp_path) as house:

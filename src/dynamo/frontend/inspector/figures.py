@@ -67,13 +67,12 @@ def _difference(number: int, seconds: float, before: RequestTotals, after: Reque
     def more(old: list[int], new: list[int]) -> list[int]:
         return [max(0, late - early) for early, late in zip(old, new, strict=True)] if old else list(new)
 
-    ended = grown("ended")
     return Slot(
         number,
         seconds,
         started=grown("started"),
-        ended=ended,
-        failed=max(0.0, ended - grown("succeeded")),
+        ended=grown("ended"),
+        failed=grown("failed"),
         shed=grown("shed"),
         input_tokens=grown("input_tokens"),
         cached_tokens=grown("cached_tokens"),

@@ -23,6 +23,9 @@ UNKNOWN_MODEL: Final = "unknown_model"
 RequestType = Literal["stream", "unary"]
 
 
+_NOT_OUR_FAILURES: Final = frozenset({"validation", "not_found", "not_implemented", "cancelled", "overload"})
+
+
 class ModelFamilies:
     """The families with a series for each model."""
 
@@ -50,6 +53,8 @@ class OutcomeFamilies:
         self.disconnected_clients = families.gauge("disconnected_clients")
         self.cancellations = families.counters("model_cancellation_total")
         self.rejections = families.counters("model_rejection_total")
+        self.failed = 0
+        """Requests that failed by no doing of their clients, and were not turned away for want of room."""
 
 
 class ModelSeries:
@@ -181,7 +186,7 @@ class RequestSeries:
             totals.first_token = list(map(add, totals.first_token, model.time_to_first_token.counts))
             totals.inter_token = list(map(add, totals.inter_token, model.inter_token.counts))
         totals.started = totals.ended + totals.running
-        totals.succeeded = sum([route.request_success.value for route in self._routes.values()])
+        totals.failed = self._outcomes.failed
         totals.output_tokens = sum(totals.first_token) + sum(totals.inter_token)  # counted as they come
         return totals
 
@@ -196,7 +201,7 @@ class RequestTotals(Struct):
 
     started: float = 0.0
     ended: float = 0.0
-    succeeded: float = 0.0
+    failed: float = 0.0  # of those that have ended: neither their clients' mistakes, nor turned away
     shed: float = 0.0
     input_tokens: float = 0.0  # of requests that have ended
     cached_tokens: float = 0.0  # of them
@@ -296,6 +301,7 @@ class RequestMetrics:
         outcomes = self._outcomes
         outcomes.requests.labels(*self._key, "error", error_type).inc()
         outcomes.failures.labels(failure_class, reason).inc()
+        outcomes.failed += error_type not in _NOT_OUR_FAILURES
         if error_type == "overload":
             outcomes.rejections.labels(self._key[0], self._key[1]).inc()
         if output_tokens:
