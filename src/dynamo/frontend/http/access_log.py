@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp
@@ -21,7 +21,7 @@ from dynamo.frontend.http.auth import client_address, identity_of
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.request_records import worker_fields
 
-__all__ = ["EXCHANGE", "AccessLog", "AuditLog"]
+__all__ = ["EXCHANGE", "AccessLog", "AuditLog", "AuditedRoute"]
 
 EXCHANGE: Final = "dynamo.exchange"
 """The entry of a scope in which an inference route puts its `Exchange`; there is none where no log asks for it."""
@@ -163,25 +163,38 @@ def _add_exchange(fields: dict[str, Any], exchange: Exchange) -> None:
         fields["migrations"] = len(tally.moves)
 
 
+class AuditedRoute(NamedTuple):
+    """What the audit log has to know of a request to an admin route."""
+
+    is_action: bool  # False: it only looks, whatever its method
+    can_be_read: bool  # whether a GET of the same path shows what the action changes
+
+
 class AuditLog:
     """Writes a line for every action on an admin route, before its answer is sent; also for those that were refused.
 
-    Reading is no action, but a reading that was refused is worth a line. An action whose line cannot be written has taken
+    Reading is no action, but a reading that was refused is worth a line, without what it asked. An action whose line cannot be written has taken
     place, and is answered with a 500.
     """
 
     def __init__(
-        self, app: ASGIApp, file: LineFile, is_audited: Callable[[str], bool], *, trusted: Sequence[Network]
+        self,
+        app: ASGIApp,
+        file: LineFile,
+        audited: Callable[[str, str], AuditedRoute | None],
+        *,
+        trusted: Sequence[Network],
     ) -> None:
-        self._app, self._file, self._is_audited, self._trusted = app, file, is_audited, trusted
+        """`audited`: the route of a method and a path; None: it is none of an operator."""
+        self._app, self._file, self._audited, self._trusted = app, file, audited, trusted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._is_audited(scope["path"]):
+        route = self._audited(scope["method"], scope["path"]) if scope["type"] == "http" else None
+        if route is None:
             await self._app(scope, receive, send)
             return
         # Nothing may be sent before the line is on the disk.
         scope["extensions"] = {k: v for k, v in (scope.get("extensions") or {}).items() if k != RESPOND_EXTENSION}
-        is_reading = scope["method"] in ("GET", "HEAD")
         remote = client_address(scope, self._trusted)
         seen, held, asked = _Seen(), list[Message](), _Seen()
 
@@ -195,15 +208,15 @@ class AuditLog:
                 seen.start(message["status"], message.get("headers", ()))
             else:
                 seen.more(message.get("body", b""))
-            if is_reading and seen.status not in (401, 403):
+            if not route.is_action and seen.status not in (401, 403):
                 await send(message)  # no line comes of it, and it may go on for hours
             else:
                 held.append(message)
 
         headers = list(scope["headers"])  # with the key, which the door takes out
-        before = None if is_reading else await self._state(scope, headers)
+        before = await self._state(route, scope, headers)
         await self._app(scope, receiving, holding)
-        if not is_reading or seen.status in (401, 403):
+        if route.is_action or seen.status in (401, 403):
             identity = identity_of(scope)
             line = {
                 "time": _timestamp(time.time()),
@@ -211,9 +224,9 @@ class AuditLog:
                 "key_id": None if identity is None else identity.id,
                 "remote": remote,
                 "action": f"{scope['method']} {scope['path']}",
-                "asked": _plain(asked.body),
+                "asked": _plain(asked.body) if route.is_action else None,
                 "before": before,
-                "after": None if is_reading else await self._state(scope, headers),
+                "after": await self._state(route, scope, headers),
                 "status": seen.status,
                 "code": seen.error_code,
             }
@@ -221,8 +234,10 @@ class AuditLog:
         for message in held:
             await send(message)
 
-    async def _state(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> Any:
-        """Return what the route shows to its own caller when it is read; None where that is not a 200."""
+    async def _state(self, route: AuditedRoute, scope: Scope, headers: list[tuple[bytes, bytes]]) -> Any:
+        """Return what the route of an action shows to its own caller when it is read; None where that is not a 200."""
+        if not route.is_action or not route.can_be_read:
+            return None
         seen = _Seen()
         reading: Scope = {
             **scope,

@@ -21,7 +21,7 @@ from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.apis.results import ResultApi
 from dynamo.frontend.apis.scores import RerankApi, ScoreApi
 from dynamo.frontend.batches.service import BatchService
-from dynamo.frontend.http.access_log import AccessLog, AuditLog
+from dynamo.frontend.http.access_log import AccessLog, AuditedRoute, AuditLog
 from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Message, Receive, Scope, Send, reply
@@ -147,7 +147,7 @@ class FrontendRoutes:
     def _audited(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
         if self._operators.logs.audit is None:
             return app
-        return AuditLog(app, self._operators.logs.audit, _admin_paths(routes), trusted=self._settings.trusted_proxies)
+        return AuditLog(app, self._operators.logs.audit, _audited(routes), trusted=self._settings.trusted_proxies)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
@@ -381,9 +381,28 @@ def _open_paths(routes: Sequence[BaseRoute]) -> frozenset[str]:
 
 def _admin_paths(routes: Sequence[BaseRoute]) -> Callable[[str], bool]:
     """Return what tells whether a path is that of an admin route, whatever clients fill in."""
-    kinds = (Access.ADMIN, Access.INSPECT, Access.OPERATE)
-    found = [route.path_regex for route in routes if isinstance(route, GuardedRoute) and route.access in kinds]
+    found = [route.path_regex for route in _of_admins(routes)]
     return lambda path: any(regex.match(path) for regex in found)
+
+
+def _of_admins(routes: Sequence[BaseRoute]) -> Sequence[GuardedRoute]:
+    kinds = (Access.ADMIN, Access.INSPECT, Access.OPERATE)
+    return [route for route in routes if isinstance(route, GuardedRoute) and route.access in kinds]
+
+
+def _audited(routes: Sequence[BaseRoute]) -> Callable[[str, str], AuditedRoute | None]:
+    """Return what the audit log has to know of a method and a path; None: they are no admin route."""
+    of_admins = _of_admins(routes)
+
+    def find(method: str, path: str) -> AuditedRoute | None:
+        found = [route for route in of_admins if route.path_regex.match(path)]
+        if not found:
+            return None
+        route = next((each for each in found if method in (each.methods or ())), found[0])
+        is_look = method in ("GET", "HEAD") or route.access is Access.INSPECT  # a question may need a body
+        return AuditedRoute(not is_look, "GET" in (route.methods or ()))
+
+    return find
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
