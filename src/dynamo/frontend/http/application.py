@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from starlette.routing import BaseRoute, Route, Router
@@ -55,9 +56,10 @@ from dynamo.protocol.audio.schema import AUDIO_API
 from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.image_answers import IMAGES_API
+from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.errors import RequestRejected, route_not_found
-from dynamo.protocol.openai.schema import ApiDescription
+from dynamo.protocol.openai.schema import ApiDescription, openapi_json
 from dynamo.protocol.responses.schema import RESPONSES_API
 from dynamo.protocol.vectors.schema import VECTORS_API
 from dynamo.protocol.video_schema import VIDEOS_API
@@ -153,7 +155,7 @@ class FrontendRoutes:
         """Return the application of a port of its own for the admin routes."""
         dialects = PathDialects({})
         routes = Router(
-            routes=self._admin_routes(),
+            routes=[*self._admin_routes(), *self._operators_document()],
             redirect_slashes=False,
             default=UnmatchedPath(dialects),
         )
@@ -163,6 +165,11 @@ class FrontendRoutes:
             pages = _open_paths(routes.routes)
             app = self._door(keys, routes, dialects, is_open=lambda path: not keys.protects_admin or path in pages)
         return self._audited(self._with_token(app), routes.routes)
+
+    def _operators_document(self) -> Sequence[BaseRoute]:
+        if self._settings.disable_admin_api or self._operators.inspector is None:
+            return ()
+        return (GuardedRoute("/openapi.json", OpenApiRoute(inspector_json), "GET", access=Access.OPEN),)
 
     def _with_token(self, app: ASGIApp) -> ASGIApp:
         """Return an application that knows the token of the inspector, where no key protects the admin routes."""
@@ -216,7 +223,7 @@ class FrontendRoutes:
             ],
             GuardedRoute(
                 "/openapi.json",
-                OpenApiRoute(self._described(), open_paths=self._open_paths()),
+                OpenApiRoute(partial(openapi_json, further=self._described(), open_paths=self._open_paths())),
                 "GET",
                 access=Access.ANY_KEY,
             ),
@@ -347,7 +354,11 @@ class FrontendRoutes:
         page = (
             {}
             if self._operators.inspector is None
-            else {INSPECT_PATH.rstrip("/"): InspectRedirect(), **inspect_files()}
+            else {
+                INSPECT_PATH.rstrip("/"): InspectRedirect(),
+                INSPECTOR_DOCUMENT_PATH: OpenApiRoute(inspector_json),
+                **inspect_files(),
+            }
         )
         return [
             *[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import unquote_to_bytes
 
@@ -23,7 +23,6 @@ from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
-from dynamo.protocol.openai.schema import ApiDescription, openapi_json
 from dynamo.runtime.metrics import CONTENT_TYPE
 
 __all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers"]
@@ -174,16 +173,15 @@ class MetricsRoute:
 
 
 class OpenApiRoute:
-    """`/openapi.json`; built on first use, because most frontends never serve it."""
+    """An OpenAPI document; built on first use, because most frontends never serve it."""
 
-    def __init__(self, further: Sequence[ApiDescription] = (), *, open_paths: Collection[str] | None = None) -> None:
-        """`open_paths`: those that need no API key; None: none does."""
-        self._further, self._open_paths = further, open_paths
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
         self._body: bytes | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._body is None:
-            self._body = openapi_json(further=self._further, open_paths=self._open_paths)
+            self._body = self._make()
         await reply(send, 200, self._body)
 
 

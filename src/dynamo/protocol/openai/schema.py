@@ -18,6 +18,7 @@ from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, Messag
 
 __all__ = [
     "ApiDescription",
+    "ErrorBody",
     "describe_generation",
     "describe_read",
     "generation_errors",
@@ -206,7 +207,7 @@ class ErrorBody(Struct):
 class StreamErrorDetail(Struct):
     message: str
     type: str
-    code: int
+    code: int | str  # the status; `request_aborted` where an operator ended the request
 
 
 class StreamError(Struct):
