@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.models import busy_threshold
 from dynamo.frontend.models.busy_threshold import LOAD_TOPIC
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router import busy_workers
 from dynamo.router.busy_workers import BusyThresholds, LoadReport
 from support.cases import each_case
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster
+from support.inspecting import Lens
 from support.patience import PATIENCE_SECONDS
 
 BLOCKS = 100
@@ -216,3 +218,32 @@ def test_a_flag_with_a_threshold_that_cannot_be_is_an_error_of_use(
         parse_args(argv, env={})
     assert left.value.code == 2
     assert argv[0] in capsys.readouterr().err
+
+
+async def test_loads_are_followed_for_who_looks_at_them_and_exclude_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(busy_threshold, "LOOKED_SECONDS", 0.2)
+    async with cluster(tmp_path) as house:
+        reporter = await Reporter.joins(house)
+        loads, lens = house.frontend.loads, Lens(house)
+        assert not loads._followers
+
+        async def heard() -> None:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not loads.busy_workers.reports_of(reporter.id):
+                    (row,) = (await lens.get("snapshot", views="workers"))["workers"]
+                    assert row["kv_blocks_used"] is None
+                    await reporter.says(99, is_avoided=False, used=99)
+                    await asyncio.sleep(0.01)
+
+        await heard()
+        assert not reporter.is_avoided
+        (row,) = (await lens.get("snapshot", views="workers"))["workers"]
+        assert (row["kv_blocks_used"], row["kv_blocks_total"], row["note"]) == (99, BLOCKS, "")
+        await until(lambda: not loads._followers)  # nobody looks any more
+        assert loads.busy_workers.reports_of(reporter.id) == []
+        await heard()  # somebody looks again
+        await loads.set(BusyThresholds("m", active_decode_blocks_threshold=0.5))
+        await reporter.says(99, is_avoided=True)
+        await until(lambda: [reports_own for _, reports_own in loads._followers] == [True])

@@ -157,7 +157,7 @@ class Inspector:
             now = self.clock.settle()
             self.process.sample()
             self.tables.caches.sample()
-            self._figures.sample(now, self.clock.ms(now))
+            self._figures.sample(now, self.clock.ms(now), self._kv_use())
             await asyncio.sleep(SLOT_SECONDS)
 
     def _ended(self, exchange: Exchange) -> None:
@@ -263,6 +263,8 @@ class Inspector:
         pulses = self.tables.streams.look()
         picture = MemberPicture(frontend=self.process.row(len(self.tables.streams)))
         totals = picture.totals
+        if views & {"fleet", "workers"}:
+            self.tables.cluster.look()
         if "fleet" in views:
             picture.slots = self._figures.slots(self.clock.now(), self.clock.now_ms(), self._kv_use())
             totals["fleet/workers"], totals["fleet/models"] = self.tables.cluster.count()
@@ -358,8 +360,8 @@ class _Figures:
         self.bounds = self._requests.bounds
         self._history: tuple[tuple[int, int], dict[str, list[float | None]]] = ((0, 0), {})
 
-    def sample(self, now: float, now_ms: int) -> None:
-        self._ring.sample(self._requests.totals(), now, _number(now_ms))
+    def sample(self, now: float, now_ms: int, kv: tuple[int, int]) -> None:
+        self._ring.sample(self._requests.totals(), now, _number(now_ms), kv)
 
     def slots(self, now: float, now_ms: int, kv: tuple[int, int]) -> list[Slot]:
         return self._ring.with_open(self._requests.totals(), now, _number(now_ms), kv)

@@ -33,7 +33,7 @@ class Tables:
             pipeline.models,
             pipeline.settings,
             clock,
-            loads.busy_workers.reports_of,
+            loads,
             self.lifecycle.first_seen,
             self.caches.hit_share,
         )

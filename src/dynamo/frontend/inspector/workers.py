@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dynamo.frontend.inspector.clock import InspectorClock
 from dynamo.frontend.inspector.streams import WorkerPulse, worker_name
+from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import CardEntry, Group
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.inspector.views import ModelView, WorkerView
-from dynamo.router.busy_workers import LoadReport
 from dynamo.router.pool import ModelPool
 from dynamo.runtime.request_plane.base import Instance
 
@@ -20,9 +20,6 @@ __all__ = ["ROLES", "ClusterTable"]
 
 ROLES: Final = {"aggregated": "agg"}
 _WIRES: Final = {"tcp": "native", "nats_tcp": "nats"}
-
-Reports = Callable[[int], Iterable[LoadReport]]
-"""From a worker to the last report of each of its ranks."""
 
 
 class ClusterTable:
@@ -33,13 +30,18 @@ class ClusterTable:
         models: ModelDirectory,
         settings: FrontendSettings,
         clock: InspectorClock,
-        reports: Reports,
+        loads: LoadFollower,
         first_seen: Mapping[str, float],
         hit_share: Callable[[int], float | None],
     ) -> None:
         """`first_seen`: when each worker came, by id, as loop times. `hit_share`: of the prompts of a worker."""
         self._models, self._settings, self._clock = models, settings, clock
-        self._reports, self._first_seen, self._hit_share = reports, first_seen, hit_share
+        self._loads, self._reports = loads, loads.busy_workers.reports_of
+        self._first_seen, self._hit_share = first_seen, hit_share
+
+    def look(self) -> None:
+        """Follow what workers report of their load from now on, for a while."""
+        self._loads.look()
 
     def count(self) -> tuple[int, int]:
         """Return how many workers and models there are."""

@@ -1,7 +1,7 @@
 """The thresholds above which workers count as busy: kept by model, changed at `/busy_threshold`, fed with load reports.
 
 Off unless a threshold is set, by a flag for every model or by the route for one model, or autoscale signals are asked for,
-which need the loads of all. Until then no load is followed, and a
+which need the loads of all, or somebody looks at the workers in the inspector. Until then no load is followed, and a
 request pays one test of an empty set. Where all workers of a model are busy the client gets 529.
 """
 
@@ -21,7 +21,7 @@ from dynamo.frontend.http.operations import Peers
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadReport
+from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadedPool, LoadReport
 from dynamo.runtime.event_plane.base import Event
 from dynamo.runtime.tasks import Background, first_of
 
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOAD_TOPIC: Final = "kv_metrics"
 RETRY_SECONDS: Final = 1.0
+LOOKED_SECONDS: Final = 30.0  # that loads are followed after the last look of somebody who only wants to see them
 MAX_MODELS: Final = 1024  # with thresholds of their own
 MAX_BODY_BYTES: Final = 16 * 1024
 
@@ -49,6 +50,36 @@ _decode_thresholds: Final = msgspec.json.Decoder(BusyThresholds).decode
 _encode: Final = msgspec.json.encode
 
 
+class _Audience:
+    """Who wants the loads of all models: autoscale signals for ever, a viewer until some time after the last look."""
+
+    def __init__(self, *, needs_all: bool) -> None:
+        self.needs_all = needs_all
+        self._looks_until = 0.0  # loop time
+
+    def look(self) -> bool:
+        """Take a look; return whether nobody was looking before."""
+        is_new = not self.is_looking
+        self._looks_until = asyncio.get_running_loop().time() + LOOKED_SECONDS
+        return is_new
+
+    @property
+    def is_looking(self) -> bool:
+        return asyncio.get_running_loop().time() < self._looks_until
+
+    @property
+    def is_there(self) -> bool:
+        return self.needs_all or self.is_looking
+
+    async def leave(self) -> None:
+        """Return when nobody has looked for a while; never, where nobody does."""
+        loop = asyncio.get_running_loop()
+        if not self.is_looking:
+            await loop.create_future()
+        while (left := self._looks_until - loop.time()) > 0:
+            await asyncio.sleep(left)
+
+
 class LoadFollower:
     """Follows the loads of the models that have thresholds, and marks their busy workers. Used on the event loop only."""
 
@@ -64,10 +95,11 @@ class LoadFollower:
         """`report_own`: reports what this process itself has booked at an endpoint, while its loads are followed."""
         self._models, self._subscribe, self._peers, self._report_own = models, subscribe, peers, report_own
         self._default = settings.busy_thresholds
-        self._follows_all = settings.autoscale
+        self._audience = _Audience(needs_all=settings.autoscale)
         self._by_model: dict[str, BusyThresholds] = {}
         self.busy_workers = BusyWorkers(models.pools, self.of)
-        self._followers: dict[str, asyncio.Task[None]] = {}  # by endpoint
+        # By endpoint, and whether what this process has booked there is reported.
+        self._followers: dict[tuple[str, bool], asyncio.Task[None]] = {}
         self._background = Background()
         self._keeper: asyncio.Task[None] | None = None
         self._was_set = asyncio.Event()
@@ -79,9 +111,15 @@ class LoadFollower:
         if (
             self._keeper is None
             and not self._background.is_closed
-            and (self._follows_all or self._default.is_set or self._by_model)
+            and (self._audience.is_there or self._default.is_set or self._by_model)
         ):
             self._keeper = self._background.start(self._keep(), "frontend: loads")
+
+    def look(self) -> None:
+        """Follow the loads of all models for a while, as somebody wants to see them. No worker is busy because of that."""
+        if self._audience.look():
+            self._was_set.set()
+            self.start()
 
     async def aclose(self) -> None:
         """Stop following loads. Idempotent."""
@@ -130,27 +168,35 @@ class LoadFollower:
     # -- loads -------------------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        """Follow the endpoints of the models that have thresholds, whatever comes and goes."""
+        """Follow the endpoints of the models that have thresholds, or of all that are looked at, whatever comes and goes."""
         while True:
             self._was_set.clear()
             self._reconcile()
-            await first_of(self._models.change(), self._was_set.wait())
+            await first_of(self._models.change(), self._was_set.wait(), self._audience.leave())
 
     def _is_followed(self, model: str) -> bool:
-        return self._follows_all or self.of(model).is_set
+        return self._audience.needs_all or self.of(model).is_set
 
     def _reconcile(self) -> None:
-        wanted = {path for pool in self._models.pools() if self._is_followed(pool.name) for path in pool.endpoints}
-        for path in self._followers.keys() - wanted:
-            self._followers.pop(path).cancel()
-        for path in wanted - self._followers.keys():
-            self._followers[path] = self._background.start(self._follow(path), f"frontend: loads of {path}")
-        self.busy_workers.keep_only(frozenset(worker for pool in self._models.pools() for worker in pool.member_ids))
+        is_looked_at, followed = self._audience.is_looking, list[LoadedPool]()
+        wanted: set[tuple[str, bool]] = set()
+        for pool in self._models.pools():
+            needs_loads = self._is_followed(pool.name)
+            if needs_loads or is_looked_at:
+                followed.append(pool)
+                wanted |= {(path, needs_loads) for path in pool.endpoints}
+        wanted -= {(path, False) for path, needs_loads in wanted if needs_loads}
+        for key in self._followers.keys() - wanted:
+            self._followers.pop(key).cancel()
+        for key in wanted - self._followers.keys():
+            self._followers[key] = self._background.start(self._follow(*key), f"frontend: loads of {key[0]}")
+        self.busy_workers.keep_only(frozenset(worker for pool in followed for worker in pool.member_ids))
 
-    async def _follow(self, endpoint: str) -> None:
+    async def _follow(self, endpoint: str, reports_own: bool) -> None:
         while True:
+            own = self._report_own(endpoint) if reports_own else nullcontext()
             try:
-                async with self._subscribe(endpoint) as events, self._report_own(endpoint):
+                async with self._subscribe(endpoint) as events, own:
                     async for event in events:
                         self._report(event)
                 return  # the plane was closed
