@@ -1,27 +1,16 @@
-"""Takes the pictures of docs/img: every view of the inspector's page under a realistic load, light and dark, wide and narrow.
+"""Takes the pictures of docs/img: every view of the inspector's page under load, light and dark, wide and narrow, and every page of `dynamo top`.
 
-`make screenshots` runs it. It starts a cluster of mock workers behind a real frontend, keeps some hundred requests in flight, has
-one stream stall, some fail and one worker quarantined, and the demonstration model for the playground.
+`make screenshots` runs it. What it takes pictures of is in `screenshot_stage.py`; the playground talks to the demonstration model.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import http.client
-import json
-import os
-import random
+import asyncio
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -29,6 +18,12 @@ from typing import Any, Final
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
+from screenshot_stage import Served, served, stage
+from textual.pilot import Pilot
+
+from dynamo.cli.inspect.app import InspectorApp
+from dynamo.cli.inspect.client import InspectorClient
+from dynamo.cli.inspect.pages import PAGES
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 INTO: Final = ROOT / "docs" / "img"
@@ -37,146 +32,20 @@ FLAGS: Final = (
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 SCREENS: Final = {"wide": {"width": 1600, "height": 900}, "narrow": {"width": 400, "height": 860}}
+NAMES: Final = {"prefixes": "cache"}  # of pictures, where the view's is another one
 VIEWS: Final = (
-    "fleet",
-    "models",
-    "workers",
-    "streams",
-    "recent",
-    "routing",
-    "prefixes",
-    "errors",
-    "batches",
-    "keys",
-    "config",
-)
+    "fleet", "models", "workers", "streams", "recent", "routing", "prefixes", "errors", "batches", "keys", "config",
+)  # fmt: skip
 MAX_BYTES: Final = 200_000
-READY_SECONDS: Final = 120
-WARM_SECONDS: Final = 45  # until the curves have a shape
-
-MODEL: Final = "acme/assistant-8b"
-WORKERS: Final = 6
-CHAOS: Final = """
-[[fault]]
-kind = "stall"
-metadata = { tag = "stall" }
-point = 40
-times = 100000
-
-[[fault]]
-kind = "engine-error"
-metadata = { tag = "fail" }
-point = 2
-times = 100000
-"""
-SYSTEM_PROMPTS: Final = tuple(
-    f"You are assistant number {n}. " + "Answer briefly, name your sources. " * (20 + 12 * n) for n in range(5)
-)
+SETTLE_MS: Final = 2500
+STREAM_MS: Final = 30_000  # until the tokens of one stream are a curve
+TERMINAL: Final = (160, 44)
+FONT: Final = re.compile(r"@font-face \{[^}]*\}")  # of textual's SVG: it would be fetched from the network
 
 
-class Served:
-    """A running `dynamo serve`: the address of its frontend, and the token of its inspector."""
-
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
-        self._out = folder / "out"
-        run_folder = folder / "run"
-        run_folder.mkdir()
-        with self._out.open("wb") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "dynamo.cli.main", "serve", "--port", "0", *arguments],
-                cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, "XDG_RUNTIME_DIR": str(run_folder), "HF_HUB_OFFLINE": "1"},
-            )  # fmt: skip
-        ends_at = time.monotonic() + READY_SECONDS
-        while "Ctrl-C stops it" not in (text := self._out.read_text()):
-            if self._process.poll() is not None or time.monotonic() > ends_at:
-                raise SystemExit(f"dynamo serve did not become ready:\n{text}")
-            time.sleep(0.1)
-        self.url = re.findall(r"serving HTTP on (\S+)", text)[0]
-        access = next((run_folder / "dynamo").glob("inspect-*.json"), None)
-        self.token = "" if access is None else str(json.loads(access.read_text())["token"])
-
-    def post(self, path: str, body: Any, **headers: str) -> Iterator[bytes]:
-        """Send a request; gives the lines of the answer as they come."""
-        host, _, port = self.url.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=600)
-        try:
-            given = {"content-type": "application/json", "authorization": f"Bearer {self.token}", **headers}
-            connection.request("POST", path, json.dumps(body), given)
-            yield from connection.getresponse()
-        finally:
-            connection.close()
-
-    def get(self, path: str) -> Any:
-        host, _, port = self.url.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=60)
-        try:
-            connection.request("GET", path, headers={"authorization": f"Bearer {self.token}"})
-            return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
-@contextlib.contextmanager
-def served(*arguments: str) -> Iterator[Served]:
-    with tempfile.TemporaryDirectory(prefix="screenshots-") as folder:
-        (Path(folder) / "chaos.toml").write_text(CHAOS)
-        found = Served(Path(folder), list(arguments))
-        try:
-            yield found
-        finally:
-            found.stop()
-
-
-class Load:
-    """Clients that send request after request until they are told to stop."""
-
-    def __init__(self, server: Served) -> None:
-        self._server = server
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._client, args=(number,), daemon=True) for number in range(48)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()  # the threads end with the server
-
-    def _client(self, number: int) -> None:
-        chance = random.Random(number)
-        time.sleep(chance.random() * 3)
-        while not self._stop.is_set():
-            headers = {}
-            if number == 7:
-                headers["x-dynamo-meta-tag"] = "stall"
-            elif chance.random() < 0.04:
-                headers["x-dynamo-meta-tag"] = "fail"
-            body = {
-                "model": MODEL if chance.random() > 0.01 else "acme/unknown", "stream": chance.random() < 0.9,
-                "max_tokens": chance.choice([60, 120, 400, 1200]) if number != 7 else 4000, "temperature": 0.7, "top_p": 0.95,
-                "messages": [
-                    {"role": "system", "content": chance.choice(SYSTEM_PROMPTS)},
-                    {"role": "user", "content": "What is new? " * chance.randrange(1, 60)},
-                ],
-            }  # fmt: skip
-            with contextlib.suppress(OSError, http.client.HTTPException):  # the server stops before the clients
-                for _ in self._server.post("/v1/chat/completions", body, **headers):
-                    if self._stop.is_set():
-                        return
-
-
-def save(page: Page, name: str) -> None:
-    """Keep what is on the screen as a small PNG."""
-    picture = Image.open(BytesIO(page.screenshot()))
+def save(png: bytes, name: str) -> None:
+    """Keep a picture as a small PNG."""
+    picture = Image.open(BytesIO(png))
     for colours in (256, 128, 64):
         small = picture.convert("RGB").quantize(colours, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         path = INTO / f"{name}.png"
@@ -186,31 +55,22 @@ def save(page: Page, name: str) -> None:
     raise SystemExit(f"{name}.png has {path.stat().st_size} bytes, more than {MAX_BYTES}")
 
 
-def shots(
-    browser: Browser, server: Served, views: dict[str, Callable[[], str]], act: dict[str, Any] | None = None
-) -> None:
+def shots(browser: Browser, server: Served, views: dict[str, Callable[[], str]], act: dict[str, Any]) -> None:
     """Take these views, addresses by names, on both screens, light and dark."""
     for screen, size in SCREENS.items():
         for scheme in ("light", "dark"):
             context = browser.new_context(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
             page = context.new_page()
-            page.goto(f"http://{server.url}/inspect/#k={server.token}")
+            page.goto(f"http://{server.url}/inspect/#k={server.key}")
             page.locator(".top .state.ok").wait_for()
             for name, address in views.items():  # asked now: a stream may have ended since
                 page.goto(f"http://{server.url}/inspect/#/{address()}")
-                if act and name in act:
+                page.wait_for_timeout(SETTLE_MS)
+                if name in act:
                     act[name](page)
-                page.wait_for_timeout(2500)
                 page.evaluate("scrollTo(0, 0)")
-                save(page, f"inspect-{name}-{screen}-{scheme}")
+                save(page.screenshot(), f"inspect-{name}-{screen}-{scheme}")
             context.close()
-
-
-def one_stream(server: Served) -> str:
-    picture = server.get("/admin/v1/snapshot?views=streams")
-    streams = picture["streams"]
-    found = next((one for one in streams if one["is_stalled"]), streams[0])
-    return "streams/" + urllib.parse.quote(found["id"], safe="")
 
 
 def chat(page: Page) -> None:
@@ -221,52 +81,88 @@ def chat(page: Page) -> None:
     page.locator("#prompt").fill("Tell me a short story about a lighthouse.")
     page.keyboard.press("Control+Enter")
     page.locator(".composer button.primary").wait_for()
+    page.wait_for_timeout(SETTLE_MS)
+
+
+def explain(page: Page) -> None:
+    page.locator(".what-if textarea").fill("You are assistant number 2. What is new?")
+    page.get_by_role("button", name="Explain").click()
+    page.wait_for_timeout(SETTLE_MS)
+
+
+def one_error(page: Page) -> None:
+    page.locator("main tbody tr[role=row]", has_text="500").first.click()
+    page.locator("pre.bundle").wait_for()
+    page.wait_for_timeout(SETTLE_MS)
+
+
+ACTS: Final[dict[str, Callable[[Page], None]]] = {
+    "playground": chat,
+    "routing": explain,
+    "error": one_error,
+    "stream": lambda page: page.wait_for_timeout(STREAM_MS),
+}
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+
+
+async def terminal_pages(server: Served, only: str) -> dict[str, str]:
+    """Return every page of `dynamo top` as SVG, by name."""
+    app = InspectorApp(InspectorClient(f"http://{server.url}", server.key))
+    found: dict[str, str] = {}
+    async with app.run_test(size=TERMINAL) as pilot:
+        for page in PAGES:
+            if only in f"top-{page.name}":
+                await pilot.press(page.key)
+                found[page.name] = await _svg(app, pilot, 4.0)
+        if only in "top-request":
+            await pilot.press("s", "enter")
+            found["request"] = await _svg(app, pilot, STREAM_MS / 1000)
+        await pilot.press("escape")
+    return found
+
+
+async def _svg(app: InspectorApp, pilot: Pilot[Any], seconds: float) -> str:
+    await pilot.pause(seconds)
+    return FONT.sub("", app.export_screenshot(title="dynamo top"))
+
+
+def save_terminal(browser: Browser, pages: dict[str, str]) -> None:
+    context = browser.new_context(viewport={"width": 1600, "height": 1000})
+    page = context.new_page()
+    for name, svg in pages.items():
+        page.set_content(f"<style>body {{ margin: 0 }} svg {{ width: 1600px; display: block }}</style>{svg}")
+        save(page.locator("svg").screenshot(), f"top-{name}")
+    context.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="a part of the names of the views to take")
+    parser.add_argument("--only", default="", help="a part of the names of the pictures to take")
     only = parser.parse_args().only
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser_path is None:
         raise SystemExit("no browser: install chromium (Debian: apt-get install chromium)")
     INTO.mkdir(exist_ok=True)
-    mocker = [
-        "--",
-        "--model-path",
-        MODEL,
-        "--block-size",
-        "16",
-        "--num-gpu-blocks-override",
-        "1600",
-        "--max-num-seqs",
-        "16",
-    ]
+    names = {NAMES.get(view, view): partial(str, view) for view in (*VIEWS, "playground")}
+    views = {name: address for name, address in names.items() if only in f"inspect-{name}"}
+    playground = views.pop("playground", None)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=browser_path, args=list(FLAGS))
-        if only in "playground":
-            with served() as server:
-                shots(browser, server, {"playground": lambda: "playground"}, {"playground": chat})
-        if only in "playground" and only:
+        if playground is not None:
+            with served() as (server, _):
+                shots(browser, server, {"playground": playground}, ACTS)
+        if only == "playground":
             return
-        arguments = [
-            "--engine", "dynamo.mocker.engine:MockEngine", "--workers", str(WORKERS), "--router-mode", "kv",
-            "--chaos", "chaos.toml", "--allow-chaos",
-        ]  # fmt: skip
-        with served(*arguments, *mocker) as server, Load(server):
-            time.sleep(WARM_SECONDS)
-            workers = sorted(server.get("/admin/v1/snapshot?views=workers")["workers"], key=lambda one: str(one["id"]))
-            for worker, action in ((workers[1], "quarantine"), (workers[4], "drain")):
-                body = {"reason": "a picture of it", **({"seconds": 3600} if action == "quarantine" else {})}
-                for _ in server.post(f"/admin/v1/workers/{worker['id']}/{action}", body):
-                    pass
-            for _ in server.post(f"/admin/v1/requests/{one_stream(server)[8:]}/abort", {"reason": "a picture of it"}):
-                pass
-            time.sleep(5)
-            views = {view: partial(str, view) for view in VIEWS if only in view}
-            if only in "stream":
-                views["stream"] = partial(one_stream, server)
-            shots(browser, server, views)
+        with stage() as server:
+            if only in "inspect-error":
+                views["error"] = partial(str, "errors")
+            if only in "inspect-stream":
+                views["stream"] = server.long_stream
+            shots(browser, server, views, ACTS)
+            with ThreadPoolExecutor(1) as apart:  # playwright's own loop runs in this thread
+                save_terminal(browser, apart.submit(lambda: asyncio.run(terminal_pages(server, only))).result())
 
 
 if __name__ == "__main__":
