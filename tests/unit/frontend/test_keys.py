@@ -84,6 +84,8 @@ async def test_every_route_needs_a_key_but_those_that_are_named_open(tmp_path: P
                 if not route.path.startswith("/v1/messages"):
                     assert answer.json["error"]["code"] == code, (route.path, name)
             good = await ask(found.client, route, bearer("good"))
+            if route.access is Access.OPEN:
+                continue
             if route.path == "/admin/v1/watch":  # it would not end; who may watch is asked before
                 assert good.status == 403
                 continue
