@@ -15,10 +15,13 @@ class FairSlots:
     A batch asks for one slot at a time, so a large one waits behind a small one for one line, and not for all of them.
     """
 
-    def __init__(self, limit: Callable[[], int]) -> None:
-        """`limit` returns how many slots there are now; at least one."""
-        self._limit = limit
+    def __init__(self, limit: int, begin: Callable[[], float] = lambda: 0.0) -> None:
+        """`limit`: how many slots there are. `begin` is called for each slot that could be taken, and returns 0.0, or in
+        how many seconds to ask again.
+        """
+        self._limit, self._begin = limit, begin
         self.taken = 0
+        self._asks_again: asyncio.TimerHandle | None = None
         self._turns = count(1)
         self._served: dict[
             str, int
@@ -49,13 +52,21 @@ class FairSlots:
             self._served.pop(f"owner {owner}", None)
 
     def _grant(self) -> None:
-        while self._waiting and self.taken < self._limit():
+        while self._waiting and self.taken < self._limit and self._asks_again is None:
+            pause = self._begin()
+            if pause > 0.0:
+                self._asks_again = asyncio.get_running_loop().call_later(pause, self._ask_again)
+                return
             batch_id = min(self._waiting, key=self._turn_of)
             owner, waiter = self._waiting.pop(batch_id)
             self._served[f"owner {owner}"] = self._served[f"batch {batch_id}"] = next(self._turns)
             if not waiter.done():
                 self.taken += 1
                 waiter.set_result(None)
+
+    def _ask_again(self) -> None:
+        self._asks_again = None
+        self._grant()
 
     def _turn_of(self, batch_id: str) -> tuple[int, int]:
         owner = self._waiting[batch_id][0]

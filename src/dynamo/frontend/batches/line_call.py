@@ -91,6 +91,10 @@ class LineCalls:
         """How many lines run now."""
         return len(self._running)
 
+    def is_line(self, exchange: Exchange) -> bool:
+        """Return whether a request is a line that runs."""
+        return self._running.get(exchange.arrival.client_request_id or "") is exchange
+
     async def run(self, endpoint: str, request_id: str, body: bytes, identity: Identity | None) -> LineAnswer:
         """Execute one line for a key (None: there are none); never raises for what goes wrong with it."""
         call = self._calls[endpoint]

@@ -1,57 +1,95 @@
-"""How many lines of batches run at once beside requests of people, by how late the event loop is."""
+"""When lines of batches begin beside requests of people: so seldom that these hardly wait for the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Final, Generic, TypeVar
 
-__all__ = ["LinePace"]
+__all__ = ["LinePace", "Metered"]
+
+T = TypeVar("T")
 
 QUIET_SECONDS: Final = 0.5  # without a request of a person: then lines take everything
-LATE_SECONDS: Final = 0.0005  # a turn of the loop that lasts longer keeps people waiting
-KEPT_PART: Final = 0.7  # of the lines, after a late turn
-DECREASE_SECONDS: Final = 0.01  # between two decreases: the lines that run need a moment to end
-MORE_LINES: Final = 0.02  # after each turn that was not late
+HALF_SECONDS: Final = 0.1
+"""People who wait so long for a request may wait for lines half of the loop's time. A request waits for the loop several
+times, each time for as long as lines keep it, so quick requests bear much less: share / (1 - share) = wait / HALF_SECONDS."""
+MAX_SHARE: Final = 0.5  # of the loop's time, for lines
+MAX_DEBT_SECONDS: Final = 1.0  # a line that took very long keeps others away no longer
+FIRST_LINE_SECONDS: Final = 0.001  # of the loop, before any line was measured
+NEWEST_PART: Final = 0.1  # of an average
 
 
 class LinePace:
-    """Additive increase, multiplicative decrease, while people ask; all lines at once while nobody does.
+    """Gives lines a share of the event loop's time while people ask, and all of it while nobody does."""
 
-    The lag of the loop is measured when a line begins or ends, so a frontend without batches measures nothing.
-    """
-
-    def __init__(self, most: int, serves_people: Callable[[], bool]) -> None:
+    def __init__(self, serves_people: Callable[[], bool]) -> None:
         """`serves_people` returns whether this process serves any request that is no line."""
-        self._most, self._serves_people = most, serves_people
-        self._limit = float(most)
+        self._serves_people = serves_people
         self._asked_at = -QUIET_SECONDS
-        self._decreased_at = 0.0
-        self._is_measuring = False
+        self._next_at = 0.0  # when the loop's time that lines have used is no more than their share
+        self._line_seconds = FIRST_LINE_SECONDS
+        self._wait_seconds = 0.0  # of people, lately
 
-    def limit(self) -> int:
-        """Return how many lines may run at once now; at least one."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+    @property
+    def share(self) -> float:
+        """The part of the loop's time that lines get while people ask."""
+        return min(MAX_SHARE, self._wait_seconds / (self._wait_seconds + HALF_SECONDS))
+
+    def begin(self) -> float:
+        """Count a line that begins, and return 0.0; or return in how many seconds one may."""
+        now = asyncio.get_running_loop().time()
         if self._serves_people():
             self._asked_at = now
         if now - self._asked_at >= QUIET_SECONDS:
-            self._limit = float(self._most)
-        elif not self._is_measuring:
-            self._is_measuring = True
-            loop.call_soon(self._measure, loop)
-        return int(self._limit)
+            self._next_at = now
+        elif now < self._next_at:
+            return min(self._next_at - now, QUIET_SECONDS)
+        self._use(self._line_seconds, now)
+        return 0.0
 
-    def _measure(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin a measurement at the head of a turn; it ends at the same place of the next one."""
-        loop.call_soon(self._measured, loop, loop.time())
+    def end(self, seconds: float) -> None:
+        """Count how long a line has kept the loop."""
+        self._use(seconds - self._line_seconds, asyncio.get_running_loop().time())
+        self._line_seconds += (seconds - self._line_seconds) * NEWEST_PART
 
-    def _measured(self, loop: asyncio.AbstractEventLoop, since: float) -> None:
-        """Take over how long a turn of the loop took."""
-        self._is_measuring = False
-        now = loop.time()
-        if now - since <= LATE_SECONDS:
-            self._limit = min(float(self._most), self._limit + MORE_LINES)
-        elif now - self._decreased_at >= DECREASE_SECONDS:
-            self._decreased_at = now
-            self._limit = max(1.0, self._limit * KEPT_PART)
+    def waited(self, seconds: float) -> None:
+        """Count how long a person waited: for the first token of a stream, for the whole of an answer that is none."""
+        if not self._wait_seconds:
+            self._wait_seconds = seconds
+        self._wait_seconds += (seconds - self._wait_seconds) * NEWEST_PART
+
+    def _use(self, seconds: float, now: float) -> None:
+        if self._wait_seconds:
+            self._next_at = min(max(self._next_at, now) + seconds / self.share, now + MAX_DEBT_SECONDS)
+
+
+class Metered(Generic[T]):
+    """A coroutine to await, and the time that its steps keep the event loop."""
+
+    __slots__ = ("_coroutine", "seconds")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine = coroutine
+        self.seconds = 0.0
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        coroutine, clock = self._coroutine, asyncio.get_running_loop().time
+        step: Callable[[Any], Any] = coroutine.send
+        sent: Any = None
+        while True:
+            began = clock()
+            try:
+                waits_for = step(sent)
+            except StopIteration as ended:
+                value: T = ended.value
+                return value
+            finally:
+                self.seconds += clock() - began
+            try:
+                step, sent = coroutine.send, (yield waits_for)
+            except GeneratorExit:
+                coroutine.close()
+                raise
+            except BaseException as error:  # which is the coroutine's to handle
+                step, sent = coroutine.throw, error

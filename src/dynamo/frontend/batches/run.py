@@ -15,6 +15,7 @@ from dynamo.frontend.batches.group_commit import Disk, GroupCommit
 from dynamo.frontend.batches.input_check import LineReader
 from dynamo.frontend.batches.journal import LineResult, ResultJournal
 from dynamo.frontend.batches.line_call import Fate, LineAnswer, LineCalls
+from dynamo.frontend.batches.line_pace import LinePace, Metered
 from dynamo.frontend.batches.line_queue import LineQueue, NextLine
 from dynamo.frontend.batches.metrics import BatchMetrics
 from dynamo.frontend.batches.model_gate import ModelGate, ModelGates
@@ -42,6 +43,7 @@ class RunParts:
     models: ModelDirectory
     gates: ModelGates
     slots: FairSlots
+    pace: LinePace
     disk: Disk
     metrics: BatchMetrics
     is_open: Callable[[], bool]  # whether the frontend takes requests
@@ -134,13 +136,21 @@ class BatchRun:
             found = None if self.ending is not None else await self._queue.next_line()
             if found is not None:
                 self._running[found.number] = line_request_id(self.record.batch.id, found.number)
-                background.start(self._execute(found), "batch: one line")
+                background.start(self._metered(found), "batch: one line")
         except BaseException:
             parts.slots.release()
             raise
         if found is None:
+            parts.pace.end(0.0)
             parts.slots.release()
         return found is not None
+
+    async def _metered(self, found: NextLine) -> None:
+        work = Metered(self._execute(found))
+        try:
+            await work
+        finally:
+            self._parts.pace.end(work.seconds)
 
     def _entered(self, model: str) -> ModelGate | None:
         """Return the gate of a model after a line went in; None: it has no room for one now."""

@@ -27,6 +27,7 @@ from dynamo.frontend.batches.model_gate import ModelGates
 from dynamo.frontend.batches.records import BatchRecord
 from dynamo.frontend.batches.run import RunParts
 from dynamo.frontend.batches.stored_files import FileLimits, StoredFiles, no_such_file
+from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.requests import CreateBatch, PageQuery
@@ -100,12 +101,14 @@ class BatchService:
         concurrency = settings.concurrency or max(1, pipeline.settings.max_requests_in_flight // CONCURRENCY_SHARE)
         rng = random.Random()
         calls = LineCalls(self._calls, overload_status=pipeline.settings.overload_status)
-        pace = LinePace(concurrency, lambda: pipeline.admission.in_flight > calls.running)
+        pace = LinePace(lambda: pipeline.admission.in_flight > calls.running)
+        pipeline.register.on_end.append(lambda exchange: _note_wait(pace, calls, exchange))
         parts = RunParts(
             calls,
             pipeline.models,
             ModelGates(rng),
-            FairSlots(pace.limit),
+            FairSlots(concurrency, pace.begin),
+            pace,
             self._disk,
             pipeline.metrics.batches,
             lambda: pipeline.admission.stage in OPEN,
@@ -209,3 +212,12 @@ class BatchService:
 
     async def _disk(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
+
+
+def _note_wait(pace: LinePace, calls: LineCalls, exchange: Exchange) -> None:
+    """Tell the pace how long a person has waited for a request that was answered."""
+    counters = exchange.counters
+    if counters is None or not exchange.arrival.at or calls.is_line(exchange) or exchange.early_end.outcome is not None:
+        return
+    first = counters.first_token_seconds if counters.key[2] == "stream" else None
+    pace.waited(exchange.now() - exchange.arrival.at if first is None else first)

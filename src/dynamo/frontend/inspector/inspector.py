@@ -133,7 +133,7 @@ class Inspector:
         self.operator = WorkerOperator(pipeline.models, self._members, self.clock)
         if peers is not None:
             peers.on_shared(self._take_shared)
-        pipeline.register.on_end = self._ended
+        pipeline.register.on_end.append(self._ended)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -220,8 +220,8 @@ class ExchangeRegister:
 
     def __init__(self) -> None:
         self._exchanges: dict[Exchange, None] = {}
-        self.on_end: Callable[[Exchange], None] | None = None
-        """Called once with each request that leaves."""
+        self.on_end: list[Callable[[Exchange], None]] = []
+        """Each is called once with each request that leaves."""
 
     def __len__(self) -> int:
         return len(self._exchanges)
@@ -239,8 +239,9 @@ class ExchangeRegister:
 
     def remove(self, exchange: Exchange) -> None:
         """Forget a request that is over; idempotent."""
-        if self._exchanges.pop(exchange, exchange) is None and self.on_end is not None:
-            self.on_end(exchange)
+        if self._exchanges.pop(exchange, exchange) is None:
+            for ended in self.on_end:
+                ended(exchange)
         exchange.early_end.outcome = None  # whose traceback has frames with this exchange
 
     def end_revoked(self, is_gone: Callable[[Identity], bool]) -> int:

@@ -172,7 +172,7 @@ def test_no_more_than_a_hundred_errors_are_listed_and_a_long_line_ends_the_check
 
 
 async def test_a_small_batch_waits_for_one_line_of_a_huge_one() -> None:
-    slots, order = FairSlots(lambda: 1), list[str]()
+    slots, order = FairSlots(1), list[str]()
 
     async def lines(owner: str, batch: str, count: int) -> None:
         for _ in range(count):
@@ -190,7 +190,7 @@ async def test_a_small_batch_waits_for_one_line_of_a_huge_one() -> None:
 
 
 async def test_a_slot_that_was_granted_to_a_cancelled_wait_comes_back() -> None:
-    slots = FairSlots(lambda: 1)
+    slots = FairSlots(1)
     await slots.acquire("a", "1")
     waiting = asyncio.ensure_future(slots.acquire("a", "2"))
     await asyncio.sleep(0)

@@ -1,44 +1,121 @@
-"""How many lines run at once: all of them while nobody asks, few while people wait for a late event loop."""
+"""When lines begin: all at once while nobody asks, and for a share of the event loop's time while people do."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import re
+from collections.abc import Callable
+from typing import Any
 
-from dynamo.frontend.batches.line_pace import QUIET_SECONDS, LinePace
-from support.patience import PATIENCE_SECONDS
+import pytest
 
-MOST = 64
-
-
-async def settle(pace: LinePace, *, work_seconds: float, until: int) -> int:
-    """Let turns of the loop last so long, until the limit is as wanted; the limit."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while pace.limit() != until:
-            asyncio.get_running_loop().call_soon(time.sleep, work_seconds)
-            await asyncio.sleep(0)
-    return pace.limit()
+from dynamo.frontend.batches.fair_slots import FairSlots
+from dynamo.frontend.batches.line_pace import QUIET_SECONDS, LinePace, Metered
+from dynamo.testing.simulation.loop import VirtualLoop, run_virtual
 
 
-async def test_lines_take_everything_while_nobody_asks_however_late_the_loop_is() -> None:
-    pace = LinePace(MOST, lambda: False)
-    for _ in range(50):
-        assert pace.limit() == MOST
-        asyncio.get_running_loop().call_soon(time.sleep, 0.002)
-        await asyncio.sleep(0)
+class BusyLoop(VirtualLoop):
+    """A virtual loop that a callback can keep."""
+
+    def keep(self, seconds: float) -> None:
+        self._now += seconds
 
 
-async def test_a_late_loop_leaves_one_line_while_people_ask_and_all_of_them_when_they_have_gone() -> None:
-    people = [True]
-    pace = LinePace(MOST, lambda: bool(people))
-    assert await settle(pace, work_seconds=0.002, until=1) == 1
-    people.clear()
-    began = time.monotonic()
-    assert await settle(pace, work_seconds=0.002, until=MOST) == MOST
-    assert time.monotonic() - began > QUIET_SECONDS * 0.9
+def keep(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, BusyLoop)
+    loop.keep(seconds)
 
 
-async def test_a_loop_that_is_on_time_gets_more_lines_again() -> None:
-    pace = LinePace(MOST, lambda: True)
-    await settle(pace, work_seconds=0.002, until=1)
-    assert await settle(pace, work_seconds=0.0, until=2) == 2
+async def lines_in(seconds: float, pace: LinePace, line_seconds: float) -> int:
+    """How many lines end in so many seconds, each of which keeps the loop for so long."""
+    slots, ended = FairSlots(1000, pace.begin), 0
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+
+    async def line() -> None:
+        keep(line_seconds / 2)
+        await asyncio.sleep(0.01)
+        keep(line_seconds / 2)
+
+    async def run() -> None:
+        nonlocal ended
+        work = Metered(line())
+        await work
+        pace.end(work.seconds)
+        slots.release()
+        ended += 1
+
+    async with asyncio.TaskGroup() as group:
+        while loop.time() < until:
+            await slots.acquire("a", "1")
+            group.create_task(run())
+    return ended
+
+
+def share_of_lines(*, waits_seconds: float, line_seconds: float, asks: Callable[[], bool] = lambda: True) -> float:
+    async def main() -> float:
+        pace = LinePace(asks)
+        if waits_seconds:
+            pace.waited(waits_seconds)
+        return await lines_in(20.0, pace, line_seconds) * line_seconds / 20.0
+
+    return run_virtual(main(), loop=BusyLoop())
+
+
+def test_lines_take_everything_while_nobody_asks() -> None:
+    assert share_of_lines(waits_seconds=0.005, line_seconds=0.002, asks=lambda: False) > 0.95
+
+
+@pytest.mark.parametrize("line_seconds", [0.0002, 0.002, 0.02])
+def test_the_share_of_lines_follows_how_long_people_wait_for_their_requests(line_seconds: float) -> None:
+    for waits_seconds, share in ((0.005, 1 / 21), (0.025, 1 / 5), (0.1, 1 / 2), (10.0, 1 / 2)):
+        found = share_of_lines(waits_seconds=waits_seconds, line_seconds=line_seconds)
+        assert found == pytest.approx(share, rel=0.15)
+
+
+def test_lines_take_everything_again_a_moment_after_the_last_person() -> None:
+    async def main() -> None:
+        people, loop = [True], asyncio.get_running_loop()
+        pace = LinePace(lambda: bool(people))
+        pace.waited(0.005)
+        slots = FairSlots(1000, pace.begin)
+        await slots.acquire("a", "1")
+        people.clear()
+        pace.end(0.05)
+        began = loop.time()
+        for _ in range(500):
+            await slots.acquire("a", "1")
+        assert loop.time() - began <= 2 * QUIET_SECONDS
+
+    run_virtual(main(), loop=BusyLoop())
+
+
+async def test_a_coroutine_that_is_measured_behaves_as_it_does_alone() -> None:
+    seen: list[Any] = []
+
+    async def work(turns: int) -> str:
+        for turn in range(turns):
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                seen.append(turn)
+                raise
+        await asyncio.gather(asyncio.sleep(0), asyncio.sleep(0.001))
+        if turns == 3:
+            raise ValueError("three")
+        return "done"
+
+    async def measured(turns: int) -> str:
+        return await Metered(work(turns))
+
+    assert await measured(2) == "done"
+    with pytest.raises(ValueError, match=re.escape("three")):
+        await measured(3)
+    task = asyncio.ensure_future(measured(10**9))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(seen) == 1
