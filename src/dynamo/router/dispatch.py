@@ -210,6 +210,11 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         return self._request.tokens
 
     @property
+    def generated(self) -> Sequence[int]:
+        """The token ids so far; none where the worker makes text."""
+        return self._request.generated
+
+    @property
     def attempts(self) -> int:
         return self._failover.attempts.count
 

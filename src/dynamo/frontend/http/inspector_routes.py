@@ -146,7 +146,7 @@ class InspectorRoutes:
 
     async def _detail(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
         id = scope["path_params"]["id"]
-        found = await self._inspector.detail(id)
+        found = await self._inspector.detail(id, visitor)
         if found is None:
             raise RequestRejected(404, f"No request {id[:128]!r} is known", code="request_not_found", param="id")
         return 200, found

@@ -22,11 +22,16 @@ _SAMPLING: Final = (
 _STOPS: Final = ("max_tokens", "min_tokens", "ignore_eos")
 
 
-def request_detail(tables: Tables, clock: InspectorClock, id: str) -> RequestDetail | None:
-    """Return what is still known of a request; None: nothing is."""
+def request_detail(
+    tables: Tables, clock: InspectorClock, id: str, *, with_content: bool = False
+) -> RequestDetail | None:
+    """Return what is still known of a request; None: nothing is. `with_content`: with its texts, while it runs."""
     routing, exchange = tables.routing, tables.streams.find(id)
     if exchange is not None:
-        return _running(tables, routing, clock, exchange)
+        detail = _running(tables, routing, clock, exchange)
+        if with_content:
+            detail.content = tables.contents.read(exchange)
+        return detail
     ended = tables.recent.find(id)
     return None if ended is None else _ended(tables, routing, clock, ended)
 

@@ -187,8 +187,8 @@ class Inspector:
         match question:
             case AskPicture(query):
                 return self.member_picture(query)
-            case AskDetail(id):
-                return _MaybeDetail(request_detail(self.tables, self.clock, id))
+            case AskDetail(id, with_content):
+                return _MaybeDetail(request_detail(self.tables, self.clock, id, with_content=with_content))
             case AskAbort(id, reason):
                 return _MaybeAborted(self.actions.abort(id, reason))
             case AskAbortMatching(filter, reason, dry_run):
@@ -223,12 +223,13 @@ class Inspector:
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    async def detail(self, id: str) -> RequestDetail | None:
+    async def detail(self, id: str, visitor: Visitor) -> RequestDetail | None:
         """Return what is still known of a request, in any process of the group; None: nothing is."""
-        own = request_detail(self.tables, self.clock, id)
+        with_content = visitor.sees_content(is_shown=self.settings.shows_content)
+        own = request_detail(self.tables, self.clock, id, with_content=with_content)
         if own is not None:
             return own
-        found, _ = await self._members.ask(AskDetail(id), _MaybeDetail)
+        found, _ = await self._members.ask(AskDetail(id, with_content), _MaybeDetail)
         return next((each.value for each in found if each.value is not None), None)
 
     @property

@@ -28,6 +28,7 @@ class AskDetail(Struct, frozen=True, tag=True):
     """What do you know of this request?"""
 
     id: str
+    with_content: bool = False
 
 
 class AskAbort(Struct, frozen=True, tag=True):

@@ -23,6 +23,6 @@ class InspectorSettings:
         "The inspector shows, and does nothing: no request is aborted, no worker drained", flag="--inspect-read-only",
         dest="inspect_read_only", group=_GROUP)
     shows_content: bool = setting(False, "DYN_INSPECT_CONTENT", switch,
-        "Keys with the role `content` or `admin` may see what clients wrote: in the texts of errors, and in bundles that "
-        "`--keep-failed-content` kept", flag="--inspect-content", dest="inspect_content", group=_GROUP)
+        "Keys with the role `content` or `admin`, and the token, may see what clients wrote: prompts and answers of requests "
+        "in flight, in the texts of errors, and in bundles that `--keep-failed-content` kept", flag="--inspect-content", dest="inspect_content", group=_GROUP)
     # fmt: on

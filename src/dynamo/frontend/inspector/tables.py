@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dynamo.frontend.inspector.caches import CacheTable
 from dynamo.frontend.inspector.clock import InspectorClock
+from dynamo.frontend.inspector.content import ContentReader
 from dynamo.frontend.inspector.events import EventLog
 from dynamo.frontend.inspector.lifecycle import WorkerLifecycle
 from dynamo.frontend.inspector.recent import RecentRequests
@@ -13,6 +14,7 @@ from dynamo.frontend.inspector.token_rates import TokenRates
 from dynamo.frontend.inspector.workers import ClusterTable
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.pipeline.inference import Pipeline
+from dynamo.frontend.recording.redaction import load_redaction
 
 __all__ = ["Tables"]
 
@@ -28,6 +30,7 @@ class Tables:
         self.lifecycle = WorkerLifecycle(pipeline.models, self.events, clock)
         self.routing = RoutingLog(pipeline.models.desk, clock, frontend_id)
         self.token_rates = TokenRates()
+        self.contents = ContentReader(pipeline.models, load_redaction(pipeline.settings.request_trace.redact))
         self.caches = CacheTable(pipeline.models, clock)
         self.cluster = ClusterTable(
             pipeline.models,

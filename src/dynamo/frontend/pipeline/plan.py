@@ -42,6 +42,10 @@ class MovableStream(Protocol):
     def tokens(self) -> int: ...
 
     @property
+    def generated(self) -> Sequence[int]:
+        """The token ids so far; none where the worker makes text."""
+
+    @property
     def attempts(self) -> int: ...
 
     @property
