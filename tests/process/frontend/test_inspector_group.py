@@ -129,6 +129,21 @@ async def test_each_process_shows_and_ends_the_streams_of_both(rig: Rig) -> None
     assert (await rig.post("requests/no-such/abort"))[0] == 404
 
 
+async def test_each_process_has_the_bundles_of_both(rig: Rig) -> None:
+    headers = script(["say", "x", 0.5], ["raise", "RuntimeError", "it broke"], tag="broken")
+    asked = [ask(rig.frontend.port, CHAT, chat("group"), headers=headers) for _ in range(2 * PROCESSES)]
+    assert [answer.status for answer in await asyncio.gather(*asked)] == [500] * 2 * PROCESSES
+    await rig.until_shown("recent?filter=failed", lambda recent: len(recent["data"]) >= 2 * PROCESSES)
+    rows = [row for row in (await rig.get("recent?filter=failed"))["data"] if row["status"] == 500]
+    assert len({row["frontend"] for row in rows}) == PROCESSES
+    for row in rows:
+        # Connections at one time are dealt out evenly, so that each process is asked.
+        bundles = await asyncio.gather(*[rig.get(f"errors/{row['id']}") for _ in range(ROUNDS)])
+        assert {(bundle["id"], bundle["schema"]) for bundle in bundles} == {(row["id"], "dynamo.failure.v1")}
+    wrong = await ask(rig.frontend.port, "/admin/v1/errors/none", headers=rig.headers)
+    assert wrong.status == 404
+
+
 async def test_a_filter_counts_and_ends_what_both_have(rig: Rig) -> None:
     async with streams(rig, "filtered", 2 * PROCESSES) as under_way:
         status, counted = await rig.post("requests/abort", {"filter": "model:group"})

@@ -153,9 +153,9 @@ class InspectorRoutes:
 
     async def _bundle(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
         id = scope["path_params"]["id"]
-        found = self._inspector.bundle(id, visitor)
+        found = await self._inspector.bundle(id, visitor)
         if found is None:
-            raise RequestRejected(404, f"No failure {id[:128]!r} is kept here", code="request_not_found", param="id")
+            raise RequestRejected(404, f"No failure {id[:128]!r} is kept", code="request_not_found", param="id")
         return 200, found
 
     async def _config(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:

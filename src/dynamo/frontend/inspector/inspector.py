@@ -27,6 +27,7 @@ from dynamo.frontend.inspector.members import (
     TOKEN_KEY,
     AskAbort,
     AskAbortMatching,
+    AskBundle,
     AskDetail,
     AskPicture,
     GroupPeer,
@@ -68,6 +69,12 @@ class _MaybeAborted(Struct):
     """What a process says to an abort."""
 
     value: AbortResult | None
+
+
+class _MaybeBundle(Struct):
+    """What a process has of a failure."""
+
+    value: dict[str, Any] | None
 
 
 class _MaybeDetail(Struct):
@@ -150,6 +157,7 @@ class Inspector:
     async def aclose(self) -> None:
         """Look no more. Idempotent."""
         self.stopping()
+        self.operator.close()
         await self._background.close()
 
     async def _sample(self) -> None:
@@ -189,6 +197,8 @@ class Inspector:
                 return self.member_picture(query)
             case AskDetail(id, with_content):
                 return _MaybeDetail(request_detail(self.tables, self.clock, id, with_content=with_content))
+            case AskBundle(id):
+                return _MaybeBundle(None if self.failures is None else self.failures.bundle(id))
             case AskAbort(id, reason):
                 return _MaybeAborted(self.actions.abort(id, reason))
             case AskAbortMatching(filter, reason, dry_run):
@@ -238,9 +248,15 @@ class Inspector:
         notes = self._pipeline.failures
         return None if notes is None else notes.ring
 
-    def bundle(self, id: str, visitor: Visitor) -> dict[str, Any] | None:
-        """Return everything that is known of a failure; None: it has no bundle here. Raises the 403 of one with content."""
+    async def bundle(self, id: str, visitor: Visitor) -> dict[str, Any] | None:
+        """Return everything that is known of a failure, in any process of the group; None: it has no bundle, or has one no longer.
+
+        Raises the 403 of one with content.
+        """
         found = None if self.failures is None else self.failures.bundle(id)
+        if found is None:
+            others, _ = await self._members.ask(AskBundle(id), _MaybeBundle)
+            found = next((each.value for each in others if each.value is not None), None)
         keeps_content = self._pipeline.settings.recording.keep_failed_content
         if found is not None and keeps_content and not visitor.sees_content(is_shown=self.settings.shows_content):
             text = "This bundle has content, which needs --inspect-content and a key with the role content or admin"

@@ -10,7 +10,17 @@ from msgspec import Struct
 
 from dynamo.frontend.inspector.pictures import PictureQuery
 
-__all__ = ["TOKEN_KEY", "AskAbort", "AskAbortMatching", "AskDetail", "AskPicture", "GroupPeer", "Members", "Question"]
+__all__ = [
+    "TOKEN_KEY",
+    "AskAbort",
+    "AskAbortMatching",
+    "AskBundle",
+    "AskDetail",
+    "AskPicture",
+    "GroupPeer",
+    "Members",
+    "Question",
+]
 
 TOKEN_KEY: Final = "inspector/token"
 """Under which the parent of a group shares the token that all processes let in."""
@@ -31,6 +41,12 @@ class AskDetail(Struct, frozen=True, tag=True):
     with_content: bool = False
 
 
+class AskBundle(Struct, frozen=True, tag=True):
+    """What is kept of this failure?"""
+
+    id: str
+
+
 class AskAbort(Struct, frozen=True, tag=True):
     """End this request, if you have it."""
 
@@ -46,7 +62,7 @@ class AskAbortMatching(Struct, frozen=True, tag=True):
     dry_run: bool
 
 
-Question = AskPicture | AskDetail | AskAbort | AskAbortMatching
+Question = AskPicture | AskDetail | AskBundle | AskAbort | AskAbortMatching
 
 
 class GroupPeer(Protocol):

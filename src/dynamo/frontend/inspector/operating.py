@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from dynamo.frontend.inspector.clock import InspectorClock
 from dynamo.frontend.inspector.members import Members
@@ -22,11 +24,19 @@ QUARANTINE_SECONDS: Final = 60.0  # where no time is given
 _KINDS: Final = {"drain": "drain", "undrain": "", "quarantine": "quarantine"}
 
 
+class _SharedHold(Struct):
+    """A hold as the processes tell each other. One that starts later gets it, too, and may not begin its time anew."""
+
+    hold: WorkerHold
+    ends_ms: int | None  # since the epoch
+
+
 class WorkerOperator:
     """Holds workers, and lets them go. Used on the event loop only."""
 
     def __init__(self, models: ModelDirectory, members: Members, clock: InspectorClock) -> None:
         self._models, self._peers, self._clock = models, members.peers, clock
+        self._ends: dict[int, asyncio.TimerHandle] = {}  # of the holds with an end, by worker
         if self._peers is not None:
             self._peers.on_shared(self._take)
 
@@ -41,16 +51,43 @@ class WorkerOperator:
         hold = WorkerHold(int(id, 16), kind, visitor.shown_name, asked.reason, seconds)
         self._put(hold)
         if self._peers is not None:
-            await self._peers.share(HOLD_KEY + id, msgspec.msgpack.encode(hold))
+            ends_ms = None if seconds is None else self._clock.now_ms() + round(seconds * 1000)
+            await self._peers.share(HOLD_KEY + id, msgspec.msgpack.encode(_SharedHold(hold, ends_ms)))
+
+    def close(self) -> None:
+        """Wait for no end of a hold any more. Idempotent."""
+        for handle in self._ends.values():
+            handle.cancel()
+        self._ends.clear()
 
     def _take(self, key: str, value: bytes) -> None:
-        if key.startswith(HOLD_KEY):
-            self._put(msgspec.msgpack.decode(value, type=WorkerHold))
+        if not key.startswith(HOLD_KEY):
+            return
+        shared = msgspec.msgpack.decode(value, type=_SharedHold)
+        hold = shared.hold
+        if shared.ends_ms is not None:
+            left = (shared.ends_ms - self._clock.now_ms()) / 1000
+            hold = msgspec.structs.replace(hold, seconds=max(0.0, left))
+        self._put(hold)
 
     def _put(self, hold: WorkerHold) -> None:
         desk = self._models.desk
-        desk.keep_only(frozenset(entry.instance_id for group in self._models.groups() for entry in group.accepted))
+        present = frozenset(entry.instance_id for group in self._models.groups() for entry in group.accepted)
+        desk.keep_only(present)
         desk.put(hold, self._clock.now())
+        for id in [id for id in self._ends if id == hold.instance_id or id not in present]:
+            self._ends.pop(id).cancel()
+        if hold.kind and hold.seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._ends[hold.instance_id] = loop.call_later(hold.seconds, self._end, hold.instance_id)
+        self._look_again()
+
+    def _end(self, instance_id: int) -> None:
+        """Let requests that wait for a worker know that its hold is over."""
+        self._ends.pop(instance_id, None)
+        self._look_again()
+
+    def _look_again(self) -> None:
         for pool in self._models.pools():
-            if pool.gate is not None:  # requests that wait for this worker look again
+            if pool.gate is not None:
                 pool.gate.changed()
