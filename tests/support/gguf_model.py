@@ -38,7 +38,7 @@ def write_gguf(directory: Path, target: Path, *, name: str = "demo") -> Path:
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     _add_tokenizer(writer, directory)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, layers)
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted(directory.glob("model*.safetensors")):  # not the vision, which is no part of the language model
         for tensor, values in read_tensors(file).items():
             found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
             if found is None:
