@@ -96,15 +96,15 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         "_idle_error",
         "_is_closed",
         "_loss",
-        "_request",
         "_stream",
         "_suspect",
         "_worker",
         "is_reading",
+        "request",
     )
 
     def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
-        self._dispatcher, self._request, self._context = dispatcher, request, context
+        self._dispatcher, self.request, self._context = dispatcher, request, context
         self._body = request.body
         self._failover = Failover(dispatcher.pool, request, context, dispatcher.worker_wait)
         self._suspect = Suspect(request.body, context.id(), dispatcher.queries_of_death)
@@ -193,8 +193,8 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
     def close(self) -> None:
         """Leave; a worker that has not ended the stream receives a kill. Idempotent."""
         self._is_closed = True
-        if self._request.stall_detector is not None:
-            self._request.stall_detector.remove(self)
+        if self.request.stall_detector is not None:
+            self.request.stall_detector.remove(self)
         self._release()
         if self._failover.session is not None:
             self._failover.session.release()
@@ -207,12 +207,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
     @property
     def tokens(self) -> int:
-        return self._request.tokens
-
-    @property
-    def generated(self) -> Sequence[int]:
-        """The token ids so far; none where the worker makes text."""
-        return self._request.generated
+        return self.request.tokens
 
     @property
     def attempts(self) -> int:
@@ -245,7 +240,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
     def _on_missing_terminal_chunk(self) -> None:
         """Take an end without a terminal chunk: a breach, unless the answer is whole or was cancelled."""
-        if not self._request.is_complete and not self._context.is_stopped():
+        if not self.request.is_complete and not self._context.is_stopped():
             raise self._missing_end("the worker ended the stream without a finish reason")
         self._is_closed = True
 
@@ -279,7 +274,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
     async def _start(self) -> list[StreamItem]:
         """Return the first items of the answer, or of its continuation after a loss."""
-        request, loss = self._request, self._loss
+        request, loss = self.request, self._loss
         if loss is None:
             return await self._run_stages()
         if request.generated and tokens_left(request.body, len(request.generated)) == 0:
@@ -298,7 +293,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
     async def _run_stages(self, lost_by: DynamoException | None = None) -> list[StreamItem]:
         """Return the first items from the stages and the worker that answers. `lost_by`: why the last worker was lost."""
-        stages, request = self._dispatcher.stages, self._request
+        stages, request = self._dispatcher.stages, self.request
         if not stages:
             return await self._begin(lost_by)
         if lost_by is not None and not await self._failover.has_next(lost_by):
@@ -321,7 +316,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
         `last`: why the worker before was lost.
         """
-        context, timer, record = self._context, self._request.timer, self._request.record
+        context, timer, record = self._context, self.request.timer, self.request.record
         move: Move | None = None
         lost_at = 0.0
         pool, clock = self._dispatcher.pool, asyncio.get_running_loop().time
@@ -329,7 +324,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         choose = failover.choose if pool.on_the_way is None else failover.pass_and_choose
         while True:
             if kv is not None:
-                self._request.kv = await kv.query(self._body, record, pinned=self._request.pinned_instance_id)
+                self.request.kv = await kv.query(self._body, record, pinned=self.request.pinned_instance_id)
             worker = await choose(last)
             if worker is None:
                 return []  # cancelled while it waited for one

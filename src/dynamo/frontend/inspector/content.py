@@ -46,7 +46,9 @@ class ContentReader:
             shown = plan.prompts[:MAX_SHOWN]
             prompts = [_text(tokenizer, ids[: MAX_TOKENS // len(shown)]) for ids in shown]
             running = work.running[:MAX_SHOWN]
-            answers = [_text(tokenizer, stream.generated[-(MAX_TOKENS // len(running)) :]) for stream in running]
+            answers = [
+                _text(tokenizer, stream.request.generated[-(MAX_TOKENS // len(running)) :]) for stream in running
+            ]
         record: dict[str, Any] = {
             "schema": CONTENT_SCHEMA,
             "id": exchange.context.id(),

@@ -12,7 +12,7 @@ from dynamo.frontend.pipeline.parsing import OutputPlan
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.router.dispatch import Dispatcher
-from dynamo.router.failover import DispatchLimits
+from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.record import DispatchRecord
 from dynamo.router.stall_detector import StallDetector
 from dynamo.text.model import TextModel
@@ -35,15 +35,12 @@ class GenerationModel(Protocol):
 class MovableStream(Protocol):
     """What is needed of the `RoutedStream` of one choice."""
 
+    request: DispatchRequest
     is_reading: bool
     """Whether it waits for the worker, and not for the reader."""
 
     @property
     def tokens(self) -> int: ...
-
-    @property
-    def generated(self) -> Sequence[int]:
-        """The token ids so far; none where the worker makes text."""
 
     @property
     def attempts(self) -> int: ...

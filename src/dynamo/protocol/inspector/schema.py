@@ -82,6 +82,7 @@ _TEXTS: Final = {
     429: "Too many actions, or too many viewers; see `Retry-After`.",
     503: "Other processes or workers do not answer.",
 }
+_NEEDED: Final = ("BulkAbortRequest", "ExplainRequest")  # the other bodies may be left out
 _CLOSED: Final = (401, 403)
 _BODY: Final = (400, 408, 413, 503)
 
@@ -111,7 +112,6 @@ def _operation(
     *statuses: int,
     parameters: Sequence[Mapping[str, Any]] = (),
     body: str = "",
-    needs_body: bool = False,
     success: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """Return one operation; `statuses` are those of its failures, `success` those of its answers: 200 alone where none are given."""
@@ -121,7 +121,7 @@ def _operation(
     if parameters:
         described["parameters"] = [dict(each) for each in parameters]
     if body:
-        described["requestBody"] = {"required": needs_body, "content": json_content(body)}
+        described["requestBody"] = {"required": body in _NEEDED, "content": json_content(body)}
     described["responses"] = {
         **{str(status): {"description": text, "content": dict(content)} for status, text in answers.items()},
         **{
@@ -183,11 +183,11 @@ def _acting() -> dict[str, Any]:
         ),
         "requests/abort": _operation(
             "abortMatching", "Count, or end, the requests that a filter holds for", json_content("BulkAbortResult"),
-            429, *_BODY, body="BulkAbortRequest", needs_body=True, success=counted,
+            429, *_BODY, body="BulkAbortRequest", success=counted,
         ),
         "routing/explain": _operation(
             "explainRouting", "Where a request would go now, without sending it", json_content("Explanation"),
-            404, 429, *_BODY, body="ExplainRequest", needs_body=True,
+            404, 429, *_BODY, body="ExplainRequest",
         ),
         **{
             f"workers/{{id}}/{name}": _operation(

@@ -99,8 +99,7 @@ class RequestRejected(Exception):
 
     `param` names the field; `details` is a small JSON object of the flat body; `code` is OpenAI's machine-readable
     string (`model_not_found`); `retry_after_seconds` becomes a `Retry-After` header. `stream_status` differs from
-    `status` only where an engine asserted a 5xx that a unary answer must hide. `stream_code` stands in a stream's event
-    where 1.6.1, which knows no such error, would have the number of the status. `limit`: the metric label of the
+    `status` only where an engine asserted a 5xx that a unary answer must hide. `limit`: the metric label of the
     listener's limit that was hit. `more_headers`: what the answer carries besides.
     """
 
@@ -117,7 +116,6 @@ class RequestRejected(Exception):
         retry_after_seconds: int | None = None,
         stream_status: int | None = None,
         stream_message: str | None = None,
-        stream_code: str | None = None,
         limit: str | None = None,
         more_headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -127,7 +125,7 @@ class RequestRejected(Exception):
         self.status, self.message, self.details, self.param = status, message, details, param
         self.type = type_ or phrase_of(status)
         self.stream_type = stream_type or stream_type_of(status)
-        self.code, self.stream_code = code, stream_code
+        self.code = code
         self.limit = limit
         self.more_headers = more_headers or {}
         self.retry_after_seconds = retry_after_seconds
@@ -152,11 +150,14 @@ class RequestRejected(Exception):
         return {**found, **self.more_headers} if self.more_headers else found
 
     def frame(self) -> bytes:
-        """Return the SSE frame that ends a stream with this answer (the caller sends `[DONE]` after it)."""
+        """Return the SSE frame that ends a stream with this answer (the caller sends `[DONE]` after it).
+
+        Its `code` is the number of the status, as 1.6.1 writes it, but for an error that 1.6.1 does not know.
+        """
         return b'data: {"error":{"message":%b,"type":%b,"code":%b}}\n\n' % (
             json_text(self.stream_message),
             json_text(self.stream_type),
-            b"%d" % self.stream_status if self.stream_code is None else json_text(self.stream_code),
+            json_text(self.code) if self.code == ABORTED_CODE else b"%d" % self.stream_status,
         )
 
 
@@ -210,7 +211,7 @@ def not_built(message: str, param: str | None = None) -> RequestRejected:
 
 def aborted(message: str) -> RequestRejected:
     """Return the answer to a request that an operator ended: `request_aborted` in every dialect, streamed or not."""
-    return RequestRejected(499, message, code=ABORTED_CODE, stream_type=ABORTED_CODE, stream_code=ABORTED_CODE)
+    return RequestRejected(499, message, code=ABORTED_CODE, stream_type=ABORTED_CODE)
 
 
 def not_ready() -> RequestRejected:
