@@ -58,6 +58,8 @@ class Served:
         self.environment = {
             **os.environ, "XDG_RUNTIME_DIR": str(run_folder), "HF_HUB_OFFLINE": "1", "DYN_HTTP_BODY_LIMIT_MB": "64",
         }  # fmt: skip
+        if key:
+            self.environment["DYN_USAGE_DB"] = "usage.db"
         self._others: list[subprocess.Popen[bytes]] = []
         self._process = self._begin("-m", "dynamo.cli.main", "serve", "--port", "0", *arguments, into=self._out)
         ends_at = time.monotonic() + READY_SECONDS
@@ -164,7 +166,8 @@ class Load:
         self._server, self._keys = server, list(keys.values())
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._client, args=(number,), daemon=True) for number in range(CLIENTS)
+            threading.Thread(target=self._look, daemon=True),
+            *(threading.Thread(target=self._client, args=(number,), daemon=True) for number in range(CLIENTS)),
         ]
 
     def __enter__(self) -> Load:
@@ -174,6 +177,12 @@ class Load:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()  # the threads end with the server
+
+    def _look(self) -> None:
+        """Look at the system all the time: decisions, and what workers report, are kept while somebody does."""
+        while not self._stop.wait(2):
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                self._server.get("/admin/v1/snapshot?views=fleet,routing")
 
     def _client(self, number: int) -> None:
         chance = random.Random(number)

@@ -68,6 +68,7 @@ def shots(browser: Browser, server: Served, views: dict[str, Callable[[], str]],
                 page.wait_for_timeout(SETTLE_MS)
                 if name in act:
                     act[name](page)
+                page.mouse.move(0, 0)  # no row is under it
                 page.evaluate("scrollTo(0, 0)")
                 save(page.screenshot(), f"inspect-{name}-{screen}-{scheme}")
             context.close()
@@ -77,10 +78,13 @@ def chat(page: Page) -> None:
     if page.locator(".said.assistant").count():
         return
     page.locator("input[name=logprobs]").check()
-    page.locator("input[name=max_tokens]").fill("120")
+    page.locator("input[name=max_tokens]").fill("60")
+    page.locator("input[name=temperature]").fill("1.4")
+    page.locator("input[name=seed]").fill("7")
     page.locator("#prompt").fill("Tell me a short story about a lighthouse.")
     page.keyboard.press("Control+Enter")
-    page.locator(".composer button.primary").wait_for()
+    page.locator(".said.assistant").get_by_text("finish:").wait_for()
+    page.get_by_text("Raw request and events").click()
     page.wait_for_timeout(SETTLE_MS)
 
 
@@ -145,7 +149,8 @@ def main() -> None:
     if browser_path is None:
         raise SystemExit("no browser: install chromium (Debian: apt-get install chromium)")
     INTO.mkdir(exist_ok=True)
-    names = {NAMES.get(view, view): partial(str, view) for view in (*VIEWS, "playground")}
+    addresses = {"config": "config?filter=!chaos"}  # its value is a path of this machine
+    names = {NAMES.get(view, view): partial(str, addresses.get(view, view)) for view in (*VIEWS, "playground")}
     views = {name: address for name, address in names.items() if only in f"inspect-{name}"}
     playground = views.pop("playground", None)
     with sync_playwright() as driver:

@@ -21,12 +21,14 @@ from dynamo.frontend.http.connection import render_rejection
 from dynamo.frontend.http.inspect_page import inspect_files
 from dynamo.frontend.settings import ApiLimits
 from dynamo.protocol.inspector.views import (
+    CacheView,
     CountersView,
     EventView,
     FleetView,
     ModelView,
     Patch,
     Picture,
+    PrefixView,
     RequestDetail,
     StreamView,
     WorkerView,
@@ -62,6 +64,21 @@ def a_worker(id: str, **members: Any) -> WorkerView:
     return WorkerView(id=id, **{**given, **members})
 
 
+def a_cache(id: str, **members: Any) -> CacheView:
+    given: dict[str, Any] = {
+        "model": "demo", "role": "agg", "block_size": 16, "trust": "exact", "blocks_known": 15_841, "blocks_total": 16_000,
+        "index_share": 0.5, "tiers": {"device": 15_841}, "hit_share": 0.91, "hit_blocks_per_minute": 6871.0,
+        "prompt_blocks_per_minute": 7540.0, "history": [1.0, 4.0, 2.0],
+    }  # fmt: skip
+    return CacheView(id=id, **{**given, **members})
+
+
+def a_prefix(id: str, **members: Any) -> PrefixView:
+    return PrefixView(
+        id=id, **{"model": "demo", "blocks": 96, "depth": 131, "holders": ["7e9f"], "hits": 34, **members}
+    )
+
+
 def a_model(name: str, **members: Any) -> ModelView:
     return ModelView(
         id=f"ns/{name}",
@@ -82,6 +99,7 @@ class FakeInspector:
         self.posts: list[tuple[str, Any]] = []
         self.watched: list[str] = []
         self.answers: dict[str, Callable[[], Answer]] = {}
+        self.event_streams: dict[str, list[Any]] = {}  # by path: what a POST there gets as events
         self.detail: Callable[[], RequestDetail] | None = None
         self.read_only, self.role = False, "admin"
         self.started_ms = now_ms() - 60_000
@@ -183,6 +201,8 @@ class FakeInspector:
             query = scope["query_string"].decode()
             self.watched.append(query)
             await self._watch(send, set(dict(pair.split("=") for pair in query.split("&"))["views"].split("%2C")))
+        elif path in self.event_streams:
+            await self._events(send, self.event_streams[path])
         elif path in self.answers:
             await self._json(send, *self.answers[path]())
         elif path.startswith("/admin/v1/requests/") and scope["method"] == "GET":
@@ -196,6 +216,11 @@ class FakeInspector:
 
     async def _json(self, send: Send, status: int, value: Any) -> None:
         await reply(send, status, msgspec.json.encode(value))
+
+    async def _events(self, send: Send, events: list[Any]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        body = b"".join(b"data: %s\n\n" % msgspec.json.encode(event) for event in events) + b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": body})
 
     async def _watch(self, send: Send, views: set[str]) -> None:
         events: asyncio.Queue[bytes | None] = asyncio.Queue()

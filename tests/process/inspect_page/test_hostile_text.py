@@ -192,3 +192,34 @@ def test_no_page_of_one_entry_takes_an_attack_for_more_than_text(
                 page.get_by_role("dialog").wait_for()
                 judge(page, f"the dialog of {view}")
                 page.keyboard.press("Escape")
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_no_answer_in_the_playground_is_more_than_text(browser: Browser, fake: FakeInspector, is_failing: bool) -> None:
+    origin = fake.url.removesuffix("/inspect/")
+    with watched(browser, origin) as found:
+        page = found.page
+        page.set_default_timeout(PATIENCE_SECONDS * 1000)
+        page.on("dialog", lambda dialog: found.errors.append(f"a dialog: {dialog.message}"))
+        fake.answers["/v1/models"] = lambda: (200, {"data": [{"id": "demo"}]})
+        page.goto(f"{fake.url}#/playground")
+        page.locator(".top .state.ok").wait_for()
+        page.locator("#prompt").wait_for()
+        page.get_by_text("Parameters").wait_for()
+        for text in CORPUS:
+            top = [{"token": text, "logprob": -0.5}]
+            call = {"index": 0, "function": {"name": text, "arguments": text}}
+            delta = {"content": text, "reasoning_content": text, "tool_calls": [call]}
+            logprobs = {"content": [{"token": text, "logprob": -3.0, "top_logprobs": top}]}
+            chunk = {"choices": [{"delta": delta, "logprobs": logprobs, "finish_reason": text}]}
+            fake.event_streams["/v1/chat/completions"] = (
+                [chunk, {"error": {"message": text, "code": text}}] if is_failing else [chunk]
+            )
+            page.locator("#prompt").fill(text)
+            page.get_by_role("button", name="Send").click()
+            answer = page.locator(".said.assistant").last
+            (answer.get_by_role("alert") if is_failing else answer.get_by_text("finish:")).wait_for()
+            page.get_by_text("Raw request and events").click()
+            judge(page, text)
+            assert "<script" not in text or "<script" in answer.text_content()
+            page.get_by_role("button", name="Clear").click()

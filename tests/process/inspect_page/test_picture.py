@@ -12,7 +12,17 @@ import pytest
 
 from dynamo.protocol.inspector.views import CandidateView, ErrorGroup, RequestDetail, RoutingView
 from support.browser import Watched, watched
-from support.inspector_fake import FakeInspector, a_model, a_stream, a_worker, an_event, fake_inspector, now_ms
+from support.inspector_fake import (
+    FakeInspector,
+    a_cache,
+    a_model,
+    a_prefix,
+    a_stream,
+    a_worker,
+    an_event,
+    fake_inspector,
+    now_ms,
+)
 from support.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -23,6 +33,19 @@ VIEWS = (
     "fleet", "models", "workers", "streams", "recent", "routing", "prefixes", "errors", "batches", "keys", "playground",
     "config",
 )  # fmt: skip
+# Values of cards that lie over the label before them, or stick out of their cell.
+OVERLAPPING = """(cells) => cells.filter((cell) => {
+    if (!cell.offsetParent || !cell.dataset.label) return false;
+    const pen = document.createElement("canvas").getContext("2d");
+    pen.font = getComputedStyle(cell).font;
+    const content = document.createRange();
+    content.selectNodeContents(cell);
+    const [box, value] = [cell.getBoundingClientRect(), content.getBoundingClientRect()];
+    const parts = [...cell.querySelectorAll("*")].map((one) => one.getBoundingClientRect()).filter((one) => one.width);
+    const left = Math.min(value.left, ...parts.map((one) => one.left));
+    const right = Math.max(value.right, ...parts.map((one) => one.right));
+    return left < box.left + pen.measureText(cell.dataset.label).width - 1 || right > box.right + 1;
+}).map((cell) => `${cell.dataset.label}: ${cell.textContent}`)"""
 NOT_HERE = "Failed to load resource: the server responded with a status of 40"  # the fake has no batches and no keys
 
 
@@ -320,6 +343,9 @@ def test_every_view_fits_its_screen(browser: Browser, fake: FakeInspector, schem
         a_model("a-rather/long-name-of-a-model-8B-Instruct", is_ready=False, why_not="there is no prefill worker"),
     )
     fake.show("events", *[an_event(f"{n}", "worker 7e9f joined " * 5) for n in range(30)])
+    long_name = "a-rather/long-name-of-a-model-8B-Instruct"
+    fake.show("caches", a_cache("7e9f", model=long_name), a_cache("7ea0", blocks_known=None, history=[]))
+    fake.show("prefixes", a_prefix("8f00aa1131cc90fe", model=long_name, holders=["694d9a3c5d8f7e9f"] * 6))
     size = {"width": width, "height": 800}
     with watched(browser, fake.url.removesuffix("/inspect/"), viewport=size, color_scheme=scheme) as page:
         page.expected = (NOT_HERE,)
@@ -331,6 +357,8 @@ def test_every_view_fits_its_screen(browser: Browser, fake: FakeInspector, schem
             shown.locator("main :is(h1, .card)").first.wait_for(state="attached")
             wide = shown.evaluate("[document.documentElement.scrollWidth, innerWidth]")
             assert wide[0] <= wide[1], view
+            if width == 400:  # no value of a card lies over its neighbour
+                assert shown.locator("tbody tr[role=row] td").evaluate_all(OVERLAPPING) == [], view
         shown.goto(f"{fake.url}#/streams")
         rows(shown).first.wait_for()
         label = rows(shown).first.locator("td").nth(2).evaluate("(cell) => getComputedStyle(cell, '::before').content")

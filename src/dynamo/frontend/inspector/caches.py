@@ -227,9 +227,8 @@ def _add_index(view: CacheView, placement: KvPlacement, instance_id: int) -> Non
             trusts.add(str(info.trust))
             for index in placement.router.indexes.visible:
                 tiers.update(index.blocks_by_tier(rank))
-    view.tiers = dict(tiers)
-    view.blocks_known = sum(tiers.values())
-    view.trust = ", ".join(sorted(trusts)) or None
+    if trusts:  # else the router does not know the worker: it is not in use
+        view.tiers, view.blocks_known, view.trust = dict(tiers), sum(tiers.values()), ", ".join(sorted(trusts))
 
 
 def _hit_blocks(choices: Iterable[Placement]) -> Iterator[int]:

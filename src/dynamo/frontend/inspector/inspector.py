@@ -180,7 +180,7 @@ class Inspector:
         if moves:
             self.tables.events.add(
                 "request migrated",
-                f"request {id} moved to another worker {moves} time(s), and ended with {status}",
+                f"request {id} moved to another worker {'once' if moves == 1 else f'{moves} times'}, and ended with {status}",
                 model=model,
                 request_id=id,
             )

@@ -159,7 +159,7 @@ export const CANDIDATES = [
     label: "overlap",
     title: "blocks of the prompt that it holds",
     isNumber: true,
-    text: (row) => (row.overlap_blocks === null ? UNKNOWN : `${figure(row.overlap_blocks)} blk`),
+    text: (row) => (row.overlap_blocks === null ? UNKNOWN : `${count(row.overlap_blocks)} blk`),
     sort: (row) => row.overlap_blocks,
   },
   {
@@ -190,8 +190,8 @@ export const CANDIDATES = [
   {
     id: "why",
     label: "",
-    width: 260,
     isWide: true,
+    isLong: true,
     text: (row) => (row.is_chosen ? "chosen" : row.left_out ? `left out: ${line(row.left_out)}` : ""),
     cell: (row) =>
       row.is_chosen
@@ -226,6 +226,11 @@ export function decision(routing) {
         "table",
         { class: "small" },
         h(
+          "colgroup",
+          null,
+          CANDIDATES.map((column) => h("col", { key: column.id, css: column.isWide ? {} : { width: "110px" } })),
+        ),
+        h(
           "thead",
           null,
           h(
@@ -253,7 +258,11 @@ export function decision(routing) {
               CANDIDATES.map((column) =>
                 h(
                   "td",
-                  { key: column.id, class: column.isNumber ? "number" : "", "data-label": column.label },
+                  {
+                    key: column.id,
+                    class: `${column.isNumber ? "number " : ""}${column.isLong ? "long" : ""}`,
+                    "data-label": column.label,
+                  },
                   column.cell ? column.cell(row) : column.text(row),
                 ),
               ),

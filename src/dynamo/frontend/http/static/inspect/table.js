@@ -12,8 +12,9 @@ const NARROW = matchMedia("(max-width: 720px)");
 let tables = 0;
 
 /**
- * A column: {id, label, text(row, now), sort(row, now)?, title?, width?, isNumber?, cell(row, now)?, tone(row, now)?, isWide?}.
- * `text` is what is shown and copied; `cell` may draw it as more than text; `isWide` columns share what room is left.
+ * A column: {id, label, text(row, now), sort(row, now)?, title?, width?, isNumber?, cell(row, now)?, tone(row, now)?, isWide?, isLong?}.
+ * `text` is what is shown and copied; `cell` may draw it as more than text; `isWide` columns share what room is left, and
+ * `isLong` ones have a line of their own where rows are cards.
  */
 export class Table {
   #app;
@@ -199,7 +200,7 @@ export class Table {
           "td",
           {
             key: column.id,
-            class: `${column.isNumber ? "number " : ""}${text === UNKNOWN ? "unknown " : ""}${tone}`,
+            class: `${column.isNumber ? "number " : ""}${column.isLong ? "long " : ""}${text === UNKNOWN ? "unknown " : ""}${tone}`,
             "data-label": column.label,
             title: text,
           },

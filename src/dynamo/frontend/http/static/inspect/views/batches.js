@@ -28,7 +28,7 @@ const COLUMNS = [
   {
     id: "created",
     label: "Created",
-    width: 150,
+    width: 165,
     text: (row) => moment(row.created_at * 1000),
     sort: (row) => row.created_at,
   },
@@ -36,10 +36,11 @@ const COLUMNS = [
     id: "id",
     label: "Batch",
     width: 230,
+    isLong: true,
     text: (row) => line(row.id),
     cell: (row) => link(address("batches", row.id), line(row.id), { class: "id" }),
   },
-  { id: "endpoint", label: "Endpoint", isWide: true, text: (row) => line(row.endpoint) },
+  { id: "endpoint", label: "Endpoint", isWide: true, isLong: true, text: (row) => line(row.endpoint) },
   { id: "status", label: "Status", width: 120, text: (row) => line(row.status), cell: (row) => state(row.status) },
   {
     id: "done",

@@ -15,11 +15,12 @@ const tiers = (row) =>
 const COLUMNS = [
   { id: "id", label: "Worker", width: 150, text: (row) => line(row.id), cell: (row) => workerLink(row.id) },
   { id: "role", label: "Role", width: 70, text: (row) => line(row.role) },
-  { id: "model", label: "Model", isWide: true, text: (row) => line(row.model) },
+  { id: "model", label: "Model", isWide: true, isLong: true, text: (row) => line(row.model) },
   {
     id: "known",
     label: "Blocks known",
     isNumber: true,
+    isLong: true,
     width: 210,
     title: "blocks of it in the index of this router, of those on its device",
     text: (row) => `${count(row.blocks_known)}${row.blocks_total ? ` of ${count(row.blocks_total)}` : ""}`,
@@ -52,7 +53,7 @@ const COLUMNS = [
     id: "rate",
     label: "Hit blocks/min",
     isNumber: true,
-    width: 120,
+    width: 140,
     text: (row) => count(row.hit_blocks_per_minute),
     sort: (row) => row.hit_blocks_per_minute,
   },

@@ -36,7 +36,7 @@ const COLUMNS = [
     text: (row) => line(row.origin),
     cell: (row) => (row.origin === "default" ? "default" : h("b", null, line(row.origin))),
   },
-  { id: "help", label: "What it does", isWide: true, text: (row) => line(row.help) },
+  { id: "help", label: "What it does", isWide: true, isLong: true, text: (row) => line(row.help) },
 ];
 
 let table = null;

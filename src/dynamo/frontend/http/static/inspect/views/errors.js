@@ -33,9 +33,9 @@ const COLUMNS = [
     sort: (row) => row.status,
   },
   { id: "code", label: "Code", width: 170, text: (row) => line(row.code) },
-  { id: "model", label: "Model", width: 130, text: (row) => line(row.model) },
+  { id: "model", label: "Model", width: 150, text: (row) => line(row.model) },
   { id: "worker", label: "Worker", width: 130, text: (row) => line(row.worker) },
-  { id: "message", label: "Message", isWide: true, text: (row) => line(row.message) },
+  { id: "message", label: "Message", isWide: true, isLong: true, text: (row) => line(row.message) },
   {
     id: "first",
     label: "First",

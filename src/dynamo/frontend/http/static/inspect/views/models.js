@@ -24,6 +24,7 @@ const COLUMNS = [
     id: "ready",
     label: "Ready",
     width: 250,
+    isLong: true,
     text: readiness,
     cell: (row) =>
       row.is_ready

@@ -354,6 +354,14 @@ function answer(run) {
           run.tokens.map((token, at) => drawToken(token, at)),
         )
       : h("pre", null, lines(run.text)),
+    run.tokens.length
+      ? h(
+          "p",
+          { class: "chances quiet" },
+          "probability of each token ",
+          CHANCES.map((text, at) => h("span", { key: text, class: `chance${at}` }, text)),
+        )
+      : null,
     run.calls.map((call, at) =>
       h("pre", { class: "call", key: `call ${at}` }, `${line(call.name)}(${lines(call.arguments)})`),
     ),
@@ -361,6 +369,8 @@ function answer(run) {
     run.finish ? h("p", { class: "quiet" }, `finish: ${line(run.finish)}`) : null,
   );
 }
+
+const CHANCES = ["below 20 %", "40 %", "60 %", "80 %", "above"]; // by step
 
 /** A token coloured by its probability, in five steps; the figures are in its tooltip, and its class tells the step. */
 function drawToken(token, at) {

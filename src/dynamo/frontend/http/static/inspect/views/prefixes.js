@@ -20,11 +20,12 @@ const COLUMNS = [
     text: (row) => line(row.id),
     cell: (row) => h("span", { class: "id" }, line(row.id)),
   },
-  { id: "model", label: "Model", isWide: true, text: (row) => line(row.model) },
+  { id: "model", label: "Model", isWide: true, isLong: true, text: (row) => line(row.model) },
   {
     id: "blocks",
     label: "Blocks",
     isNumber: true,
+    isLong: true,
     width: 200,
     text: (row) => count(row.blocks),
     sort: (row) => row.blocks,
@@ -51,6 +52,7 @@ const COLUMNS = [
     id: "by",
     label: "Held by",
     isWide: true,
+    isLong: true,
     text: (row) => line(row.holders.join(" ")),
     cell: (row) => row.holders.slice(0, 8).flatMap((id) => [workerLink(id), " "]),
   },
@@ -94,7 +96,7 @@ export const prefixes = {
     const items = rows.map((row) => ({
       key: row.id,
       weight: row.blocks * Math.max(1, row.holders.length),
-      label: `${count(row.blocks)} blk × ${row.holders.length}`,
+      label: `${count(row.blocks)} × ${row.holders.length}`,
       title: `${line(row.id)}: ${count(row.blocks)} blocks of ${line(row.model)}, held by ${line(row.holders.join(", "))}, hits ${count(row.hits)}`,
       tone: models.indexOf(row.model) % TONES,
     }));
@@ -110,12 +112,12 @@ export const prefixes = {
         "div",
         { class: "head" },
         h("h1", null, "Prefix cache"),
-        h("span", { class: "quiet" }, `${app.listed("prefixes", rows.length)} prefixes${hitNote(app)}`),
+        h("span", { class: "quiet" }, `${sampled(rows.length, app.store.total("prefixes"))} prefixes${hitNote(app)}`),
       ),
       cachePanel(app),
       rows.length
         ? panel(
-            "Blocks by prefix and holder",
+            "Blocks by prefix × holders",
             `the ${sampled(Math.min(200, rows.length), app.store.total("prefixes"))} largest`,
             treemap(items, { label: `${rows.length} prefixes by how many blocks of caches they take` }),
           )

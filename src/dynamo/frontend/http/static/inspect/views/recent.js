@@ -11,14 +11,14 @@ const COLUMNS = [
   {
     id: "id",
     label: "Request",
-    width: 190,
+    width: 165,
     text: (row) => line(row.id),
     cell: (row) => link(address("streams", row.id), line(row.id), { class: "id" }),
   },
-  { id: "key", label: "Key", width: 85, text: (row) => line(row.key) },
-  { id: "model", label: "Model", isWide: true, text: (row) => line(row.model) },
-  { id: "endpoint", label: "Endpoint", width: 110, text: (row) => shortEndpoint(row.endpoint) },
-  { id: "outcome", label: "Outcome", width: 110, text: (row) => line(row.outcome), cell: (row) => state(row.outcome) },
+  { id: "key", label: "Key", width: 92, text: (row) => line(row.key) },
+  { id: "model", label: "Model", isWide: true, isLong: true, text: (row) => line(row.model) },
+  { id: "endpoint", label: "Endpoint", width: 90, text: (row) => shortEndpoint(row.endpoint) },
+  { id: "outcome", label: "Outcome", width: 95, text: (row) => line(row.outcome), cell: (row) => state(row.outcome) },
   {
     id: "status",
     label: "Status",
@@ -30,7 +30,7 @@ const COLUMNS = [
   {
     id: "why",
     label: "Finish or code",
-    width: 160,
+    width: 125,
     text: (row) => line(row.code ?? row.finish_reason),
     cell: (row) =>
       row.message

@@ -16,13 +16,13 @@ const COLUMNS = [
     text: (row) => line(row.id),
     cell: (row) => link(address("streams", row.id), line(row.id), { class: "id" }),
   },
-  { id: "key", label: "Key", width: 72, text: (row) => line(row.key) },
-  { id: "model", label: "Model", isWide: true, text: (row) => line(row.model) },
+  { id: "key", label: "Key", width: 92, text: (row) => line(row.key) },
+  { id: "model", label: "Model", isWide: true, isLong: true, text: (row) => line(row.model) },
   { id: "endpoint", label: "Endpoint", width: 80, text: (row) => shortEndpoint(row.endpoint) },
   {
     id: "phase",
     label: "Phase",
-    width: 140,
+    width: 128,
     text: (row) => `${line(row.phase)}${row.is_stalled ? " STALLED" : ""}`,
     tone: (row) => (row.is_stalled ? "bad" : ""),
     cell: (row) =>
