@@ -39,7 +39,7 @@ VIEWS: Final = (
 MAX_BYTES: Final = 200_000
 SETTLE_MS: Final = 2500
 STREAM_MS: Final = 30_000  # until the tokens of one stream are a curve
-TERMINAL: Final = (160, 44)
+TERMINAL: Final = (172, 46)
 FONT: Final = re.compile(r"@font-face \{[^}]*\}")  # of textual's SVG: it would be fetched from the network
 
 

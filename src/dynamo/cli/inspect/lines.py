@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from dynamo.cli.inspect.printable import fit, printable, width_of
 __all__ = ["Cell", "Column", "Line", "PlacedColumns", "TableForm", "Tone", "TonedText", "flow", "heading", "laid_out", "plain_text", "width_of_line"]  # fmt: skip
 
 GAP: Final = 2  # between columns
+DETAIL_RANK: Final = 10  # of columns that say less than the end of a text that is cut
 MARGIN: Final = 1  # before the first, where the mark of the chosen row is drawn
 
 
@@ -102,7 +103,7 @@ class Column:
     widest: int = 0
     """It grows up to this where there is room; 0: it keeps its width."""
     rank: int = 0
-    """Where there is no room, columns of the highest rank go first."""
+    """Where there is no room, columns of the highest rank go first; those from DETAIL_RANK on also where others need theirs."""
     is_right: bool = False
     keeps_tail: bool = False
 
@@ -148,7 +149,8 @@ class TableForm:
 def laid_out(columns: Sequence[Column], width: int, longest: Sequence[int] | None = None) -> list[tuple[Column, int]]:
     """Return the columns that fit into `width`, with their widths: the least important go, and the rest grow.
 
-    `longest`: for each column the cells that its texts need; without it, it may grow as far as it wants.
+    `longest`: for each column the cells that its texts need; without it, it may grow as far as it wants. With it, details
+    go before a text of a more important column is cut.
     """
     limits = {column: column.widest for column in columns}
     if longest is not None:
@@ -159,6 +161,9 @@ def laid_out(columns: Sequence[Column], width: int, longest: Sequence[int] | Non
         if kept[last].rank == 0:
             break  # the lines are cut instead
         del kept[last]
+    if longest is not None:
+        while _wished(kept, limits) > width and (details := [column for column in kept if column.rank >= DETAIL_RANK]):
+            kept.remove(max(details, key=lambda column: column.rank))
     widths = [column.width for column in kept]
     room = width - _needed(kept)
     while room > 0:
@@ -175,6 +180,12 @@ def laid_out(columns: Sequence[Column], width: int, longest: Sequence[int] | Non
 
 def _needed(columns: Sequence[Column]) -> int:
     return MARGIN + sum(column.width for column in columns) + GAP * (len(columns) - 1) + 1
+
+
+def _wished(columns: Sequence[Column], limits: Mapping[Column, int]) -> int:
+    """Return the width at which only texts of details are cut."""
+    spare = sum(max(0, limits[column] - column.width) for column in columns if column.rank < DETAIL_RANK)
+    return _needed(columns) + spare
 
 
 @dataclass(frozen=True, slots=True)

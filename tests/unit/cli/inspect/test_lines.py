@@ -17,7 +17,7 @@ from dynamo.cli.inspect.printable import printable
 from dynamo.cli.inspect.tables import FORMS
 from dynamo.protocol.inspector.views import CountersView, Picture, RequestDetail
 from support.cases import each_case
-from support.inspector_pictures import DETAIL, FLEET, NOW_MS, ROUTING, STREAMS, demo_picture, many_streams
+from support.inspector_pictures import DETAIL, FLEET, NOW_MS, ROUTING, STREAMS, WORKERS, demo_picture, many_streams
 from support.properties import examples
 
 HOSTILE = "\x1b[31m\u202e[bold]</b>\n漢字\u0301\u0301\u0301\u0301\u200b\x9b2J\ufdfd\x00" + "W" * 300
@@ -111,6 +111,19 @@ def test_columns_go_by_importance_and_come_back() -> None:
     }
     assert set(names[60]) < set(names[80]) < set(names[160])
     assert {"REQUEST", "PHASE", "AGE", "LAST"} <= set(names[60])
+
+
+def test_details_go_before_a_text_of_more_importance_is_cut() -> None:
+    form = FORMS["workers"]
+
+    def titles(note: str) -> list[str]:
+        rows = [msgspec.structs.replace(WORKERS[0], note=note, state="draining")]
+        placed = form.at(160, form.longest(rows, NOW_MS, [0] * len(form.columns)))
+        assert plain_text(placed.row(rows[0], NOW_MS)).rstrip().endswith(note)
+        return [column.title for column, _ in placed.columns]
+
+    assert {"WIRE", "ADDRESS"} <= set(titles(""))
+    assert {"WIRE", "ADDRESS"}.isdisjoint(titles("drain by ops: new kernel and new disks, 14 running"))
 
 
 def test_columns_grow_no_further_than_their_texts() -> None:
