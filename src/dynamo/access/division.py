@@ -17,7 +17,19 @@ from typing import Final, NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-__all__ = ["Division", "Holding", "LimitKind", "Own", "ShareClaim", "SharedLimit", "Turn", "take_turn", "targets"]
+__all__ = [
+    "KEPT_DAYS",
+    "Division",
+    "Holding",
+    "LimitKind",
+    "Own",
+    "ShareClaim",
+    "SharedLimit",
+    "Turn",
+    "take_turn",
+    "targets",
+    "without",
+]
 
 BASE_PART: Final = (
     1 / 8
@@ -25,6 +37,7 @@ BASE_PART: Final = (
 RESERVE_PART: Final = (
     1 / 8
 )  # of a budget's rest: stays with nobody unless needed, so that a new frontend gets some at once
+KEPT_DAYS: Final = 40  # without a frontend that has the limit: more than the longest period of a budget
 SMALLEST_MOVE: Final = 1 / 50  # of a limit: less is not worth a write
 
 
@@ -75,6 +88,8 @@ class Division(Struct, frozen=True, omit_defaults=True):
     level: float = 0.0
     """Of a rate: the part of the burst that belongs to units that nobody holds."""
     members: dict[str, Holding] = field(default_factory=dict)
+    unused_since: int = 0
+    """The day (since the epoch) on which no frontend had this limit any more; 0: one has it."""
 
     def spent_beside(self, member: str) -> float:
         """Return what all others have spent."""
@@ -149,7 +164,9 @@ def take_turn(before: Division | None, member: str, own: Own, alive: Collection[
         own.spent if is_budget else 0.0,
         own.asked,
     )
-    after = replace(division, spent=spent, level=max(0.0, level - level_change), members={**others, member: holding})
+    after = replace(
+        division, spent=spent, level=max(0.0, level - level_change), members={**others, member: holding}, unused_since=0
+    )
     is_news = (
         before is None
         or division is not before
@@ -159,6 +176,24 @@ def take_turn(before: Division | None, member: str, own: Own, alive: Collection[
         or _told(holding) != _told(mine)
     )
     return Turn(after, units, level_change, is_short=units < share - grain, is_news=is_news)
+
+
+def without(division: Division, member: str, alive: Collection[str], today: int) -> Division | None:
+    """Return the record of a limit that this frontend does not have, or no more: what it spent stays in it.
+
+    None: no frontend has had the limit for `KEPT_DAYS`, so the record may go. `today`: the day since the epoch.
+    """
+    mine = division.members.get(member)
+    if mine is not None:
+        others = {id: one for id, one in division.members.items() if id != member}
+        division = replace(
+            division, spent=division.spent + mine.spent, level=division.level + mine.level, members=others
+        )
+    if any(id in alive for id in division.members):
+        return division
+    if not division.unused_since:
+        return replace(division, unused_since=today)
+    return division if today - division.unused_since <= KEPT_DAYS else None
 
 
 def _told(one: Holding) -> tuple[float | bool, ...]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, Frontend, until
 
 TTL_SECONDS = 3
+LEADER = re.compile(r"this process \(pid (\d+)\) divides the limits")
 
 
 @pytest.fixture
@@ -32,28 +36,30 @@ def cluster(tmp_path: Path, etcd: EtcdServer) -> Iterator[Cluster]:
         yield cluster
 
 
-async def start(cluster: Cluster, keys: Path, *names: str) -> list[Frontend]:
+async def start(cluster: Cluster, keys: Path, *names: str, flags: Sequence[str] = ()) -> list[Frontend]:
     """Frontends with one key file, and a worker that they all know."""
     cluster.sample("worker-of-" + names[0], "m", "--delay", "0.001")
-    frontends = [cluster.frontend(name, "--keys", str(keys)) for name in names]
+    frontends = [cluster.frontend(name, "--keys", str(keys), *flags) for name in names]
     for frontend in frontends:
         frontend.wait_ready()
-    models: list[list[str]] = []
+    models: list[bool] = []
     ends_at = time.monotonic() + PATIENCE_SECONDS
-    while models != [["m"]] * len(names):
+    while not models or not all(models):
         assert time.monotonic() < ends_at, frontends[0].log
         answers = [await ask(frontend.port, "/v1/models", headers=bearer("watch")) for frontend in frontends]
-        models = [[model["id"] for model in answer.json()["data"]] for answer in answers]
+        models = ["m" in [model["id"] for model in answer.json()["data"]] for answer in answers]
         await asyncio.sleep(0.05)
     return frontends
 
 
-async def ask_many(frontends: list[Frontend], id: str, count: int, **fields: Any) -> list[tuple[int, int, str]]:
+async def ask_many(
+    frontends: list[Frontend], id: str, count: int, *, model: str = "m", **fields: Any
+) -> list[tuple[int, int, str]]:
     """Ask the frontends in turn, all at once; the status, the tokens and the error code of each."""
 
     async def one(number: int) -> tuple[int, int, str]:
         frontend = frontends[number % len(frontends)]
-        answer = await ask(frontend.port, CHAT, chat("m", **fields), headers=bearer(id))
+        answer = await ask(frontend.port, CHAT, chat(model, **fields), headers=bearer(id))
         body = answer.json()
         if answer.status != 200:
             return answer.status, 0, body["error"]["code"]
@@ -120,6 +126,37 @@ async def test_a_frontend_that_is_killed_gives_its_slice_back_after_its_lease(cl
             code = found
     assert code == "insufficient_quota"
     assert 2_000 - 200 < spent <= 2_000
+
+
+async def test_another_process_of_a_group_divides_its_limits_when_the_one_that_did_is_killed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    budget, places = 3_000, 6
+    keys = write_keys(
+        tmp_path / "keys.toml",
+        key("k", budget={"period": "total", "tokens": budget}),
+        key("few", limits={"concurrent": places}),
+        key("watch"),
+    )
+    cluster.sample("slow", "slow", "--delay", "0.05")
+    (group,) = await start(cluster, keys, "group", flags=("--workers=2",))
+    (other,) = await start(cluster, keys, "other")
+    await until(lambda: LEADER.search(group.log) is not None)
+    spent = sum([tokens for _, tokens, _ in await ask_many([group, other], "k", 20, max_tokens=20)])
+    leader = int(LEADER.findall(group.log)[-1])
+    os.kill(leader, signal.SIGKILL)
+    await until(lambda: LEADER.findall(group.log)[-1] != str(leader), lambda: f"another process; log:\n{group.log}")
+    # The processes of the group still know what they have spent, and what of it is reported.
+    code, ends_at = "", time.monotonic() + PATIENCE_SECONDS
+    while code != "insufficient_quota" and time.monotonic() < ends_at:
+        for _, tokens, found in await ask_many([other], "k", 4, max_tokens=20):
+            spent += tokens
+            code = found  # the group gives its slice on, which only its new leader can
+    assert code == "insufficient_quota"
+    assert budget - 200 < spent <= budget
+    assert {found for _, _, found in await ask_many([group], "k", 8, max_tokens=200)} == {"insufficient_quota"}
+    running = await ask_many([group, other], "few", 4 * places, model="slow", max_tokens=20)
+    assert 0 < sum(status == 200 for status, _, _ in running) <= places
 
 
 async def test_limits_hold_without_etcd_and_a_frontend_alone_gets_everything_after_a_restart(

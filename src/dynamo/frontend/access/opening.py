@@ -9,12 +9,13 @@ from typing import NamedTuple
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.access.metering import UsageMeter
 from dynamo.frontend.access.usage_store import UsageStore
-from dynamo.frontend.admission.cluster_limits import ClusterLimits, SharedStore
+from dynamo.frontend.admission.cluster_limits import EVERY_NAMESPACE, ClusterLimits, SharedStore
 from dynamo.frontend.admission.limit_table import LimitTable
 from dynamo.frontend.admission.quotas import Quotas
 from dynamo.frontend.metrics.keys import KeyMetrics
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.discovery.base import Discovery
+from dynamo.runtime.discovery.keys import encode_name
 from dynamo.runtime.discovery.memory import MemoryDiscovery
 
 __all__ = ["OpenedKeys", "open_cluster_limits", "open_keys"]
@@ -55,4 +56,11 @@ def open_cluster_limits(settings: FrontendSettings, opened: OpenedKeys, store: D
         return None
     if not isinstance(store, SharedStore) or isinstance(store, MemoryDiscovery):  # which no other process sees
         return None
-    return ClusterLimits(quotas, lambda: keys.identities, store)
+    return ClusterLimits(quotas, lambda: keys.identities, store, scope=_scope_of(settings))
+
+
+def _scope_of(settings: FrontendSettings) -> str:
+    """Return the segment of a record's key that says which namespaces a frontend serves."""
+    if settings.namespace_prefix is not None:
+        return encode_name(settings.namespace_prefix) + EVERY_NAMESPACE
+    return EVERY_NAMESPACE if settings.namespace is None else encode_name(settings.namespace)

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
-from dynamo.access.division import Division
+from dynamo.access.division import Division, without
 from dynamo.errors import DynamoException
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.admission.quotas import Quotas
@@ -29,7 +30,7 @@ from dynamo.runtime.discovery.base import LEASE_TTL_SECONDS, SHARED_LIMITS, Chan
 from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.tasks import Background
 
-__all__ = ["ClusterLimits", "SharedStore"]
+__all__ = ["EVERY_NAMESPACE", "ClusterLimits", "SharedStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,11 @@ START_SECONDS: Final = 2.0  # to get slices before the first request; peers answ
 LEAVE_SECONDS: Final = 1.0
 LOST_SECONDS: Final = LEASE_TTL_SECONDS + 1.0  # then the others have taken over what a frontend held that is cut off
 
-MEMBERS: Final = f"{SHARED_LIMITS}/members/"
-_PAGE: Final = f"{SHARED_LIMITS}/pages/"
+SECONDS_OF_A_DAY: Final = 86_400
+EVERY_NAMESPACE: Final = "*"  # the scope of frontends that serve all models of the store
+
+MEMBERS: Final = "members"
+PAGES: Final = "pages"
 _IDENTITY: Final = "identity in the cluster"  # the record whose value the processes of a group have as their name
 
 _decoder = msgspec.json.Decoder(dict[str, Division])
@@ -53,18 +57,33 @@ class SharedStore(Discovery, SharedRecords, Protocol):
 class ClusterLimits:
     """The part that this frontend has of every limit. Used on the event loop."""
 
-    def __init__(self, quotas: Quotas, identities: Callable[[], Iterable[Identity]], store: SharedStore) -> None:
-        """`identities` returns the keys in service."""
+    def __init__(
+        self,
+        quotas: Quotas,
+        identities: Callable[[], Iterable[Identity]],
+        store: SharedStore,
+        *,
+        scope: str = EVERY_NAMESPACE,
+    ) -> None:
+        """`identities` returns the keys in service. `scope`: the namespaces that the frontends serve which divide limits
+        with this one; others of the same store have limits of their own.
+        """
         self._quotas, self._identities, self._store = quotas, identities, store
+        self._root = f"{SHARED_LIMITS}/{scope}"
         at = quotas.table.record(_IDENTITY, value=float(secrets.randbits(52) | 1))
         self.member = f"{int(quotas.table.value(at)):013x}"
         self._slices: dict[str, Slice] = {}
-        self._seen = _Seen()
+        self._seen = _Seen(self._root)
         self._wake = asyncio.Event()
         self._leads = False
         self._lost_at: float | None = None
         self._work = Background()
         self._has_begun = asyncio.Event()
+
+    @property
+    def member_key(self) -> str:
+        """The record by which the others know this frontend."""
+        return f"{self._root}/{MEMBERS}/{self.member}"
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -85,13 +104,13 @@ class ClusterLimits:
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._take_turns(self._seen.pages)
-                await self._store.delete(MEMBERS + self.member)
+                await self._store.delete(self.member_key)
         except (TimeoutError, DynamoException) as error:
             logger.warning("the limits that this frontend held are free when its lease ends: %s", error or "no answer")
 
     async def _follow(self) -> None:
         changes: AsyncGenerator[list[Change], None]
-        async with aclosing(follow(self._store, SHARED_LIMITS)) as changes:
+        async with aclosing(follow(self._store, self._root)) as changes:
             async for batch in changes:
                 self._seen.apply(batch)
                 self._wake.set()
@@ -114,8 +133,9 @@ class ClusterLimits:
             if not table.leads():
                 self._has_begun.set()  # another process of the group does it
                 return
-            await self._store.put(MEMBERS + self.member, b"{}")
+            await self._store.put(self.member_key, b"{}")
             self._leads = True
+            logger.info("this process (pid %d) divides the limits of its frontend with other frontends", os.getpid())
         table.set_value(self._quotas.book.frontends_at, float(len(self._alive())))
         self._take_over_keys()
         if self._is_lost():
@@ -183,9 +203,8 @@ class ClusterLimits:
         now, before = asyncio.get_running_loop().time(), {} if page is None else page.divisions
         if page is not None:
             page.is_new = False
-        after = {id: one for id, one in before.items() if self.member not in one.members or id in self._slices}
-        is_news = len(after) < len(before)
         alive, is_complete = self._alive(), True
+        after, is_news = self._tidied(before, alive)
         with self._quotas.table.locked():
             for one in slices:
                 turn = one.look(before.get(one.id), self.member, alive, now)
@@ -197,7 +216,9 @@ class ClusterLimits:
                     after[one.id] = turn.division
         if is_news:
             value = msgspec.json.encode(after)
-            if not await self._store.swap(f"{_PAGE}{number:02}", None if page is None else page.value, value):
+            if not await self._store.swap(
+                f"{self._root}/{PAGES}/{number:02}", None if page is None else page.value, value
+            ):
                 for one in slices:
                     one.look_again()
                 return False  # somebody else was faster; what they wrote is on its way here
@@ -206,6 +227,17 @@ class ClusterLimits:
             for one in slices:
                 one.take()
         return is_complete
+
+    def _tidied(self, before: Mapping[str, Division], alive: Collection[str]) -> tuple[dict[str, Division], bool]:
+        """Return a page after this frontend has left the records of limits that it does not have; whether it changed."""
+        after, today = {}, int(self._quotas.wall_clock() // SECONDS_OF_A_DAY)
+        is_news = False
+        for id, one in before.items():
+            kept = one if id in self._slices else without(one, self.member, alive, today)
+            is_news = is_news or kept is not one
+            if kept is not None:
+                after[id] = kept
+        return after, is_news
 
 
 class _Page:
@@ -220,7 +252,8 @@ class _Page:
 class _Seen:
     """What the store holds, as far as it was heard of."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: str) -> None:
+        self._root = root
         self.members: set[str] = set()
         self.pages: dict[int, _Page] | None = None
         """None: nothing was heard yet."""
@@ -229,11 +262,11 @@ class _Seen:
         """Take over what has changed."""
         pages = self.pages = {} if self.pages is None else self.pages
         for change in batch:
-            kind, _, name = change.key.removeprefix(f"{SHARED_LIMITS}/").partition("/")
-            if kind == "members":
+            kind, _, name = change.key.removeprefix(f"{self._root}/").partition("/")
+            if kind == MEMBERS:
                 (self.members.add if isinstance(change, Put) else self.members.discard)(name)
                 self.touch()
-            elif kind == "pages" and name.isdigit():
+            elif kind == PAGES and name.isdigit():
                 number = int(name)
                 if not isinstance(change, Put):
                     pages.pop(number, None)

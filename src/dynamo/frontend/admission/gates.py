@@ -301,5 +301,6 @@ class GateBook:
         table.grant(at, table.granted(at) - table.value(at))  # the same is left of it as before
         table.set_period(at, now)
         table.set_value(at, 0.0)
-        table.set_elsewhere(at, 0.0)
+        for reset in (table.set_elsewhere, table.set_base, table.set_reported):
+            reset(at, 0.0)
         return now

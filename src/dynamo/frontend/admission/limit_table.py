@@ -3,7 +3,8 @@
 Each limit has a record: a value, the period that it belongs to, and one column for each process with what that process
 holds: requests in flight, or tokens that are reserved. What a process holds is forgotten with it; a value never is.
 Where frontends divide their limits (`cluster_limits.py`) a record also has what this frontend was granted of the limit,
-the most units that were refused since somebody looked, and what the other frontends have spent.
+the most units that were refused since somebody looked, what the other frontends have spent, and what they know of this one:
+all of it is in the table, as another process of the group may go on with it at any moment.
 Between `lock` and `unlock` a caller reads and writes any record, and no other process does meanwhile.
 """
 
@@ -22,15 +23,16 @@ from typing import Final, Self
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.admission.shared_lock import LOCK_BYTES, SharedLock, create_lock, open_lock
 
-__all__ = ["ELSEWHERE", "GRANTED", "PERIOD", "REFUSED", "UNDIVIDED", "VALUE", "LimitTable"]
+__all__ = ["ELSEWHERE", "GRANTED", "NOT_REPORTED", "PERIOD", "REFUSED", "UNDIVIDED", "VALUE", "LimitTable"]
 
 MAX_LIMITS: Final = 65_536  # of all keys, projects and pairs of key and model
 SLOTS: Final = 2 * MAX_LIMITS  # twice as many, so that a search ends soon
 UNDIVIDED: Final = float("inf")
 """What is granted of a limit that no other frontend shares."""
 
-_NAME, VALUE, PERIOD, GRANTED, REFUSED, ELSEWHERE, _COLUMNS = range(7)
+_NAME, VALUE, PERIOD, GRANTED, REFUSED, ELSEWHERE, _BASE, _REPORTED, _COLUMNS = range(9)
 """Where a record has what in `LimitTable.cells`, for those who read and write it for each request."""
+NOT_REPORTED: Final = -1.0
 _LEADER_BYTE: Final = 1  # of the file: its lock is held by the process that divides limits with other frontends
 
 
@@ -112,7 +114,7 @@ class LimitTable:
                 if found == 0.0:
                     self.cells[at + _NAME] = packed
                     self.cells[at + VALUE], self.cells[at + PERIOD] = value, float(period)
-                    self.cells[at + GRANTED] = granted
+                    self.cells[at + GRANTED], self.cells[at + _REPORTED] = granted, NOT_REPORTED
                     return at
                 slot = (slot + 1) % SLOTS
         raise InvalidArgument(f"there are more than {MAX_LIMITS} limits")
@@ -144,6 +146,20 @@ class LimitTable:
 
     def set_elsewhere(self, at: int, units: float) -> None:
         self.cells[at + ELSEWHERE] = units
+
+    def base(self, at: int) -> float:
+        """Return the value of a budget from which on the other frontends are told what this one spends."""
+        return self.cells[at + _BASE]
+
+    def set_base(self, at: int, value: float) -> None:
+        self.cells[at + _BASE] = value
+
+    def reported(self, at: int) -> float:
+        """Return the value that the other frontends know; `NOT_REPORTED`: they know none."""
+        return self.cells[at + _REPORTED]
+
+    def set_reported(self, at: int, value: float) -> None:
+        self.cells[at + _REPORTED] = value
 
     def note_refused(self, at: int, units: float) -> None:
         """Keep the number of units that a request was refused for, until `take_refused`."""

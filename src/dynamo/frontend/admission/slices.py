@@ -9,6 +9,7 @@ from zlib import crc32
 from dynamo.access.division import Division, Holding, LimitKind, Own, SharedLimit, Turn, take_turn
 from dynamo.access.rates import Rate
 from dynamo.frontend.admission.gates import BudgetGate, PlaceGate, RateGate
+from dynamo.frontend.admission.limit_table import NOT_REPORTED
 from dynamo.frontend.admission.quotas import Quotas
 
 __all__ = ["PAGES", "Slice"]
@@ -31,8 +32,6 @@ class Slice:
         self._demand = _Demand(now)
         self._pending: _Pending | None = None
         self._seen: tuple[float, ...] | None = None  # the numbers of the table at the last look
-        self._base = 0.0  # the value of the table that the record's `spent` begins at
-        self._reported: float | None = None  # the value that is in the record
         self._short_since: float | None = None
         self._has_fallen_back = False
 
@@ -80,7 +79,7 @@ class Slice:
         if isinstance(gate, RateGate) and mine is None:
             change = min(0.0, change - self._level())
         if isinstance(gate, BudgetGate):
-            table.set_elsewhere(gate.at, max(0.0, turn.division.spent_beside(member) - self._base))
+            table.set_elsewhere(gate.at, max(0.0, turn.division.spent_beside(member) - table.base(gate.at)))
         if granted < table.granted(gate.at):
             self._set(granted, change)
             change = 0.0
@@ -93,8 +92,9 @@ class Slice:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        self._reported = pending.value
-        if pending.granted != self._quotas.table.granted(self.gate.at):
+        table, at = self._quotas.table, self.gate.at
+        table.set_reported(at, pending.value)
+        if pending.granted != table.granted(at):
             self._set(pending.granted, pending.level_change)
         self._seen = self._numbers()
 
@@ -121,12 +121,12 @@ class Slice:
 
     def _find_base(self, division: Division | None, mine: Holding | None, value: float) -> None:
         """Find the value of the table at which the record begins to count what this frontend has spent."""
+        table, at = self._quotas.table, self.gate.at
         if division is None:
-            self._base = 0.0  # nobody has reported anything: what this frontend knows goes into the record
+            table.set_base(at, 0.0)  # nobody has reported anything: what this frontend knows goes into the record
         elif mine is None:
-            self._base = value if self._reported is None else min(value, self._reported)
-        elif self._reported is None:
-            self._base = value - mine.spent  # another process of this group was here before
+            known = table.reported(at)
+            table.set_base(at, value if known == NOT_REPORTED else min(value, known))
         self._has_fallen_back = False
 
     def _own(self, mine: Holding | None, period: int, value: float, now: float) -> Own:
@@ -149,7 +149,7 @@ class Slice:
                 wanted = held + MARGIN * refused if refused else 0.0
                 need = self._demand.observe(used, used > max(left, 0.0), units, wanted, total, now)
                 asked = self._demand.asked_in_vain(refused)
-                return Own(need, held, spent=value - self._base, asked=asked, period=period)
+                return Own(need, held, spent=value - table.base(gate.at), asked=asked, period=period)
 
     def _is_overdue(self, now: float) -> bool:
         return self._short_since is not None and now - self._short_since > OVERDUE_SECONDS
