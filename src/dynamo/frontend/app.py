@@ -27,6 +27,7 @@ from dynamo.frontend.http.application import FrontendRoutes, OperatorParts
 from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import Peers
 from dynamo.frontend.inspector.inspector import Inspector
+from dynamo.frontend.inspector.other_frontends import open_other_frontends
 from dynamo.frontend.media.intake import MediaIntake
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.metrics.loop_probe import LoopProbe
@@ -112,6 +113,9 @@ class Frontend:
             self.pipeline.media.serve_files(self.batches.files)
         logs = RequestLogs(settings)
         self.inspector = Inspector(self.pipeline, self.loads, peers) if _has_inspector(settings) else None
+        others = None if self.inspector is None else open_other_frontends(settings.inspector, runtime.discovery)
+        if self.inspector is not None and others is not None:
+            self.inspector.join(others)
         signals = None if not settings.autoscale else self._signals(runtime, peers)
         operators = OperatorParts(
             loads=self.loads, adapters=adapters, logs=logs, peers=peers, inspector=self.inspector, signals=signals
@@ -154,6 +158,9 @@ class Frontend:
         if self.inspector is not None:
             self._starts.append(self.inspector.start)
             self._parts.push_async_callback(self.inspector.aclose)
+        if others is not None:
+            self._starts.append(others.start)
+            self._parts.push_async_callback(others.aclose)
 
     def _signals(self, runtime: DistributedRuntime, peers: Peers | None) -> AutoscaleSignals:
         rules = ScaleRules(0, MANY, self.settings.autoscale_target)

@@ -33,6 +33,7 @@ from dynamo.frontend.http.file_routes import FileContentRoute, FileRoute, FilesR
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.inspect_page import INSPECT_PATH, InspectRedirect, inspect_files
 from dynamo.frontend.http.inspector_access import uses_token
+from dynamo.frontend.http.inspector_peers import PeerRoute
 from dynamo.frontend.http.inspector_routes import InspectorRoutes, TokenDoor
 from dynamo.frontend.http.media_routes import MediaRoutes
 from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES, NotBuiltRoute
@@ -44,6 +45,7 @@ from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
 from dynamo.frontend.http.usage_route import UsageRoute
 from dynamo.frontend.inspector.inspector import Inspector
+from dynamo.frontend.inspector.other_frontends import PEER_PATH
 from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
@@ -360,13 +362,20 @@ class FrontendRoutes:
                 **inspect_files(),
             }
         )
+        frontends = self._other_frontends()
         return [
             *[
                 GuardedRoute(path, elsewhere or route, *methods, access=access)
                 for path, route, methods, access in routes
             ],
             *[GuardedRoute(path, elsewhere or route, "GET", access=Access.OPEN) for path, route in page.items()],
+            *[GuardedRoute(path, elsewhere or route, "POST", access=Access.OPEN) for path, route in frontends.items()],
         ]
+
+    def _other_frontends(self) -> dict[str, ASGIApp]:
+        """Return the route by which inspectors of a cluster ask each other. It needs no key, but a code made with theirs."""
+        inspector = self._operators.inspector
+        return {PEER_PATH: PeerRoute(inspector, self._budget)} if inspector is not None and inspector.others else {}
 
     def _inspector_routes(self) -> Sequence[tuple[str, ASGIApp, tuple[str, ...], Access]]:
         if self._operators.inspector is None:

@@ -35,6 +35,7 @@ from dynamo.frontend.inspector.members import (
     Question,
 )
 from dynamo.frontend.inspector.operating import WorkerOperator
+from dynamo.frontend.inspector.other_frontends import OtherFrontends, PeerAnswers
 from dynamo.frontend.inspector.pictures import MemberPicture, PictureQuery, merge
 from dynamo.frontend.inspector.streams import sort_of
 from dynamo.frontend.inspector.tables import Tables
@@ -75,6 +76,7 @@ class _MaybeBundle(Struct):
     """What a process has of a failure."""
 
     value: dict[str, Any] | None
+    is_hidden: bool = False  # it has content, and is not for who asks
 
 
 class _MaybeDetail(Struct):
@@ -150,6 +152,15 @@ class Inspector:
         self._background.start(self._sample(), "inspector: figures")
         self._background.start(self.tables.lifecycle.run(), "inspector: workers")
 
+    def join(self, others: OtherFrontends) -> None:
+        """Ask the other frontends of the cluster from now on, too."""
+        self._members.others = others
+
+    @property
+    def others(self) -> OtherFrontends | None:
+        """The other frontends of the cluster; None where these are not asked."""
+        return self._members.others
+
     def stopping(self) -> None:
         """End every watch: the listener is about to close."""
         self.watching.close()
@@ -193,18 +204,34 @@ class Inspector:
     def _answer(self, question: Question) -> Any:
         """Answer another process of the group."""
         match question:
-            case AskPicture(query):
-                return self.member_picture(query)
+            case AskPicture(query, hides_texts):
+                picture = self.member_picture(query)
+                picture.errors = without_texts(picture.errors) if hides_texts else picture.errors
+                return picture
             case AskDetail(id, with_content):
                 return _MaybeDetail(request_detail(self.tables, self.clock, id, with_content=with_content))
-            case AskBundle(id):
-                return _MaybeBundle(None if self.failures is None else self.failures.bundle(id))
+            case AskBundle(id, with_content):
+                return self._own_bundle(id, with_content)
             case AskAbort(id, reason):
                 return _MaybeAborted(self.actions.abort(id, reason))
             case AskAbortMatching(filter, reason, dry_run):
                 return self.actions.abort_matching(filter, reason, dry_run=dry_run)
             case _:
                 assert_never(question)
+
+    async def answer_frontend(self, question: Question) -> PeerAnswers:
+        """Answer another frontend of the cluster, as far as the settings of this one allow it."""
+        shows = self.settings.shows_content
+        match question:
+            case AskPicture(query, _):
+                question = AskPicture(query, hides_texts=not shows)
+            case AskDetail(id, with_content):
+                question = AskDetail(id, with_content and shows)
+            case AskBundle(id, with_content):
+                question = AskBundle(id, with_content and shows)
+            case _ if self.settings.is_read_only:
+                return PeerAnswers([], [f"{self.process.id} (read-only)"])
+        return await self._members.answer_for_all(question)
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
@@ -253,15 +280,20 @@ class Inspector:
 
         Raises the 403 of one with content.
         """
-        found = None if self.failures is None else self.failures.bundle(id)
-        if found is None:
-            others, _ = await self._members.ask(AskBundle(id), _MaybeBundle)
-            found = next((each.value for each in others if each.value is not None), None)
-        keeps_content = self._pipeline.settings.recording.keep_failed_content
-        if found is not None and keeps_content and not visitor.sees_content(is_shown=self.settings.shows_content):
+        with_content = visitor.sees_content(is_shown=self.settings.shows_content)
+        found = self._own_bundle(id, with_content)
+        if found.value is None and not found.is_hidden:
+            others, _ = await self._members.ask(AskBundle(id, with_content), _MaybeBundle)
+            found = next((each for each in others if each.value is not None or each.is_hidden), found)
+        if found.is_hidden:
             text = "This bundle has content, which needs --inspect-content and a key with the role content or admin"
             raise RequestRejected(403, text, code="insufficient_permissions")
-        return found
+        return found.value
+
+    def _own_bundle(self, id: str, with_content: bool) -> _MaybeBundle:
+        found = None if self.failures is None else self.failures.bundle(id)
+        is_hidden = found is not None and self._pipeline.settings.recording.keep_failed_content and not with_content
+        return _MaybeBundle(None if is_hidden else found, is_hidden)
 
     def setting_rows(self) -> list[SettingView]:
         """Return the settings in force."""

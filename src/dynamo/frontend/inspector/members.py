@@ -1,13 +1,15 @@
-"""What the processes of one port ask each other, so that any of them answers for all."""
+"""What the processes of one port, and the frontends of a cluster, ask each other, so that any of them answers for all."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from dynamo.frontend.inspector.other_frontends import OtherFrontends, PeerAnswers
 from dynamo.frontend.inspector.pictures import PictureQuery
 
 __all__ = [
@@ -32,6 +34,7 @@ class AskPicture(Struct, frozen=True, tag=True):
     """What do you show?"""
 
     query: PictureQuery
+    hides_texts: bool = False  # of errors: they may repeat what clients wrote
 
 
 class AskDetail(Struct, frozen=True, tag=True):
@@ -45,6 +48,7 @@ class AskBundle(Struct, frozen=True, tag=True):
     """What is kept of this failure?"""
 
     id: str
+    with_content: bool = False
 
 
 class AskAbort(Struct, frozen=True, tag=True):
@@ -78,23 +82,38 @@ class GroupPeer(Protocol):
 
 
 class Members:
-    """The other processes of the port; none where this one is alone."""
+    """The other processes of the port, and the other frontends; none where this one is alone."""
 
     def __init__(self, peers: GroupPeer | None, answer: Callable[[Question], Any]) -> None:
         """`answer`: what this process says to a question."""
         self.peers, self._answer = peers, answer
+        self.others: OtherFrontends | None = None  # where the inspectors of a cluster ask each other
         if peers is not None:
             peers.on_asked(self._on_asked)
 
     async def ask(self, question: Question, kind: type[T]) -> tuple[list[T], list[str]]:
-        """Return the answers of the others, and the names of those that gave none."""
+        """Return the answers of the other processes, and of the other frontends, and the names of those that gave none."""
+        asked = msgspec.msgpack.encode(question)
+        if self.others is None:
+            answers, silent = await self._ask_group(asked)
+        else:
+            own, others = await asyncio.gather(self._ask_group(asked), self.others.ask(asked))
+            answers, silent = [*own[0], *others[0]], [*own[1], *others[1]]
+        return [msgspec.msgpack.decode(each, type=kind) for each in answers], silent
+
+    async def answer_for_all(self, question: Question) -> PeerAnswers:
+        """Return what the processes of this frontend say to a question of another frontend."""
+        asked = msgspec.msgpack.encode(question)
+        answers, silent = await self._ask_group(asked)
+        return PeerAnswers([self._on_asked(asked), *answers], silent)
+
+    async def _ask_group(self, question: bytes) -> tuple[list[bytes], list[str]]:
         if self.peers is None:
             return [], []
         try:
-            answers, silent = await self.peers.ask(msgspec.msgpack.encode(question))
+            return await self.peers.ask(question)
         except TimeoutError:
             return [], ["the other processes"]
-        return [msgspec.msgpack.decode(each, type=kind) for each in answers], silent
 
     def _on_asked(self, question: bytes) -> bytes:
         return msgspec.msgpack.encode(self._answer(msgspec.msgpack.decode(question, type=Question)))

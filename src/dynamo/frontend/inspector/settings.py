@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.settings.readers import switch
+from dynamo.settings.readers import switch, text
 from dynamo.settings.table import setting
 
 __all__ = ["InspectorSettings"]
@@ -25,4 +25,11 @@ class InspectorSettings:
     shows_content: bool = setting(False, "DYN_INSPECT_CONTENT", switch,
         "Keys with the role `content` or `admin`, and the token, may see what clients wrote: prompts and answers of requests "
         "in flight, in the texts of errors, and in bundles that `--keep-failed-content` kept", flag="--inspect-content", dest="inspect_content", group=_GROUP)
+    advertise: str | None = setting(None, "DYN_ADMIN_ADVERTISE", text,
+        "`http://HOST:PORT` by which the other frontends of the cluster reach the admin routes of this one. It is published in "
+        "discovery, and [their inspectors](inspector.md#several-frontends) show and abort its requests, too. Needs "
+        "`DYN_ADMIN_PEER_KEY`", flag="--admin-advertise", dest="admin_advertise", group=_GROUP)
+    peer_key: str | None = setting(None, "DYN_ADMIN_PEER_KEY", text,
+        "A secret of at least 16 characters that all frontends of the cluster share: with it their inspectors ask each other",
+        secret=True)
     # fmt: on

@@ -24,6 +24,7 @@ MODEL_CARDS: Final = "v1/mdc"
 EVENT_CHANNELS: Final = "v1/event_channels"
 EVENT_SOURCES: Final = "v1/event_sources"
 SHARED_LIMITS: Final = "v1/limits"
+FRONTENDS: Final = "v1/frontends"  # the admin addresses of those that advertise them
 
 LEASE_TTL_SECONDS: Final = 10.0  # a dead worker is routable this long; shorter risks GC pauses and slow disks
 

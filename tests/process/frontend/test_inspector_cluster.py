@@ -1,0 +1,84 @@
+"""The inspectors of two frontends with processes of their own, one of them a group: whichever is asked answers for all."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from dynamo.runtime.inspector_token import find_access
+from support.http_client import CHAT, ask, chat, exchange, script
+from support.patience import PATIENCE_SECONDS
+from support.processes import Cluster
+
+KEY = "all-frontends-share-this"
+PROCESSES = 3  # two of the group, and the other frontend
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+async def test_a_group_and_another_frontend_show_and_end_the_requests_of_each_other(tmp_path: Path) -> None:
+    with Cluster(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), DYN_ADMIN_PEER_KEY=KEY) as cluster:
+        ports = [free_port(), free_port()]
+        doors = []
+        for name, port, more in (("group", ports[0], ["--workers=2"]), ("single", ports[1], [])):
+            flags = [f"--admin-port={port}", f"--admin-advertise=http://127.0.0.1:{port}", *more]
+            doors.append(cluster.frontend(name, *flags))
+        worker = cluster.worker("worker", "shown")
+        for door in doors:
+            cluster.wait_ready(door, worker)
+
+        async def admin(port: int, path: str, body: Any = None) -> Any:
+            found = find_access(port, {"XDG_RUNTIME_DIR": str(tmp_path)})
+            assert found is not None
+            headers = {"authorization": f"Bearer {found.token}"}
+            answer = await ask(port, f"/admin/v1/{path}", body, headers=headers)
+            assert answer.status in (200, 202), answer.body
+            return answer.json()
+
+        async def until_all_are_shown() -> None:
+            for port in ports:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    while True:
+                        found = await admin(port, "snapshot?views=frontends,streams")
+                        if len(found["frontends"]) == PROCESSES and not found["partial"]:
+                            break
+                        await asyncio.sleep(0.05)
+
+        await until_all_are_shown()
+        async with AsyncExitStack() as stack:
+            requests = []
+            for door in (doors[0], doors[0], doors[1]):
+                headers = script(["say", "x"], ["wait"], tag="shown")
+                one = await stack.enter_async_context(
+                    exchange(door.port, CHAT, chat("shown", stream=True), headers=headers)
+                )
+                assert await one.head() == 200
+                requests.append(one)
+            await worker.sees("first", "shown", PROCESSES)
+            for port in ports:
+                picture = await admin(port, "snapshot?views=streams,workers")
+                assert len({row["frontend"] for row in picture["streams"]}) == PROCESSES
+                assert picture["workers"][0]["running"] == PROCESSES
+            rows = picture["streams"]
+            for number, row in enumerate(rows):  # each by way of either frontend
+                ended = await admin(ports[number % 2], f"requests/{row['id']}/abort", {"reason": "enough"})
+                assert (ended["status"], ended["frontend"]) == ("aborting", row["frontend"])
+            for request in requests:
+                assert b'"code":"request_aborted"' in await request.rest()
+            await worker.sees("abort", "shown", PROCESSES)
+        for door in doors:
+            assert KEY not in door.log
+        doors[0].terminate()
+        assert await doors[0].ended() == 0
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len((await admin(ports[1], "snapshot?views=frontends"))["frontends"]) > 1:
+                await asyncio.sleep(0.05)
+        assert (await admin(ports[1], "snapshot?views=frontends"))["partial"] == []  # its record has gone with it
