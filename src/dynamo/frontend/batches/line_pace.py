@@ -17,6 +17,8 @@ times, each time for as long as lines keep it, so quick requests bear much less:
 MAX_SHARE: Final = 0.5  # of the loop's time, for lines
 MAX_DEBT_SECONDS: Final = 1.0  # a line that took very long keeps others away no longer
 FIRST_LINE_SECONDS: Final = 0.001  # of the loop, before any line was measured
+FIRST_WAIT_SECONDS: Final = 0.025  # of a person, before the first was measured
+MIN_WAIT_SECONDS: Final = 0.002  # so that lines always have a fiftieth of the loop
 NEWEST_PART: Final = 0.1  # of an average
 
 
@@ -29,12 +31,13 @@ class LinePace:
         self._asked_at = -QUIET_SECONDS
         self._next_at = 0.0  # when the loop's time that lines have used is no more than their share
         self._line_seconds = FIRST_LINE_SECONDS
-        self._wait_seconds = 0.0  # of people, lately
+        self._wait_seconds: float | None = None  # of people, lately
 
     @property
     def share(self) -> float:
         """The part of the loop's time that lines get while people ask."""
-        return min(MAX_SHARE, self._wait_seconds / (self._wait_seconds + HALF_SECONDS))
+        wait = FIRST_WAIT_SECONDS if self._wait_seconds is None else self._wait_seconds
+        return min(MAX_SHARE, wait / (wait + HALF_SECONDS))
 
     def begin(self) -> float:
         """Count a line that begins, and return 0.0; or return in how many seconds one may."""
@@ -55,13 +58,11 @@ class LinePace:
 
     def waited(self, seconds: float) -> None:
         """Count how long a person waited: for the first token of a stream, for the whole of an answer that is none."""
-        if not self._wait_seconds:
-            self._wait_seconds = seconds
-        self._wait_seconds += (seconds - self._wait_seconds) * NEWEST_PART
+        before = seconds if self._wait_seconds is None else self._wait_seconds
+        self._wait_seconds = max(before + (seconds - before) * NEWEST_PART, MIN_WAIT_SECONDS)
 
     def _use(self, seconds: float, now: float) -> None:
-        if self._wait_seconds:
-            self._next_at = min(max(self._next_at, now) + seconds / self.share, now + MAX_DEBT_SECONDS)
+        self._next_at = min(max(self._next_at, now) + seconds / self.share, now + MAX_DEBT_SECONDS)
 
 
 class Metered(Generic[T]):

@@ -217,7 +217,7 @@ class BatchService:
 def _note_wait(pace: LinePace, calls: LineCalls, exchange: Exchange) -> None:
     """Tell the pace how long a person has waited for a request that was answered."""
     counters = exchange.counters
-    if counters is None or not exchange.arrival.at or calls.is_line(exchange) or exchange.early_end.outcome is not None:
+    if counters is None or calls.is_line(exchange) or exchange.is_client_gone or exchange.early_end.outcome is not None:
         return
     first = counters.first_token_seconds if counters.key[2] == "stream" else None
     pace.waited(exchange.now() - exchange.arrival.at if first is None else first)

@@ -53,10 +53,12 @@ async def lines_in(seconds: float, pace: LinePace, line_seconds: float) -> int:
     return ended
 
 
-def share_of_lines(*, waits_seconds: float, line_seconds: float, asks: Callable[[], bool] = lambda: True) -> float:
+def share_of_lines(
+    *, waits_seconds: float | None, line_seconds: float, asks: Callable[[], bool] = lambda: True
+) -> float:
     async def main() -> float:
         pace = LinePace(asks)
-        if waits_seconds:
+        if waits_seconds is not None:
             pace.waited(waits_seconds)
         return await lines_in(20.0, pace, line_seconds) * line_seconds / 20.0
 
@@ -69,7 +71,14 @@ def test_lines_take_everything_while_nobody_asks() -> None:
 
 @pytest.mark.parametrize("line_seconds", [0.0002, 0.002, 0.02])
 def test_the_share_of_lines_follows_how_long_people_wait_for_their_requests(line_seconds: float) -> None:
-    for waits_seconds, share in ((0.005, 1 / 21), (0.025, 1 / 5), (0.1, 1 / 2), (10.0, 1 / 2)):
+    for waits_seconds, share in (
+        (None, 1 / 5),  # nobody was answered yet
+        (0.0, 1 / 51),
+        (0.005, 1 / 21),
+        (0.025, 1 / 5),
+        (0.1, 1 / 2),
+        (10.0, 1 / 2),
+    ):
         found = share_of_lines(waits_seconds=waits_seconds, line_seconds=line_seconds)
         assert found == pytest.approx(share, rel=0.15)
 
