@@ -2,12 +2,15 @@
 
 `--delay 0` never waits (burst). `--delay S` gives each stream a token every S seconds of its own (paced). `--step S` gives
 every running stream a token at the same moment, once every S seconds, as an engine with continuous batching does (stepped).
+With `--eager` the first token comes at once, and of paced streams the second after a part of the delay that is drawn, so that
+streams that began together do not go on together.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 from collections.abc import AsyncGenerator
 
 from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, WorkerConfig
@@ -18,8 +21,8 @@ from dynamo.runtime import Context
 class BenchEngine(LLMEngine):
     """`delay` and `step` are in seconds; see above."""
 
-    def __init__(self, model: str, delay: float, step: float = 0.0) -> None:
-        self.model, self.delay, self.step = model, delay, step
+    def __init__(self, model: str, delay: float, step: float = 0.0, *, is_eager: bool = False) -> None:
+        self.model, self.delay, self.step, self.is_eager = model, delay, step, is_eager
         self._next_step: asyncio.Future[None] | None = None
         self._step_at = 0.0  # loop time at which the step under way ends
 
@@ -29,6 +32,7 @@ class BenchEngine(LLMEngine):
         parser.add_argument("--model", required=True)
         parser.add_argument("--delay", type=float, default=0.0)
         parser.add_argument("--step", type=float, default=0.0)
+        parser.add_argument("--eager", action="store_true")
         parser.add_argument("--discovery-backend", default="file")
         args = parser.parse_args(argv)
         config = WorkerConfig(
@@ -39,7 +43,7 @@ class BenchEngine(LLMEngine):
             discovery_backend=args.discovery_backend,
             enable_kv_routing=False,
         )
-        return cls(args.model, args.delay, args.step), config
+        return cls(args.model, args.delay, args.step, is_eager=args.eager), config
 
     async def start(self, worker_id: int) -> EngineConfig:
         return EngineConfig(model="bench", context_length=65536)
@@ -52,18 +56,20 @@ class BenchEngine(LLMEngine):
             if context.is_stopped():
                 yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
                 return
-            if delay:
-                await asyncio.sleep(delay)
-            elif step:
-                await self._stepped()
+            if i or not self.is_eager:
+                if delay:
+                    await asyncio.sleep(delay * random.random() if i == 1 and self.is_eager else delay)
+                elif step:
+                    await self._stepped()
             if with_logprobs:
                 yield {"token_ids": [1000 + i % 20000], "index": 0, "log_probs": [-0.25]}
             else:
                 yield {"token_ids": [1000 + i % 20000], "index": 0}
-        if delay:
-            await asyncio.sleep(delay)
-        elif step:
-            await self._stepped()
+        if count > 1 or not self.is_eager:
+            if delay:
+                await asyncio.sleep(delay)
+            elif step:
+                await self._stepped()
         yield {
             "token_ids": [999],
             "index": 0,

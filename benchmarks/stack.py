@@ -131,10 +131,18 @@ def cluster_services(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stack(model: Path, delay: float, *, step: float = 0.0, has_tls: bool = False) -> Iterator[Stack]:
+def stack(
+    model: Path,
+    delay: float,
+    *,
+    step: float = 0.0,
+    has_tls: bool = False,
+    is_eager: bool = False,
+    frontend: Sequence[str] = (),
+) -> Iterator[Stack]:
     """Our frontend and one bench worker. INFO logs, metrics and migration are on: what one deploys.
 
-    `has_tls`: between the two of them, with certificates on both sides.
+    `has_tls`: between the two of them, with certificates on both sides. `frontend`: more of its flags.
     """
     with tempfile.TemporaryDirectory() as name:
         port = free_port()
@@ -148,8 +156,8 @@ def stack(model: Path, delay: float, *, step: float = 0.0, has_tls: bool = False
             **(mutual_tls(Path(name)) if has_tls else {}),
         }
         commands = {
-            "frontend": [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", discovery, "--http-host", "127.0.0.1", "--http-port", str(port)],
-            "worker": [sys.executable, str(HERE / "engine.py"), "--model", str(model), "--delay", str(delay), "--step", str(step), "--discovery-backend", discovery],
+            "frontend": [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", discovery, "--http-host", "127.0.0.1", "--http-port", str(port), *frontend],
+            "worker": [sys.executable, str(HERE / "engine.py"), "--model", str(model), "--delay", str(delay), "--step", str(step), "--discovery-backend", discovery, *(["--eager"] if is_eager else [])],
         }  # fmt: skip
         with processes(commands, port, env, Path(name)) as running:
             yield running

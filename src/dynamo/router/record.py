@@ -12,7 +12,7 @@ from dynamo.placement.prefill_bypass import BypassVerdict
 from dynamo.router.migration import Move
 from dynamo.runtime.request_plane.base import Instance
 
-__all__ = ["DispatchRecord", "FailedAttempt"]
+__all__ = ["DispatchRecord", "FailedAttempt", "served_by"]
 
 
 class FailedAttempt(Struct, frozen=True):
@@ -58,10 +58,13 @@ class DispatchRecord:
     @property
     def instance_ids(self) -> tuple[int, ...]:
         """The workers that have served it, in their order: encode, prefill, and those that answered."""
-        found = [] if self.encode_instance_id is None else [self.encode_instance_id]
-        if self.prefill_instance_id is not None:
-            found.append(self.prefill_instance_id)
-        for instance in self.instances:
-            if instance.instance_id not in found[-1:]:
-                found.append(instance.instance_id)
-        return tuple(found)
+        return served_by(self.encode_instance_id, self.prefill_instance_id, self.instances)
+
+
+def served_by(encode_id: int | None, prefill_id: int | None, instances: Sequence[Instance]) -> tuple[int, ...]:
+    """Return the workers of one request in their order, each change of worker once."""
+    found = [id for id in (encode_id, prefill_id) if id is not None]
+    for instance in instances:
+        if instance.instance_id not in found[-1:]:
+            found.append(instance.instance_id)
+    return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from dynamo.protocol.inspector.views import (
     PrefixView,
     RecentView,
     RoutingView,
+    StreamProgress,
     StreamView,
     WorkerView,
 )
@@ -61,6 +62,8 @@ def patched(picture: Picture, patch: Patch) -> Picture:
         changes["fleet"] = _entry("fleet", fleet, FleetView)
     for view, (set_entries, gone) in _by_view(patch).items():
         changes[view] = _merged(getattr(picture, view) or (), view, set_entries, gone)
+    if patch.progress and picture.streams is not None:
+        changes["streams"] = _progressed(changes.get("streams", picture.streams), patch.progress)
     changes |= {"seq": patch.seq, "taken_ms": patch.taken_ms, "partial": patch.partial, "totals": patch.totals}
     return structs.replace(picture, **changes)
 
@@ -84,6 +87,19 @@ def _merged(entries: Any, view: str, set_entries: Mapping[str, Any], gone: set[s
     new = {id: _entry(f"{view}/{id}", value, kind) for id, value in set_entries.items()}
     kept = [new.pop(entry.id, entry) for entry in entries if entry.id not in gone or entry.id in new]
     return [*kept, *new.values()]
+
+
+def _progressed(streams: Sequence[StreamView], progress: Mapping[str, StreamProgress]) -> list[StreamView]:
+    return [stream if (news := progress.get(stream.id)) is None else _after(stream, news) for stream in streams]
+
+
+def _after(stream: StreamView, news: StreamProgress) -> StreamView:
+    return structs.replace(
+        stream,
+        output_tokens=news.output_tokens,
+        tokens_per_second=news.tokens_per_second,
+        last_token_ms=news.last_token_ms,
+    )
 
 
 def _entry(key: str, value: Any, kind: type[Struct]) -> Any:

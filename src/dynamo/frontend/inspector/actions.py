@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from dynamo.frontend.inspector.streams import worker_name
+from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.inspector.tables import Tables
 from dynamo.frontend.inspector.visitors import Visitor
 from dynamo.frontend.pipeline.exchange import Exchange, RequestAborted
@@ -72,7 +72,6 @@ class Actions:
 
     def abort_matching(self, filter: str, reason: str, *, dry_run: bool) -> BulkAbortResult:
         """End the requests that a filter holds for, or count them. Raises FilterError."""
-        self._streams.look()
         found = self._streams.matching(parse_filter(filter))
         if not dry_run:
             for exchange in found:

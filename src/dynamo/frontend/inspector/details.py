@@ -7,7 +7,7 @@ from typing import Any, Final
 from dynamo.frontend.inspector.clock import InspectorClock
 from dynamo.frontend.inspector.recent import EndedRequest
 from dynamo.frontend.inspector.routing import RoutingLog
-from dynamo.frontend.inspector.streams import worker_name
+from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.inspector.tables import Tables
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.plan import Plan
@@ -37,7 +37,6 @@ def request_detail(
 
 
 def _running(tables: Tables, routing: RoutingLog, clock: InspectorClock, exchange: Exchange) -> RequestDetail:
-    tables.streams.look()
     id, tally, work = exchange.context.id(), exchange.tally, exchange.work
     detail = RequestDetail(
         stream=tables.streams.row(exchange),

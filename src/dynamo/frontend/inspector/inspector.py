@@ -180,6 +180,7 @@ class Inspector:
             await asyncio.sleep(SLOT_SECONDS)
 
     def _ended(self, exchange: Exchange) -> None:
+        self.tables.streams.forget(exchange)
         ended = self.tables.recent.add(exchange)
         if exchange.tally is not None:
             self.tables.routing.name(ended.exchange_id, exchange.tally)
@@ -309,7 +310,7 @@ class Inspector:
         """Return what this process shows. Raises FilterError."""
         wanted = parse_filter(query.filter)
         views = set(query.views)
-        pulses = self.tables.streams.look()
+        self.tables.streams.look()
         picture = MemberPicture(frontend=self.process.row(len(self.tables.streams)))
         totals = picture.totals
         if views & {"fleet", "workers"}:
@@ -322,6 +323,7 @@ class Inspector:
         if "recent" in views:
             picture.recent, totals["recent"] = self.tables.recent.rows(wanted, query.limit)
         if "workers" in views:
+            pulses = self.tables.streams.pulses()
             filtered = _NO_FILTER if views & {"streams", "recent"} else wanted
             rows = [row for row in self.tables.cluster.workers(pulses) if filtered.matches(row, self.clock.now_ms())]
             picture.workers, totals["workers"] = rows[: query.limit], len(rows)
@@ -352,7 +354,8 @@ class Inspector:
 
     def workers(self) -> list[WorkerView]:
         """Return all workers."""
-        return self.tables.cluster.workers(self.tables.streams.look())
+        self.tables.streams.look()
+        return self.tables.cluster.workers(self.tables.streams.pulses())
 
     def picture(
         self, members: Sequence[MemberPicture], partial_: Sequence[str], query: PictureQuery, visitor: Visitor, seq: int

@@ -6,7 +6,7 @@ import asyncio
 
 from dynamo.frontend.inspector.clock import InspectorClock
 from dynamo.frontend.inspector.events import EventLog
-from dynamo.frontend.inspector.streams import worker_name
+from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.models.directory import ModelDirectory
 
 __all__ = ["WorkerLifecycle"]

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from dynamo.frontend.inspector.clock import InspectorClock
 from dynamo.frontend.inspector.members import Members
-from dynamo.frontend.inspector.streams import worker_name
+from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.inspector.visitors import Visitor
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.protocol.inspector.actions import WorkerActionRequest

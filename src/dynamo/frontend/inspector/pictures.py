@@ -22,11 +22,21 @@ from dynamo.protocol.inspector.views import (
     PrefixView,
     RecentView,
     RoutingView,
+    StreamProgress,
     StreamView,
     WorkerView,
 )
 
-__all__ = ["DEFAULT_LIMIT", "MAX_LIMIT", "MemberPicture", "PictureQuery", "entries_of", "merge", "patch_between"]
+__all__ = [
+    "DEFAULT_LIMIT",
+    "MAX_LIMIT",
+    "Entries",
+    "MemberPicture",
+    "PictureQuery",
+    "entries_of",
+    "merge",
+    "patch_between",
+]
 
 DEFAULT_LIMIT: Final = 200
 MAX_LIMIT: Final = 1000
@@ -183,26 +193,48 @@ def _merged_events(members: Sequence[MemberPicture]) -> list[EventView]:
 SAME_EVENT_MS: Final = 2000
 
 
-def entries_of(picture: Picture) -> dict[str, Any]:
-    """Return what a picture shows, by the keys of patches."""
-    found: dict[str, Any] = {} if picture.fleet is None else {"fleet": picture.fleet}
+Entries = dict[str, dict[str, Any]]
+"""What a picture shows: by view and id. A view that has one entry only has it under the empty id."""
+
+
+def entries_of(picture: Picture) -> Entries:
+    """Return what a picture shows."""
+    found: Entries = {} if picture.fleet is None else {"fleet": {"": picture.fleet}}
     for view in VIEWS[1:]:
         rows = getattr(picture, view)
         if rows is not None:
-            for row in rows:
-                found[f"{view}/{row.id}"] = row
+            found[view] = {row.id: row for row in rows}
     return found
 
 
-def patch_between(before: dict[str, Any], after: dict[str, Any], picture: Picture) -> Patch:
-    """Return what leads from some entries to those of a picture."""
-    changed = {key: value for key, value in after.items() if before.get(key) != value}
-    gone = [key for key in before if key not in after]
-    return Patch(
-        seq=picture.seq,
-        taken_ms=picture.taken_ms,
-        set=changed,
-        gone=gone,
-        partial=picture.partial,
-        totals=picture.totals,
+def patch_between(before: Entries, after: Entries, picture: Picture) -> Patch:
+    """Return what leads from some entries to those of a picture of the same views."""
+    patch = Patch(seq=picture.seq, taken_ms=picture.taken_ms, partial=picture.partial, totals=picture.totals)
+    for view, entries in after.items():
+        old = before[view]
+        for id, entry in entries.items():
+            known = old.get(id)
+            if known is entry or known == entry:  # rows that stay as they are stay the same object
+                continue
+            if view == "streams" and known is not None and _only_progressed(known, entry):
+                patch.progress[id] = StreamProgress(
+                    output_tokens=entry.output_tokens,
+                    tokens_per_second=entry.tokens_per_second,
+                    last_token_ms=entry.last_token_ms,
+                )
+            else:
+                patch.set[f"{view}/{id}" if id else view] = entry
+        if not old.keys() <= entries.keys():
+            patch.gone += [f"{view}/{id}" for id in old if id not in entries]
+    return patch
+
+
+def _only_progressed(known: StreamView, entry: StreamView) -> bool:
+    """Return whether two rows of one request differ in nothing but what each token changes."""
+    progressed = msgspec.structs.replace(
+        known,
+        output_tokens=entry.output_tokens,
+        tokens_per_second=entry.tokens_per_second,
+        last_token_ms=entry.last_token_ms,
     )
+    return progressed == entry

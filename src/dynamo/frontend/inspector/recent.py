@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
+from msgspec import Struct
+
+from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.streams import key_name, worker_name
+from dynamo.frontend.inspector.stream_rows import key_name, worker_name
+from dynamo.frontend.metrics.requests import RequestMetrics
 from dynamo.frontend.pipeline.exchange import Exchange, KeyRevoked, RequestAborted
 from dynamo.protocol.inspector.filters import Filter
 from dynamo.protocol.inspector.views import RecentView
 from dynamo.protocol.openai.errors import ABORTED_CODE, RequestRejected
+from dynamo.router.record import served_by
+from dynamo.runtime.request_plane.base import Instance
 
 __all__ = ["KEPT", "KEPT_LONGER", "SLOW_SECONDS", "EndedRequest", "RecentRequests"]
 
@@ -24,29 +31,37 @@ _CLIENT_LEFT: Final = 499
 _SHED: Final = frozenset({429, 503, 529})
 
 
-class EndedRequest(NamedTuple):
-    """What is kept of a request that has ended: no prompt, and nothing that holds one."""
+class EndedRequest(Struct):
+    """What is kept of a request that has ended: no prompt, and nothing that holds one.
+
+    It is made for each request, so it refers to what is there; what only a reader needs is made of it when one comes.
+    """
 
     exchange_id: str
     client_request_id: str | None
-    key: str | None
+    identity: Identity | None  # the key behind it
     model: str | None
-    endpoint: str
+    path: str
+    counters: RequestMetrics | None
     phase_times: list[float | None]
     status: int
     outcome: str
     code: str | None
     message: str | None
-    usage: tuple[int, int | None, int]  # prompt, cached and output tokens
-    finish_reason: str | None
-    queued_seconds: float
-    ttft_seconds: float | None
-    instance_ids: tuple[int, ...]
-    moves: int
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    finish_reason: str | None = None
+    queued_seconds: float = 0.0
+    instances: Sequence[Instance] = ()  # the workers that answered
+    encode_instance_id: int | None = None  # the worker that encoded its media, if one did
+    prefill_instance_id: int | None = None  # the worker that computed its prompt, if that was another one
+    moves: int = 0
+    view: RecentView | None = None  # None: nobody has looked yet
 
     @property
-    def seconds(self) -> float:
-        return (self.phase_times[-1] or 0.0) - (self.phase_times[0] or 0.0)
+    def ended_at(self) -> float:
+        return self.phase_times[-1] or 0.0
 
 
 class RecentRequests:
@@ -61,33 +76,31 @@ class RecentRequests:
         return len(self._all)
 
     def add(self, exchange: Exchange) -> EndedRequest:
-        """Take a request that has just ended."""
-        tally, counters, rejected = exchange.tally, exchange.counters, exchange.early_end.outcome
-        outcome, status = "ok", 200
-        if exchange.is_client_gone:
+        """Take a request that has just ended. Short: it runs for each request, whether somebody looks or not."""
+        arrival, work, times = exchange.arrival, exchange.work, exchange.phase_times
+        early_end = exchange.early_end
+        rejected, identity = early_end.outcome, arrival.identity
+        outcome, status, code, message = "ok", 200, None, None
+        if rejected is not None:
+            code, message = rejected.code, _message(exchange, rejected)
+        if early_end.is_client_gone:
             outcome, status = "cancelled", _CLIENT_LEFT
         elif rejected is not None:
             outcome, status = _outcome(exchange, rejected), rejected.status
         ended = EndedRequest(
-            exchange.context.id(),
-            exchange.arrival.client_request_id,
-            key_name(exchange),
-            exchange.model,
-            exchange.arrival.path if counters is None else counters.key[1],
-            exchange.phase_times,
-            status,
-            outcome,
-            None if rejected is None else rejected.code,
-            None if rejected is None else _message(exchange, rejected),
-            (0, None, 0) if tally is None else (tally.prompt_tokens, tally.cached_tokens, tally.completion_tokens),
-            None if tally is None else tally.finish_reason,
-            0.0 if tally is None else tally.queued_seconds,
-            None if counters is None else counters.first_token_seconds,
-            () if tally is None else tally.instance_ids,
-            0 if tally is None else len(tally.moves),
-        )
+            exchange.context.id(), arrival.client_request_id, identity, exchange.model, arrival.path, exchange.counters,
+            times, status, outcome, code, message,
+        )  # fmt: skip
+        if work is not None:
+            tally = work.tally
+            ended.prompt_tokens, ended.output_tokens = tally.prompt_tokens, tally.completion_tokens
+            ended.cached_tokens = tally.cached_tokens
+            ended.finish_reason, ended.queued_seconds = tally.finish_reason, tally.queued_seconds
+            ended.instances = tally.instances
+            ended.encode_instance_id, ended.prefill_instance_id = tally.encode_instance_id, tally.prefill_instance_id
+            ended.moves = len(tally.moves)
         self._all.append(ended)
-        if outcome != "ok" or ended.seconds >= SLOW_SECONDS:
+        if outcome != "ok" or (times[-1] or 0.0) - arrival.at >= SLOW_SECONDS:
             self._kept.append(ended)
         return ended
 
@@ -111,33 +124,39 @@ class RecentRequests:
         return self._newest_first()
 
     def _newest_first(self) -> list[EndedRequest]:
-        oldest = self._all[0].phase_times[-1] if len(self._all) == KEPT else None
-        older = [] if oldest is None else [one for one in self._kept if (one.phase_times[-1] or 0.0) < oldest]
+        oldest = self._all[0].ended_at if len(self._all) == KEPT else None
+        older = [] if oldest is None else [one for one in self._kept if one.ended_at < oldest]
         return [*reversed(self._all), *reversed(older)]
 
     def row(self, ended: EndedRequest) -> RecentView:
-        """Return a request as a row."""
-        clock, times = self._clock, ended.phase_times
+        """Return a request as a row, which is made once. Nobody may change it."""
+        if ended.view is None:
+            ended.view = self._made(ended)
+        return ended.view
+
+    def _made(self, ended: EndedRequest) -> RecentView:
+        clock, times, counters = self._clock, ended.phase_times, ended.counters
+        workers = served_by(ended.encode_instance_id, ended.prefill_instance_id, ended.instances)
         return RecentView(
             id=ended.exchange_id,
             client_request_id=ended.client_request_id,
             frontend=self._frontend_id,
-            key=ended.key,
+            key=key_name(ended.identity),
             model=ended.model,
-            endpoint=ended.endpoint,
+            endpoint=ended.path if counters is None else counters.key[1],
             started_ms=clock.ms(times[0] or 0.0),
-            ended_ms=clock.ms(times[-1] or 0.0),
+            ended_ms=clock.ms(ended.ended_at),
             status=ended.status,
             outcome=ended.outcome,
             code=ended.code,
             message=ended.message,
             finish_reason=ended.finish_reason,
             queued_seconds=ended.queued_seconds,
-            ttft_seconds=ended.ttft_seconds,
-            prompt_tokens=ended.usage[0],
-            cached_tokens=ended.usage[1],
-            output_tokens=ended.usage[2],
-            workers=[worker_name(each) for each in ended.instance_ids],
+            ttft_seconds=None if counters is None else counters.first_token_seconds,
+            prompt_tokens=ended.prompt_tokens,
+            cached_tokens=ended.cached_tokens,
+            output_tokens=ended.output_tokens,
+            workers=[worker_name(each) for each in workers],
             attempts=ended.moves + 1,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.streams import worker_name
+from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.pipeline.plan import Tally
 from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.views import CandidateView, RoutingView

@@ -10,11 +10,11 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from dynamo.frontend.inspector.pictures import PictureQuery, entries_of, patch_between
+from dynamo.frontend.inspector.pictures import Entries, PictureQuery, entries_of, patch_between
 from dynamo.frontend.inspector.visitors import Visitor
 from dynamo.protocol.inspector.views import Picture
 
@@ -29,7 +29,6 @@ MAX_RESUMABLE: Final = MAX_VIEWERS
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 
-Entries = dict[str, Any]
 Take = Callable[[PictureQuery, Visitor, int], Awaitable[Picture]]
 """Takes a picture with a number."""
 
@@ -118,7 +117,7 @@ class Viewer:
                 self._has(picture.seq, entries, now)
                 return _event(b"snapshot", picture.seq, msgspec.json.encode(picture))
             patch = patch_between(self._entries, entries, picture)
-            if patch.set or patch.gone or not self._said_at:
+            if patch.set or patch.gone or patch.progress or not self._said_at:
                 self._has(picture.seq, entries, now)
                 return _event(b"patch", picture.seq, msgspec.json.encode(patch))
             if now - self._said_at >= KEEP_ALIVE_SECONDS:

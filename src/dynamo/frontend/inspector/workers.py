@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.streams import WorkerPulse, worker_name
+from dynamo.frontend.inspector.stream_rows import worker_name
+from dynamo.frontend.inspector.streams import WorkerPulse
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import CardEntry, Group
 from dynamo.frontend.models.directory import ModelDirectory

@@ -215,13 +215,13 @@ class RequestTotals(Struct):
 class RequestMetrics:
     """The counting of one request. `finish` or `fail` ends it, once; later calls do nothing."""
 
-    __slots__ = ("_ended", "_first_at", "_key", "_last_at", "_observe_gap", "_outcomes", "_series", "_started_at")
+    __slots__ = ("_ended", "_first_at", "_key", "_observe_gap", "_outcomes", "_series", "_started_at", "progress_at")
 
     def __init__(self, outcomes: OutcomeFamilies, key: tuple[str, str, str], series: RouteSeries, now: float) -> None:
         self._outcomes, self._key, self._series = outcomes, key, series
         self._started_at = now
         self._first_at: float | None = None
-        self._last_at = now
+        self.progress_at = now  # when tokens came last; before the first ones, when it arrived
         self._observe_gap = series.model.inter_token.observe_many  # bound once: it runs for every token
         self._ended = False
         count_up(*series.at_start)
@@ -234,8 +234,8 @@ class RequestMetrics:
             count_over(model.queued, model.active)
             model.time_to_first_token.observe(now - self._started_at)
         elif count > 0:
-            self._observe_gap((now - self._last_at) / count, count)
-        self._last_at = now
+            self._observe_gap((now - self.progress_at) / count, count)
+        self.progress_at = now
 
     @staticmethod
     def token_each(requests: Sequence[RequestMetrics], now: float) -> None:
@@ -246,11 +246,11 @@ class RequestMetrics:
         last_at, count = 0.0, 0
         model: ModelSeries | None = None
         for request in requests:
-            before, series = request._last_at, request._series.model
+            before, series = request.progress_at, request._series.model
             if request._first_at is None:
                 request.tokens(1, now)
                 continue
-            request._last_at = now
+            request.progress_at = now
             if before != last_at or series is not model:
                 if model is not None:
                     model.inter_token.observe_many(now - last_at, count)
@@ -272,12 +272,12 @@ class RequestMetrics:
     @property
     def last_token_at(self) -> float | None:
         """When the last tokens came; None before the first ones."""
-        return None if self._first_at is None else self._last_at
+        return None if self._first_at is None else self.progress_at
 
     @property
     def generating_seconds(self) -> float:
         """From the first token to the last one so far."""
-        return 0.0 if self._first_at is None else self._last_at - self._first_at
+        return 0.0 if self._first_at is None else self.progress_at - self._first_at
 
     def finish(self, now: float, *, prompt_tokens: int, output_tokens: int, cached_tokens: int | None) -> None:
         """End a request that was answered in full."""

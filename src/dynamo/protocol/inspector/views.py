@@ -5,8 +5,9 @@ are strings of hexadecimal digits, as logs write them. None: not known, which a 
 
 A snapshot is one picture of the asked views. A watch begins with a snapshot and goes on with patches: `Patch.set` maps the
 key of an entry, `VIEW/ID` or the name of a view that has one entry only (`fleet`), to its new value, `Patch.gone` lists
-keys whose entries have gone. An entry is always sent whole. Ages are not sent: a reader reckons them from the times, so that
-an entry that only grows older needs no patch.
+keys whose entries have gone. An entry is sent whole, but for what each token changes of a stream: `Patch.progress` has that
+by the id of the stream. Ages are not sent: a reader reckons them from the times, so that an entry that only grows older needs
+no patch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "RequestDetail",
     "RoutingView",
     "SettingView",
+    "StreamProgress",
     "StreamView",
     "WorkerView",
 ]
@@ -176,6 +178,14 @@ class StreamView(Struct, kw_only=True):
     priority: int = 0
     client_bytes_waiting: int | None = None
     is_stalled: bool = False
+
+
+class StreamProgress(Struct, kw_only=True):
+    """What each token changes of a `StreamView`."""
+
+    output_tokens: int
+    tokens_per_second: float | None = None
+    last_token_ms: int | None = None
 
 
 class RecentView(Struct, kw_only=True):
@@ -358,5 +368,8 @@ class Patch(Struct, kw_only=True):
     taken_ms: int
     set: dict[str, Any] = {}
     gone: list[str] = msgspec.field(default_factory=list, name="del")
+    progress: dict[
+        str, StreamProgress
+    ] = {}  # by the id of a stream that the viewer has, and of which `set` has nothing
     partial: list[str] = []
     totals: dict[str, int] = {}

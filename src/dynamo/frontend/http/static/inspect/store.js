@@ -38,7 +38,10 @@ export class Store {
     this.#seen(picture);
   }
 
-  /** Apply a patch: `set` has whole entries by VIEW/ID (an id may have slashes itself), `del` the keys of those that went. */
+  /**
+   * Apply a patch: `set` has whole entries by VIEW/ID (an id may have slashes itself), `del` the keys of those that went,
+   * `progress` what tokens have changed of streams, by id.
+   */
   apply(patch) {
     for (const [key, entry] of Object.entries(patch.set ?? {})) {
       const slash = key.indexOf("/");
@@ -50,6 +53,11 @@ export class Store {
       if (list === undefined) continue; // a view that this page does not know
       list.set(key.slice(slash + 1), entry);
       if (list.size > MAX_ENTRIES) list.delete(list.keys().next().value);
+    }
+    const streams = this.#lists.get("streams");
+    for (const [id, news] of Object.entries(patch.progress ?? {})) {
+      const stream = streams.get(id);
+      if (stream !== undefined) streams.set(id, { ...stream, ...news });
     }
     for (const key of patch.del ?? []) {
       const slash = key.indexOf("/");
