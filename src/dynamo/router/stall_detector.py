@@ -114,10 +114,10 @@ class TokenCadence:
         """The longest silence that is usual for this stream, in ticks, as far as is known."""
         return self.longest if self.ticks_with_tokens >= SETTLED_TICKS else max(self.longest, self._first_gap)
 
-    def limit(self, policy: StallPolicy) -> int:
-        """Return the ticks of silence after which the stream is too quiet by its own measure."""
-        floor = policy.ticks(policy.floor_seconds)
-        return min(max(floor, math.ceil(policy.factor * self.gap)), LONGEST_FLOORS * floor)
+
+def _limit(gap: int, factor: float, floor: int) -> int:
+    """Return the ticks of silence after which a stream with this usual gap is too quiet by its own measure."""
+    return min(max(floor, math.ceil(factor * gap)), LONGEST_FLOORS * floor)
 
 
 class StallKind(Enum):
@@ -157,10 +157,11 @@ def _judge_stalls(
     was_frozen: bool,
     found: dict[TokenCadence, tuple[StallKind, bool]],
 ) -> None:
+    floor, factor = policy.ticks(policy.floor_seconds), policy.factor
     begun = [cadence for cadence in cadences if cadence.ticks_with_tokens]
     waiting = [cadence for cadence in cadences if not cadence.ticks_with_tokens]
     if begun:
-        shortest = min([cadence.limit(policy) for cadence in begun])
+        shortest = _limit(min([cadence.gap for cadence in begun]), factor, floor)
         quiet = min([cadence.silence for cadence in begun])  # since the worker last sent anything
         if quiet >= shortest:
             had_prompt = any(cadence.silence >= quiet for cadence in waiting)
@@ -171,11 +172,12 @@ def _judge_stalls(
                     found[cadence] = StallKind.FROZEN, is_last
                 return
         for cadence in begun:
-            own = cadence.limit(policy)
+            if cadence.silence < ALONE_FACTOR * floor:
+                continue  # as nearly all: no limit is shorter than the floor
+            own = _limit(cadence.gap, factor, floor)
             if cadence.silence >= ALONE_FACTOR * own:
                 found[cadence] = StallKind.STUCK, cadence.silence >= LAST_FACTOR * own
     if was_frozen:
-        floor = policy.ticks(policy.floor_seconds)
         for cadence in waiting:
             if cadence.silence >= floor:
                 found[cadence] = StallKind.FROZEN, cadence.silence >= LAST_FACTOR * floor
