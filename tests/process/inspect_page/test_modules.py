@@ -120,13 +120,13 @@ def test_events_survive_any_split(module_page: Any, cuts: list[int]) -> None:
 def test_a_patch_changes_what_it_names_and_nothing_else(module_page: Any) -> None:
     found = module_page.evaluate(
         """async () => { const {Store} = await import("/inspect/store.js"); const store = new Store();
-        store.replace({seq: 1, taken_ms: 1000, fleet: {cluster: "a"}, models: [{id: "ns/a/b", n: 1}], streams: [{id: "x"}, {id: "y"}]});
-        store.apply({seq: 2, taken_ms: 2000, set: {"models/ns/a/b": {id: "ns/a/b", n: 2}, fleet: {cluster: "b"}, "nosuch/1": {}}, del: ["streams/x"], totals: {streams: 9}});
+        store.replace({seq: 1, taken_ms: 1000, fleet: {cluster: "a"}, models: [{id: "ns/a/b", n: 1}], streams: [{id: "x"}, {id: "y", n: 7, output_tokens: 1}]});
+        store.apply({seq: 2, taken_ms: 2000, set: {"models/ns/a/b": {id: "ns/a/b", n: 2}, fleet: {cluster: "b"}, "nosuch/1": {}}, del: ["streams/x"], totals: {streams: 9}, progress: {y: {output_tokens: 3}, nosuch: {output_tokens: 1}}});
         store.freeze(); const frozen = store.now(); store.apply({seq: 3, taken_ms: 5000, set: {}, del: []});
-        return [store.fleet.cluster, store.one("models", "ns/a/b").n, store.list("streams").map((one) => one.id), store.has("workers"),
+        return [store.fleet.cluster, store.one("models", "ns/a/b").n, store.list("streams"), store.has("workers"),
                 store.total("models"), Math.round(frozen / 1000), Math.round(store.now() / 1000)]; }"""
     )
-    assert found == ["b", 2, ["y"], False, 1, 2, 5]
+    assert found == ["b", 2, [{"id": "y", "n": 7, "output_tokens": 3}], False, 1, 2, 5]
 
 
 def test_a_link_out_of_the_page_and_a_handler_as_text_are_refused(module_page: Any) -> None:
