@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import Struct
+
 from dynamo.cli.inspect.printable import fit, printable, width_of
 
 __all__ = ["Cell", "Column", "Line", "PlacedColumns", "TableForm", "Tone", "TonedText", "flow", "heading", "laid_out", "plain_text", "width_of_line"]  # fmt: skip
@@ -28,8 +30,7 @@ class Tone(enum.Enum):
     ACCENT = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class TonedText:
+class TonedText(Struct, frozen=True):
     """Some text of one tone. `of` makes it from text of any origin."""
 
     text: str
@@ -85,8 +86,7 @@ def flow(parts: Iterable[Line], width: int, *, gap: int = 3) -> list[Line]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Struct, frozen=True):
     """What stands in one place of a table."""
 
     text: str
@@ -202,11 +202,16 @@ class PlacedColumns:
 
     def row(self, entry: Any, now_ms: int, *, is_chosen: bool = False) -> Line:
         """Return one row."""
-        line = [TonedText("▶" if is_chosen else " " * MARGIN, Tone.ACCENT)]
-        for place, (column, width) in enumerate(self.columns):
-            if place:
-                line.append(TonedText(" " * GAP))
+        tones, texts = [Tone.ACCENT], ["▶" if is_chosen else " " * MARGIN]
+        gap = ""
+        for column, width in self.columns:
             cell = column.cell(entry, now_ms, width)
             text = fit(printable(cell.text), width, right=column.is_right, tail=column.keeps_tail)
-            line.append(TonedText(text, cell.tone))
-        return tuple(line)
+            texts[-1] += gap  # blanks have no tone
+            gap = " " * GAP
+            if cell.tone is tones[-1]:
+                texts[-1] += text  # the fewer pieces, the less there is to draw
+            else:
+                tones.append(cell.tone)
+                texts.append(text)
+        return tuple(map(TonedText, texts, tones))

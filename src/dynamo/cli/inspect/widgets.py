@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Final
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
+from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from dynamo.cli.inspect.lines import Line, PlacedColumns, TableForm, Tone, TonedText, heading
-from dynamo.cli.inspect.printable import width_of
+from dynamo.cli.inspect.lines import Line, PlacedColumns, TableForm, Tone, TonedText, heading, width_of_line
 
 __all__ = ["LineWidget", "LinesView", "TableView"]
 
@@ -39,19 +39,30 @@ class LineWidget(Widget):
     }
     """
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._styles: dict[tuple[Tone, bool], Style] = {}  # of this drawing, by tone and whether the line is chosen
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Draw the lines that are on the screen. A style is found once for all of them: it changes with theme and focus."""
+        self._styles.clear()
+        return super().render_lines(crop)
+
     def strip_of(self, line: Line, *, is_chosen: bool = False) -> Strip:
         """Return a line as wide as the widget."""
-        base = self.rich_style
-        if is_chosen:
-            base += Style(bgcolor=self.get_component_rich_style("tone--chosen").bgcolor)
-        segments: list[Segment] = []
-        used = 0
-        for piece in line:
-            found = self.get_component_rich_style(f"tone--{piece.tone.name.lower()}")
-            style = base + Style(color=found.color, bold=found.bold)
-            segments.append(Segment(piece.text, style))
-            used += width_of(piece.text)
-        return Strip(segments, used).adjust_cell_length(self.size.width, base)
+        segments = [Segment(piece.text, self._style_of(piece.tone, is_chosen)) for piece in line]
+        strip = Strip(segments, width_of_line(line))
+        return strip.adjust_cell_length(self.size.width, self._style_of(Tone.NORMAL, is_chosen))
+
+    def _style_of(self, tone: Tone, is_chosen: bool) -> Style:
+        found = self._styles.get((tone, is_chosen))
+        if found is None:
+            own = self.get_component_rich_style(f"tone--{tone.name.lower()}")
+            found = self.rich_style + Style(color=own.color, bold=own.bold)
+            if is_chosen:
+                found += Style(bgcolor=self.get_component_rich_style("tone--chosen").bgcolor)
+            self._styles[tone, is_chosen] = found
+        return found
 
 
 class LinesView(LineWidget):
