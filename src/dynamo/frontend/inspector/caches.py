@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from dynamo.frontend.inspector.clock import InspectorClock
 from dynamo.frontend.inspector.figures import HISTORY_SLOTS, MINUTE_SLOTS, SLOT_SECONDS
-from dynamo.frontend.inspector.streams import worker_name
+from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.inspector.workers import ROLES
 from dynamo.frontend.models.cards import Group
 from dynamo.frontend.models.directory import ModelDirectory
