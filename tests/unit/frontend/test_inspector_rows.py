@@ -56,7 +56,7 @@ class House:
         clock = InspectorClock(wall_clock=lambda: 1000.0)
         clock.loop_time = lambda: self.now
         self.table = StreamTable(self.register, clock, "host:1")
-        self.register.on_end = self.table.forget
+        self.register.on_end.append(self.table.forget)
 
     def request(self, *choices: Choice, name: str = "r") -> Exchange:
         """A request that was handed to its worker."""
