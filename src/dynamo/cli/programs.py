@@ -59,7 +59,7 @@ def _scaling_arguments(options: ServeOptions) -> tuple[str, ...]:
     if workers.is_fixed:
         return ()
     on_demand = () if workers.least else ("--cold-start-wait-seconds", str(options.flags.cold_start_wait))
-    return ("--autoscale", *on_demand)
+    return ("--autoscale", "--autoscale-target", str(options.flags.scale_target), *on_demand)
 
 
 def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str], name: str, slot: int) -> Program:

@@ -117,6 +117,8 @@ class Frontend:
         if self.inspector is not None and others is not None:
             self.inspector.join(others)
         signals = None if not settings.autoscale else self._signals(runtime, peers)
+        if signals is not None and self.inspector is not None:
+            signals.on_decision = self.inspector.note_scaling
         operators = OperatorParts(
             loads=self.loads, adapters=adapters, logs=logs, peers=peers, inspector=self.inspector, signals=signals
         )

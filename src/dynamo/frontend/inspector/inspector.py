@@ -42,6 +42,7 @@ from dynamo.frontend.inspector.tables import Tables
 from dynamo.frontend.inspector.visitors import Visitor
 from dynamo.frontend.inspector.watching import Watching
 from dynamo.frontend.models.busy_threshold import LoadFollower
+from dynamo.frontend.models.cards import GroupKey
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.recording.failures import FailureRing
@@ -60,6 +61,7 @@ from dynamo.protocol.inspector.views import (
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.inspector_token import new_token
 from dynamo.runtime.tasks import Background
+from dynamo.scaling.decide import Decision
 
 __all__ = ["Inspector"]
 
@@ -155,6 +157,12 @@ class Inspector:
     def join(self, others: OtherFrontends) -> None:
         """Ask the other frontends of the cluster from now on, too."""
         self._members.others = others
+
+    def note_scaling(self, key: GroupKey, before: int, decision: Decision) -> None:
+        """Note that the load of a role asks for another number of workers. Whoever scales may have other bounds."""
+        workers = f"{decision.target} {key.role} worker{'' if decision.target == 1 else 's'}"
+        text = f"the load of {key.model} asks for {workers}, not {before} ({decision.reason}): {decision.text}"
+        self.tables.events.add("scale", text, model=key.model)
 
     @property
     def others(self) -> OtherFrontends | None:

@@ -26,7 +26,7 @@ from dynamo.scaling.decide import Decision, ScaleReason, ScaleRules
 from dynamo.scaling.follower import ScaleFollower
 from dynamo.scaling.saturation import RoleLoad, Saturation, Smoothed, saturation_of
 
-__all__ = ["MANY", "AutoscaleSignals", "RoleSignal", "WorkerStreams"]
+__all__ = ["MANY", "AutoscaleSignals", "OnDecision", "RoleSignal", "WorkerStreams"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ ACT_SECONDS: Final = 900.0
 """How long an autoscaler outside may take to follow a decision; after that the workers there are count as what is aimed at."""
 MEMBER_SECONDS: Final = 5.0  # how long what another process of the group said of its requests holds
 MANY: Final = 100_000  # the most workers is what the autoscaler outside says it is
+
+
+OnDecision = Callable[[GroupKey, int, Decision], None]
+"""Called with a role whose load asks for another number of workers, the number before, and the decision."""
 
 
 class WorkerStreams(msgspec.Struct, frozen=True):
@@ -91,25 +95,32 @@ class _Role:
         self.decision = Decision(ready, ScaleReason.HOLD, "no load is known yet")
         self.decided_at = 0.0  # when the decision was last another number
         self.streams: dict[int, int] = {}
+        self._noted: int | None = None  # the last number that was noted; None: it has been reached since
 
     def show(self, load: RoleLoad, streams: dict[int, int]) -> None:
         self.load, self.streams, self.saturation = load, streams, saturation_of(load)
 
-    def take(self, now: float) -> None:
+    def take(self, now: float) -> tuple[int, Decision] | None:
+        """Decide; return a decision for another number of workers, and the number before. None: there is no new one."""
         follower, load = self.follower, self.load
         follower.sample(self.saturation.value * max(1, load.ready), now)
         average = self.average.take(self.saturation.value, now)
         if load.ready == follower.aimed or now - self.decided_at > ACT_SECONDS:
             follower.aim(load.ready, now)
-        decision = follower.decide(load.ready, now)
-        if decision.target != follower.aimed:
+        if load.ready == self._noted:
+            self._noted = None
+        decision, before, news = follower.decide(load.ready, now), follower.aimed, None
+        if decision.target != before:
             self.decided_at = now
             follower.aim(decision.target, now)
+            if decision.target != self._noted:
+                self._noted, news = decision.target, (before, decision)
         if (
             decision.reason is not ScaleReason.HOLD or load.ready == follower.aimed
         ):  # until it was acted on, the reason stays
             self.decision = decision
         self.gauges.show(average, follower.aimed, load.ready, self.decision.reason)
+        return news
 
 
 class AutoscaleSignals:
@@ -135,6 +146,7 @@ class AutoscaleSignals:
         self._now = 0.0
         self._background = Background()
         self._is_sharing = self._is_full = False
+        self.on_decision: OnDecision | None = None
         if peers is not None:
             peers.on_shared(self._hear)
 
@@ -157,7 +169,9 @@ class AutoscaleSignals:
                     continue
                 role = self._roles[key] = _Role(self._registry, key, self._rules, load.ready)
             role.show(load, streams)
-            role.take(now)
+            news = role.take(now)
+            if news is not None and self.on_decision is not None:
+                self.on_decision(key, *news)
         for key in self._roles.keys() - pools.keys():
             self._roles.pop(key).gauges.remove()
         if self._peers is not None and not self._is_sharing:

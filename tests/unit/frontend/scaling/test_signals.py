@@ -10,6 +10,7 @@ from typing import Any
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.testing.simulation.loop import run_virtual
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster, say
+from support.inspecting import Lens
 
 MODEL = {"model": "m", "namespace": "ns", "role": "aggregated"}
 
@@ -65,6 +66,30 @@ def test_the_signal_follows_the_requests(tmp_path: Path) -> None:
         assert (both["value"], both["ready"], both["desired"]) == (1.0, 2, 2)
         for request in requests:
             request.disconnect()
+
+    virtually(tmp_path, scene)
+
+
+def test_a_decision_is_an_event_of_the_inspector_once_with_its_figures(tmp_path: Path) -> None:
+    async def scene(house: Cluster) -> None:
+        await busy_worker(house, places=4)
+        await asyncio.sleep(2.0)
+        requests = [house.client.begin_chat("hi", stream=True) for _ in range(8)]
+        await asyncio.sleep(2000.0)  # nobody follows it: it is decided again, and is no news
+        assert (await signal(house))["desired"] == 2
+        events = (await Lens(house).get("events"))["data"]
+        (event,) = [each for each in events if each["kind"] == "scale"]
+        assert event["text"].startswith("the load of m asks for 2 aggregated workers, not 1 (piled_up): load 2.0 of 1")
+        assert event["model"] == "m"
+        await busy_worker(house, places=4)
+        for request in requests:
+            request.disconnect()
+        await asyncio.sleep(300.0)
+        events = (await Lens(house).get("events"))["data"]
+        assert [each["text"].split(" (")[0] for each in events if each["kind"] == "scale"][:-1] == [
+            "the load of m asks for 0 aggregated workers, not 1",
+            "the load of m asks for 1 aggregated worker, not 2",
+        ]
 
     virtually(tmp_path, scene)
 
