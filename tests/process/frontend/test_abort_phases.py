@@ -91,7 +91,7 @@ class Case:
     name: str
     ends: Callable[[Reply], None]
     steps: Sequence[Sequence[Any]] = WAITS
-    shown: str = "decode"  # the phase that the inspector shows; "": whichever
+    shown: str = "decode"  # the phase that the inspector shows
     model: str = "aborted"
     path: str = CHAT
     is_streaming: bool = True
@@ -125,7 +125,7 @@ CASES = [
     Case(name="streaming text", path=COMPLETIONS, steps=TALKS_ON, ends=openai_event),
     Case(name="generating, unary", steps=TALKS_ON, is_streaming=False, ends=openai_status),
     Case(name="streaming to a slow client", steps=FLOODS, shown="client slow", ends=openai_event),
-    Case(name="waiting for another worker", model="mortal", steps=DIES, shown="", at="", ends=openai_event),
+    Case(name="waiting for another worker", model="mortal", steps=DIES, shown="route", at="", ends=openai_event),
     Case(name="responses", path=RESPONSES, steps=TALKS_ON, ends=responses_event),
     Case(name="responses, unary", path=RESPONSES, steps=TALKS_ON, is_streaming=False, ends=openai_status),
     Case(name="messages", path=MESSAGES, steps=TALKS_ON, ends=messages_event),
@@ -165,11 +165,11 @@ class Rig:
         return await ask(door.port, f"/admin/v1/{path}", body, headers={"authorization": f"Bearer {found.token}"})
 
     async def reaches(self, door: Frontend, id: str, phase: str) -> None:
-        """Wait until the inspector shows a request in a phase; "" is any."""
+        """Wait until the inspector shows a request in a phase."""
         seen: Any = None
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                while seen is None or phase not in ("", seen["phase"]):
+                while seen is None or seen["phase"] != phase:
                     reply = await self.ask(door, f"requests/{id}")
                     seen = reply.json()["stream"] if reply.status == 200 else None
                     await asyncio.sleep(0.01)

@@ -194,8 +194,8 @@ class StreamRow:
         last = self.last_token_at
         if self.is_reading:
             row.phase, row.phase_ms = _NAMES[Phase.STREAMING], clock.ms(_entered(self._exchange))
-        else:
-            row.phase = CLIENT_SLOW
+        else:  # a stream whose worker was lost is not read, either, until another one has it
+            row.phase = _NAMES[Phase.PREPROCESSED] if self.instance_id is None else CLIENT_SLOW
             row.phase_ms = row.phase_ms if last is None else clock.ms(last)
         row.is_stalled = self.is_stalled
 
