@@ -79,9 +79,9 @@ def chat(page: Page) -> None:
         return
     page.locator("input[name=logprobs]").check()
     page.locator("input[name=max_tokens]").fill("60")
-    page.locator("input[name=temperature]").fill("1.4")
+    page.locator("input[name=temperature]").fill("2")
     page.locator("input[name=seed]").fill("7")
-    page.locator("#prompt").fill("Tell me a short story about a lighthouse.")
+    page.locator("#prompt").fill("Spell lighthouse backwards, then count from 90 to 81.")
     page.keyboard.press("Control+Enter")
     page.locator(".said.assistant").get_by_text("finish:").wait_for()
     page.get_by_text("Raw request and events").click()
