@@ -59,7 +59,7 @@ class Served:
             **os.environ, "XDG_RUNTIME_DIR": str(run_folder), "HF_HUB_OFFLINE": "1", "DYN_HTTP_BODY_LIMIT_MB": "64",
         }  # fmt: skip
         if key:
-            self.environment["DYN_USAGE_DB"] = "usage.db"
+            self.environment |= {"DYN_USAGE_DB": "usage.db", "DYN_BATCH_CONCURRENCY": "3"}
         self._others: list[subprocess.Popen[bytes]] = []
         self._process = self._begin("-m", "dynamo.cli.main", "serve", "--port", "0", *arguments, into=self._out)
         ends_at = time.monotonic() + READY_SECONDS

@@ -12,6 +12,7 @@ const COLUMNS = [
     id: "id",
     label: "Request",
     width: 165,
+    isLong: true,
     text: (row) => line(row.id),
     cell: (row) => link(address("streams", row.id), line(row.id), { class: "id" }),
   },
