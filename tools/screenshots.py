@@ -68,6 +68,8 @@ def shots(browser: Browser, server: Served, views: dict[str, Callable[[], str]],
                 page.wait_for_timeout(SETTLE_MS)
                 if name in act:
                     act[name](page)
+                for word in ("Reading ", "Asking "):
+                    page.locator("main").get_by_text(word).first.wait_for(state="hidden")
                 page.mouse.move(0, 0)  # no row is under it
                 page.evaluate("scrollTo(0, 0)")
                 save(page.screenshot(), f"inspect-{name}-{screen}-{scheme}")

@@ -170,6 +170,8 @@ def laid_out(columns: Sequence[Column], width: int, longest: Sequence[int] | Non
         growing = [place for place, column in enumerate(kept) if widths[place] < limits[column]]
         if not growing:
             break
+        # Details get what the others leave.
+        growing = [place for place in growing if kept[place].rank < DETAIL_RANK] or growing
         share = max(1, room // len(growing))
         for place in growing:
             more = min(share, room, limits[kept[place]] - widths[place])

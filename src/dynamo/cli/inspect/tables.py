@@ -339,7 +339,7 @@ ERRORS: Final = TableForm(
         Column("MODEL", _text(lambda e: e.model), 6, 20, rank=3),
         Column("WORKER", _text(lambda e: e.worker), 6, 16, rank=4, keeps_tail=True),
         Column("MESSAGE", _text(lambda e: e.message), 20, 90),
-        Column("EXAMPLE", _text(lambda e: e.example), 13, 45, rank=6),
+        Column("EXAMPLE", _text(lambda e: e.example), 13, 45, rank=10),
     ),
     (
         ("newest", lambda e: (-e.last_ms, e.id)),
@@ -359,7 +359,7 @@ EVENTS: Final = TableForm(
         Column("MODEL", _text(lambda e: e.model), 6, 20, rank=3),
         Column("BY", _text(lambda e: e.by), 6, 16, rank=4),
         Column("WHAT", _text(lambda e: e.text), 24, 120),
-        Column("REQUEST", _text(lambda e: e.request_id), 13, 45, rank=5),
+        Column("REQUEST", _text(lambda e: e.request_id), 13, 45, rank=10),
     ),
     (("newest", lambda e: (-e.at_ms, e.id)),),
     "nothing has happened yet",

@@ -17,7 +17,17 @@ from dynamo.cli.inspect.printable import printable
 from dynamo.cli.inspect.tables import FORMS
 from dynamo.protocol.inspector.views import CountersView, Picture, RequestDetail
 from support.cases import each_case
-from support.inspector_pictures import DETAIL, FLEET, NOW_MS, ROUTING, STREAMS, WORKERS, demo_picture, many_streams
+from support.inspector_pictures import (
+    DETAIL,
+    ERRORS,
+    FLEET,
+    NOW_MS,
+    ROUTING,
+    STREAMS,
+    WORKERS,
+    demo_picture,
+    many_streams,
+)
 from support.properties import examples
 
 HOSTILE = "\x1b[31m\u202e[bold]</b>\n漢字\u0301\u0301\u0301\u0301\u200b\x9b2J\ufdfd\x00" + "W" * 300
@@ -111,6 +121,16 @@ def test_columns_go_by_importance_and_come_back() -> None:
     }
     assert set(names[60]) < set(names[80]) < set(names[160])
     assert {"REQUEST", "PHASE", "AGE", "LAST"} <= set(names[60])
+
+
+def test_details_grow_only_into_what_the_others_leave() -> None:
+    form, message = FORMS["errors"], "the engine failed in a way that takes seventy letters to tell, as here"
+    row = msgspec.structs.replace(ERRORS[0], message=message, example="chatcmpl-9de67852-c5ed-4026-a8e8-a85000000000")
+    placed = form.at(172, form.longest([row], NOW_MS, [0] * len(form.columns)))
+    text = plain_text(placed.row(row, NOW_MS))
+    assert message in text
+    assert "chatcmpl-9de" in text
+    assert row.example not in text
 
 
 def test_details_go_before_a_text_of_more_importance_is_cut() -> None:

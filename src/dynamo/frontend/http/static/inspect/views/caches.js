@@ -91,7 +91,9 @@ export function cachePanel(app) {
   return panel(
     "Workers",
     "as this router knows them",
-    the(app).draw(rows, app.store.now(), { empty: "No worker with a block size is known." }),
+    the(app).draw(rows, app.store.now(), {
+      empty: app.store.has("caches") ? "No worker with a block size is known." : "Reading the index …",
+    }),
   );
 }
 
