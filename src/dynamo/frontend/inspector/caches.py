@@ -73,8 +73,9 @@ class CacheTable:
 
     def ended(self, tally: Tally) -> None:
         """Count the prompt of a request that has ended for the worker that computed it."""
-        prefill = tally.prefill_instance_id
-        instance_id = prefill if prefill is not None else next(iter(tally.instance_ids[-1:]), None)
+        instance_id = tally.prefill_instance_id
+        if instance_id is None:
+            instance_id = tally.instances[-1].instance_id if tally.instances else tally.encode_instance_id
         if instance_id is None:
             return
         hits = self._hits.get(instance_id)

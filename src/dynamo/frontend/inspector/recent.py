@@ -31,7 +31,7 @@ _CLIENT_LEFT: Final = 499
 _SHED: Final = frozenset({429, 503, 529})
 
 
-class EndedRequest(Struct):
+class EndedRequest(Struct, gc=False):  # nothing that it refers to refers to it
     """What is kept of a request that has ended: no prompt, and nothing that holds one.
 
     It is made for each request, so it refers to what is there; what only a reader needs is made of it when one comes.
