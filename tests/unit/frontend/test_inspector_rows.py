@@ -17,6 +17,8 @@ from dynamo.cli.inspect.store import patched
 from dynamo.errors import CannotConnect, DynamoException
 from dynamo.frontend.inspector.clock import InspectorClock
 from dynamo.frontend.inspector.pictures import entries_of, patch_between
+from dynamo.frontend.inspector.recent import RecentRequests
+from dynamo.frontend.inspector.routing import KEPT_DECISIONS, RoutingLog
 from dynamo.frontend.inspector.stream_rows import STALLED_SECONDS
 from dynamo.frontend.inspector.streams import StreamTable
 from dynamo.frontend.metrics.families import FrontendFamilies
@@ -27,6 +29,7 @@ from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.filters import parse_filter
 from dynamo.protocol.inspector.views import Patch, Picture, StreamView
+from dynamo.router.operator_desk import OperatorDesk
 from dynamo.runtime.metrics.registry import MetricsRegistry
 from dynamo.runtime.request_plane.base import Instance
 from support.frontend_cluster import Cluster, cluster, fail, say
@@ -180,7 +183,7 @@ async def test_a_stream_that_moves_to_another_worker_shows_both(house: House) ->
     tally.instances.append(instance(0xA))
     house.token(exchange)
     house.look(), house.look()
-    candidate = Candidate(("ns.c.generate", 0xA), 0xA)
+    candidate = Candidate(0xA)
     tally.note_failure("generate", Placement(candidate, "round-robin", ()), CannotConnect("gone"), house.now)
     choice.instance_id = None
     assert house.look().workers == ["a"]
@@ -335,3 +338,39 @@ async def test_a_stream_that_moved_is_sent_whole_with_its_new_worker(tmp_path: P
         assert (row["workers"][0], len(row["workers"]), row["attempt"]) == (old, 2, 2)
         go.set()
         await request.done()
+
+
+# -- routing decisions -------------------------------------------------------------------------------------------------
+
+
+async def test_a_decision_is_made_into_a_row_once_and_again_when_its_request_is_known() -> None:
+    desk = OperatorDesk()
+    log = RoutingLog(desk, InspectorClock(), "host:1")
+    log.looked()
+    placements = [Placement(Candidate(0xA), "round-robin", ()) for _ in range(KEPT_DECISIONS + 5)]
+    for placement in placements:
+        assert desk.on_choice is not None
+        desk.on_choice("m", (placement.candidate,), placement)
+    before = log.rows(9)
+    assert log.rows(9) == before
+    assert all(one is other for one, other in zip(log.rows(9), before, strict=True))
+    tally = Plan({}, [[1]]).tally()
+    tally.placement = placements[-2]
+    log.name("r", tally)
+    after = log.rows(9)
+    assert [row.request_id for row in after] == [None, "r", *[None] * 7]
+    assert [one is other for one, other in zip(after, before, strict=True)] == [True, False, *[True] * 7]
+    tally.placement = placements[0]  # which is kept no longer
+    log.name("old", tally)
+    assert (len(log), "old" in [row.request_id for row in log.rows(KEPT_DECISIONS)]) == (KEPT_DECISIONS, False)
+
+
+async def test_a_row_of_an_ended_request_is_made_once(house: House) -> None:
+    exchange = house.request(Choice())
+    house.token(exchange)
+    exchange.end()
+    recent = RecentRequests(InspectorClock(), "host:1")
+    assert recent.add(exchange).view is None
+    (row,), _ = recent.rows(parse_filter(""), 9)
+    assert recent.rows(parse_filter(""), 9)[0][0] is row
+    assert (row.endpoint, row.outcome, row.ttft_seconds) == ("chat_completions", "ok", 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ _LEFT_OUT: Final = {
 class _Decision:
     """One choice, as it was made."""
 
-    __slots__ = ("at", "candidates", "model", "number", "placement", "request_id", "stage")
+    __slots__ = ("at", "candidates", "model", "number", "placement", "request_id", "stage", "view")
 
     def __init__(
         self, number: int, model: str, candidates: Sequence[Candidate], placement: Placement, at: float
@@ -53,6 +53,7 @@ class _Decision:
         self.number, self.model, self.candidates, self.placement, self.at = number, model, candidates, placement, at
         self.request_id: str | None = None
         self.stage = "decode"
+        self.view: RoutingView | None = None  # None: it has to be made
 
 
 class RoutingLog:
@@ -60,7 +61,8 @@ class RoutingLog:
 
     def __init__(self, desk: OperatorDesk, clock: InspectorClock, frontend_id: str) -> None:
         self._desk, self._clock, self._frontend_id = desk, clock, frontend_id
-        self._decisions: deque[_Decision] = deque(maxlen=KEPT_DECISIONS)
+        # By the identity of their placements, which they keep alive; the oldest first. Requests find theirs by it.
+        self._decisions: OrderedDict[int, _Decision] = OrderedDict()
         self._number = 0
         self._looked_at = 0.0
 
@@ -78,30 +80,32 @@ class RoutingLog:
             self._desk.on_choice = None
             return
         self._number += 1
-        self._decisions.append(_Decision(self._number, model, candidates, placement, now))
+        self._decisions.pop(id(placement), None)
+        self._decisions[id(placement)] = _Decision(self._number, model, candidates, placement, now)
+        if len(self._decisions) > KEPT_DECISIONS:
+            self._decisions.popitem(last=False)
 
     def name(self, request_id: str, tally: Tally) -> None:
         """Note whose choices those of a request are."""
         if not self._decisions:
             return
         for placement, stage in ((tally.placement, "decode"), (tally.prefill_placement, "prefill")):
-            if placement is not None:
-                for each in self._decisions:
-                    if each.placement is placement:
-                        each.request_id, each.stage = request_id, stage
+            decision = None if placement is None else self._decisions.get(id(placement))
+            if decision is not None and (decision.request_id, decision.stage) != (request_id, stage):
+                decision.request_id, decision.stage, decision.view = request_id, stage, None
 
     def rows(self, limit: int) -> list[RoutingView]:
         """Return the last choices, the newest first."""
-        return [self._row(each) for each in list(self._decisions)[::-1][:limit]]
+        return [self._row(each) for each in list(self._decisions.values())[::-1][:limit]]
 
     def choices(self) -> list[Placement]:
         """Return the last choices, and keep them from now on, for a while."""
         self.looked()
-        return [each.placement for each in self._decisions]
+        return [each.placement for each in self._decisions.values()]
 
     def of_request(self, request_id: str, tally: Tally | None) -> list[RoutingView]:
         """Return the choices of one request: those that were kept, or else what its record shows."""
-        kept = [self._row(each) for each in self._decisions if each.request_id == request_id]
+        kept = [self._row(each) for each in self._decisions.values() if each.request_id == request_id]
         if kept or tally is None:
             return kept
         found = []
@@ -113,6 +117,12 @@ class RoutingLog:
         return found
 
     def _row(self, decision: _Decision) -> RoutingView:
+        """Return a choice as a row, which is made once. Nobody may change it."""
+        if decision.view is None:
+            decision.view = self._made(decision)
+        return decision.view
+
+    def _made(self, decision: _Decision) -> RoutingView:
         view = routing_view(decision.placement, decision.candidates, stage=decision.stage)
         view.id = f"{self._frontend_id}/{decision.number}"
         view.model, view.request_id, view.at_ms = decision.model, decision.request_id, self._clock.ms(decision.at)
