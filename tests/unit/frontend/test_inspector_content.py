@@ -101,7 +101,7 @@ async def test_with_the_flag_a_request_in_flight_shows_its_texts_to_those_who_ma
             content = shown["content"]
             assert MARKER in content["prompts"][0]
             assert content["answers"] == [ANSWER]
-            assert (content["schema"], content["model"]) == ("dynamo.inspect.content.v1", "m")
+            assert (content["schema"], content["model"], content["key"]) == ("dynamo.inspect.content.v1", "m", "admin")
             assert (content["output_tokens"], content["prompt_tokens"] > 0) == (len(ANSWER), True)
         running.disconnect()
         await running.done()

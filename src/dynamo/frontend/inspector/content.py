@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dynamo.frontend.inspector.stream_rows import key_name
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.text_generation import TextPlan
@@ -52,6 +53,7 @@ class ContentReader:
         record: dict[str, Any] = {
             "schema": CONTENT_SCHEMA,
             "id": exchange.context.id(),
+            "key": key_name(exchange.identity),
             "model": name,
             "prompt_tokens": work.tally.prompt_tokens,
             "prompts": _bounded(prompts),
