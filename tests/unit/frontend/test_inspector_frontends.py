@@ -208,6 +208,21 @@ async def test_each_frontend_keeps_its_own_rules(tmp_path: Path) -> None:
         there.disconnect()
 
 
+@each_case("answer", [b"\xc0", b"\x80", b"", b"x"])
+async def test_an_answer_of_another_version_is_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    async with two(tmp_path) as (one, other):
+        await one.house.worker(talks)
+        request = await begin(one, "here")
+        assert other.house.frontend.inspector is not None
+        monkeypatch.setattr(other.house.frontend.inspector._members, "_on_asked", lambda _: answer)
+        picture = await one.lens.get("snapshot", views="streams")
+        assert (len(picture["streams"]), picture["partial"]) == (1, ["a frontend of another version"])
+        assert (await one.lens.begin("GET", "requests/none").done()).status == 404
+        request.disconnect()
+
+
 async def test_records_that_are_no_frontends_are_passed_over(tmp_path: Path) -> None:
     async with frontend(tmp_path) as found:
         runtime = memory_runtime()

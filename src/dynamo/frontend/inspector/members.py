@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
@@ -26,6 +27,10 @@ __all__ = [
 
 TOKEN_KEY: Final = "inspector/token"
 """Under which the parent of a group shares the token that all processes let in."""
+
+OTHER_VERSION: Final = "a frontend of another version"
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -99,7 +104,14 @@ class Members:
         else:
             own, others = await asyncio.gather(self._ask_group(asked), self.others.ask(asked))
             answers, silent = [*own[0], *others[0]], [*own[1], *others[1]]
-        return [msgspec.msgpack.decode(each, type=kind) for each in answers], silent
+        found = []
+        for each in answers:
+            try:
+                found.append(msgspec.msgpack.decode(each, type=kind))
+            except msgspec.MsgspecError as error:  # of another version, as while a cluster is upgraded
+                logger.info("an answer of another frontend is not understood, and is left out: %s", error)
+                silent = [*silent, OTHER_VERSION]
+        return found, silent
 
     async def answer_for_all(self, question: Question) -> PeerAnswers:
         """Return what the processes of this frontend say to a question of another frontend."""
