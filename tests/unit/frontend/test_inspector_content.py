@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from dynamo.runtime.request_plane.base import ResponseSink
 from support.access import bearer, closed_cluster, key
 from support.cases import each_case
 from support.frontend_cluster import Cluster, cluster, fail
-from support.inspecting import Lens, messages_of
+from support.inspecting import Lens
 
 MARKER = "xyzzy-marker"
 ANSWER = "plugh-answer"
@@ -150,43 +149,3 @@ async def test_the_operators_function_decides_what_is_shown(
         assert (None if detail["content"] is None else detail["content"]["prompts"]) == shown
         assert MARKER not in caplog.text
         running.disconnect()
-
-
-# -- viewers that are slow --------------------------------------------------------------------------------------------
-
-
-async def test_nothing_queues_up_for_a_viewer_that_does_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While it does not read no picture is taken for it; afterwards it gets a whole one."""
-    monkeypatch.setattr("dynamo.frontend.inspector.watching.PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr("dynamo.frontend.inspector.watching.SLOW_SECONDS", 0.05)
-    async with cluster(tmp_path) as house:
-        await house.worker()
-        lens = Lens(house)
-        watch = lens.watch(views="recent")
-        reads, blocked, send = asyncio.Event(), asyncio.Event(), watch._send
-        reads.set()
-
-        async def slow(message: dict[str, Any]) -> None:
-            if not reads.is_set():
-                blocked.set()
-                await reads.wait()
-            await send(message)
-
-        watch._send = slow  # type: ignore[method-assign]
-        await watch.until(lambda each: len(each.events) == 1)
-        reads.clear()
-        await house.client.chat()
-        await blocked.wait()
-        watching = house.frontend.inspector.watching  # type: ignore[union-attr]
-        seq = watching._seq
-        for _ in range(20):  # each of them would be a patch
-            await house.client.chat()
-            await asyncio.sleep(0.01)
-        assert watching._seq == seq
-        reads.set()
-        await watch.until(lambda each: len(each.events) >= 3)
-        names = [name for name, _, _ in messages_of(watch)]
-        assert names[:3] == ["snapshot", "patch", "snapshot"]
-        assert len(messages_of(watch)[2][2]["recent"]) == 21
