@@ -28,17 +28,22 @@ from dynamo.frontend.access.line_file import LineFile
 from dynamo.frontend.access.metering import UsageMeter
 from dynamo.frontend.access.usage_store import UsageStore
 from dynamo.frontend.admission.limit_table import LimitTable
-from dynamo.frontend.admission.quotas import Charge, Quotas, TokenDemand, TokenUse
+from dynamo.frontend.admission.quotas import Charge, Quotas, TokenUse
 from dynamo.frontend.http.access_log import EXCHANGE, AccessLog
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION
-from dynamo.frontend.http.auth import KeyDoor
+from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
 from dynamo.frontend.http.inference_route import AsgiSink
 from dynamo.frontend.metrics.families import FrontendFamilies
 from dynamo.frontend.metrics.keys import KeyMetrics
 from dynamo.frontend.metrics.requests import RequestSeries
+from dynamo.frontend.models.length_limits import LengthLimits
+from dynamo.frontend.pipeline.charging import close_charge, reserve_tokens
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
-from dynamo.frontend.pipeline.plan import Tally
+from dynamo.frontend.pipeline.inference import bind_key
+from dynamo.frontend.pipeline.plan import Plan, Tally
 from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.dialect import OPENAI
+from dynamo.protocol.openai.requests import ChatRequest
 from dynamo.runtime.metrics import MetricsRegistry
 
 BAR: Final = 15.0  # microseconds for all that a key costs, without the access log
@@ -52,6 +57,7 @@ LIMITS: Final = {
 HEADERS: Final = [(b"host", b"127.0.0.1:8000"), (b"accept", b"application/json"), (b"content-type", b"application/json"), (b"user-agent", b"OpenAI/Python"), (b"accept-encoding", b"gzip"), (b"content-length", b"300")]  # fmt: skip
 STEPS: Final = (
     "a charge is made",
+    "its route and its model are allowed",
     "a place and a request of its limits",
     "its tokens, and their budget",
     "the rate headers of its answer",
@@ -124,18 +130,28 @@ def step_microseconds(table: LimitTable, **members: Any) -> Sequence[float]:
         identities=lambda: [identity],
     )
     count, quotas.on_closed = meter.count, lambda *_: None
-    demand, used = TokenDemand(100, 200), TokenUse(100, 0, 150)
-    sink = AsgiSink({}, cast(Any, None), "0123456789abcdef")
+    plan, used = Plan({"stop_conditions": {"max_tokens": 200}}, [[7] * 100]), TokenUse(100, 0, 150)
+    sink, scope = AsgiSink({}, cast(Any, None), "0123456789abcdef"), {IDENTITY: identity}
+    request, exchange, limits = ChatRequest(model="model", messages=[]), answered_exchange(), LengthLimits(8192, 8192)
 
     def headers(charge: Charge) -> object:
         sink.charge = charge
         return sink._fixed()
 
+    def allow(charge: Charge) -> None:
+        check_access(scope, Access.INFERENCE)
+        bind_key(request, charge.identity, OPENAI)
+
+    def close(charge: Charge) -> None:
+        exchange.arrival.charge = charge
+        close_charge(exchange)
+
     works: Sequence[Callable[[Charge], object]] = (
+        allow,
         lambda charge: charge.enter("model"),
-        lambda charge: charge.reserve(demand),
+        lambda charge: reserve_tokens(charge, plan, limits),
         headers,
-        lambda charge: charge.close(used),
+        close,
         lambda charge: count(charge, used, 0.1),
     )
     best = [float("inf")] * len(STEPS)
@@ -151,9 +167,8 @@ def step_microseconds(table: LimitTable, **members: Any) -> Sequence[float]:
     return [seconds / PER_ROUND * 1e6 for seconds in best]
 
 
-def access_log_microseconds(directory: Path) -> float:
-    """Return what a line of the access log costs, without its writing."""
-    file, identity = LineFile(str(directory / "access.log")), Identity(record(1))
+def answered_exchange() -> Exchange:
+    """Return a request that was answered."""
     exchange = Exchange("0123456789abcdef", Arrival(b"", 0.0), StageTimer(is_wanted=False))
     exchange.model = "model"
     series = RequestSeries(FrontendFamilies(MetricsRegistry(), "benchmark", {}))
@@ -161,6 +176,12 @@ def access_log_microseconds(directory: Path) -> float:
     tally = Tally(100)
     exchange.work = cast(Any, type("Work", (), {"tally": tally}))
     tally.completion_tokens, tally.finish_reason = 150, "stop"
+    return exchange
+
+
+def access_log_microseconds(directory: Path) -> float:
+    """Return what a line of the access log costs, without its writing."""
+    file, identity, exchange = LineFile(str(directory / "access.log")), Identity(record(1)), answered_exchange()
     extra = [
         (b"content-length", b"300"),
         (b"x-request-id", b"0123456789abcdef"),

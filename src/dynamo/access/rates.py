@@ -36,17 +36,13 @@ class Rate:
         """Return the state after a use of `units`."""
         return (full_at if full_at > now else now) + units * self.interval
 
-    def remaining(self, full_at: float, now: float) -> int:
-        """Return how many units may come now."""
+    def remaining(self, full_at: float, now: float) -> tuple[int, float]:
+        """Return how many units may come now, and in how many seconds the whole burst may."""
         owed = full_at - now
-        if owed <= 0:
-            return int(self.burst)
+        if owed <= 0.0:
+            return int(self.burst), 0.0
         left = math.floor((self._room - owed) / self.interval)
-        return left if left > 0 else 0
-
-    def reset_seconds(self, full_at: float, now: float) -> float:
-        """Return how long it takes until the whole burst may come."""
-        return max(0.0, full_at - now)
+        return (left if left > 0 else 0), owed
 
     # -- parts of a rate -------------------------------------------------------------------------------------------------
 

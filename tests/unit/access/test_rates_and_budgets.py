@@ -64,10 +64,10 @@ def test_a_use_of_more_than_the_burst_is_allowed_once_nothing_is_owed_and_is_pai
     assert rate.wait_seconds(0.0, 30, 100.0) == 0
     full_at = rate.after(0.0, 30, 100.0)
     assert rate.wait_seconds(full_at, 1, 100.0) == pytest.approx(21.0)
-    assert rate.remaining(full_at, 100.0) == 0
-    assert rate.remaining(full_at, 125.0) == 5
-    assert rate.remaining(full_at, 1000.0) == 10
-    assert rate.reset_seconds(full_at, 110.0) == pytest.approx(20.0)
+    assert rate.remaining(full_at, 100.0)[0] == 0
+    assert rate.remaining(full_at, 125.0)[0] == 5
+    assert rate.remaining(full_at, 1000.0) == (10, 0.0)
+    assert rate.remaining(full_at, 110.0)[1] == pytest.approx(20.0)
 
 
 def test_periods_of_budgets_are_those_of_utc() -> None:

@@ -23,22 +23,22 @@ def key_rejection(code: str, message: str) -> RequestRejected:
 class Identity:
     """One key in service. Shared by all its requests, and never changed: a file that is read again makes new ones."""
 
-    __slots__ = ("_expires_at", "_groups", "_networks", "id", "is_admin", "record")
+    __slots__ = ("_expires_at", "_groups", "_networks", "id", "is_admin", "is_always_valid", "owner", "record")
 
     def __init__(self, record: KeyRecord, *, is_admin: bool = False, expires_at: float | None = None) -> None:
         """`is_admin`: its role may be that of a user, as it stands in the file of the admins. `expires_at`: seconds since the epoch, where that is before its own end."""
         self.record = record
         self.id = record.id
+        self.owner = record.owner
+        """Whose files, batches and stored responses it sees."""
         self.is_admin = (is_admin and not record.role.only_inspects) or record.role is KeyRole.ADMIN
         self._networks: Sequence[Network] = record.networks()
         self._groups = frozenset(group for group in RouteGroup if record.allows_group(group))
         own_end = None if record.expires is None else record.expires.timestamp()
         self._expires_at = min([end for end in (expires_at, own_end) if end is not None], default=None)
 
-    @property
-    def owner(self) -> str:
-        """Whose files, batches and stored responses it sees."""
-        return self.record.owner
+        self.is_always_valid = record.enabled and self._expires_at is None
+        """Whether `check_valid` never refuses it."""
 
     @property
     def sees_operations(self) -> bool:
@@ -53,7 +53,7 @@ class Identity:
         """Raise the 401 of a key that is disabled or expired."""
         if not self.record.enabled:
             raise key_rejection("key_disabled", "This API key is disabled")
-        if self.is_expired(now):
+        if self._expires_at is not None and now >= self._expires_at:
             raise key_rejection("key_expired", "This API key has expired")
 
     def check_address(self, address: str | None) -> None:

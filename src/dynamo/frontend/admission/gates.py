@@ -87,8 +87,7 @@ class RateGate:
 
     def room(self, now: float) -> tuple[int, float]:
         """Return how many units may come at once now, and in how many seconds the whole burst may. Needs no lock."""
-        full_at, rate = self._cells[self._value_at], self.rate
-        return rate.remaining(full_at, now), rate.reset_seconds(full_at, now)
+        return self.rate.remaining(self._cells[self._value_at], now)
 
 
 class PlaceGate:
@@ -208,14 +207,14 @@ class GateBook:
 
     def of(self, identity: Identity) -> Gates:
         """Return the limits of a key and its project."""
+        known = self._known.get(identity.id)
+        if known is not None and known[0] is identity:  # a file that is read again makes new ones of all
+            return known[1]
         ring = self.ring()
         if ring is not self._known_ring:
             self._known_ring = ring
             self._known.clear()
             self._by_model.clear()
-        known = self._known.get(identity.id)
-        if known is not None and known[0] is identity:
-            return known[1]
         record, gates = identity.record, _UNLIMITED
         if record.limits is not None or record.budget is not None:
             gates += self._make(f"key {record.id}", record.limits, record.budget)

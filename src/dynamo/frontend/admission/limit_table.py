@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Final, Self
@@ -48,6 +48,8 @@ class LimitTable:
         self.cells = memoryview(self._map)[: self._lock_at].cast("d")
         """The numbers of all records, each from the place that `record` returns."""
         self._lock: SharedLock | None = None if fd < 0 else open_lock(self._map, self._lock_at, fd)
+        self.lock: Callable[[], bool] = _needs_no_lock if self._lock is None else self._lock.acquire
+        """Keeps the other processes from the table; returns what `unlock` is to be given."""
 
     @staticmethod
     def size_of(members: int) -> int:
@@ -68,10 +70,6 @@ class LimitTable:
     def fd(self) -> int:
         """The file that the processes share; -1: none."""
         return self._fd
-
-    def lock(self) -> bool:
-        """Keep the other processes from the table; return what `unlock` is to be given."""
-        return self._lock is not None and self._lock.acquire()
 
     def unlock(self, is_locked: bool) -> None:
         """Let the other processes in again."""
@@ -198,6 +196,10 @@ class LimitTable:
             self._map.close()
             if self._fd >= 0:
                 os.close(self._fd)
+
+
+def _needs_no_lock() -> bool:
+    return False
 
 
 def _finite(name: int) -> int:

@@ -33,7 +33,7 @@ CLOSED: Final = (
 MAX_KEY_BYTES: Final = 1024
 _BEARER: Final = b"bearer "
 _AUTHORIZATION: Final = b"authorization"
-_API_KEY: Final = b"x-api-key"
+_KEY_HEADERS: Final = frozenset({_AUTHORIZATION, b"x-api-key"})
 
 
 class Access(enum.Enum):
@@ -54,6 +54,10 @@ class Access(enum.Enum):
     BATCHES = RouteGroup.BATCHES
     METRICS = RouteGroup.METRICS
 
+    def __init__(self, value: RouteGroup | int) -> None:
+        self.group = value if isinstance(value, RouteGroup) else None
+        """The group of routes that a key has to be for; None: what it needs is said by the member itself."""
+
 
 def check_access(scope: Scope, access: Access) -> None:
     """Raise the 403 of a request whose key may not use a route; does nothing where no keys are needed."""
@@ -64,8 +68,8 @@ def check_access(scope: Scope, access: Access) -> None:
         identity.check_admin()
     elif access is Access.INSPECT or access is Access.OPERATE:
         identity.check_inspector(acts=access is Access.OPERATE)
-    elif access is not Access.METRICS or not identity.is_admin:
-        identity.check_group(RouteGroup(access.value))
+    elif access.group is not None and (access is not Access.METRICS or not identity.is_admin):
+        identity.check_group(access.group)
 
 
 def identity_of(scope: Scope) -> Identity | None:
@@ -127,23 +131,24 @@ class KeyDoor:
         """
         self._app, self._keys, self._is_open = app, keys, is_open
         self._dialect_of, self._trusted, self._refused = dialect_of, trusted, refused
+        self._protects_clients = keys.sources.protect_clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)  # which serves nothing else, and closes it
             return
-        is_open = self._is_open(scope["path"])
-        if self._keys.sources.protect_clients:
+        if self._protects_clients:
             scope[CLOSED] = True
         identity: Identity | None = None
         try:
             presented = _presented(scope)
             identity = self._known(presented)
-            identity.check_valid(self._keys.now())
+            if not identity.is_always_valid:
+                identity.check_valid(self._keys.now())
             if identity.record.cidrs is not None:
                 identity.check_address(client_address(scope, self._trusted))
         except RequestRejected as rejected:
-            if not is_open:
+            if not self._is_open(scope["path"]):
                 self._refused(identity, rejected)
                 await reject_route(scope, send, rejected, self._dialect_of(scope["path"]))
                 return
@@ -172,13 +177,13 @@ def _presented(scope: Scope) -> bytes | None:
     kept: list[tuple[bytes, bytes]] = []
     is_wrong = is_double = False
     for pair in scope["headers"]:
+        if pair[0] not in _KEY_HEADERS:
+            kept.append(pair)
+            continue
         name, value = pair
         if name == _AUTHORIZATION:
             is_wrong = is_wrong or value[:7].lower() != _BEARER
             value = value[7:].strip()
-        elif name != _API_KEY:
-            kept.append(pair)
-            continue
         is_double = is_double or (found is not None and found != value)
         found = value
     scope["headers"] = kept

@@ -46,8 +46,10 @@ class KeyMetrics:
 
     def count(self, id: str, model: str, use: TokenUse, *, is_success: bool) -> None:
         """Count a request of a key that is over; `model` is registered, or "" where it was not found."""
-        where = self._label(id), model or NO_MODEL
-        series = self._series.get(where)
+        series = self._series.get((id, model))
+        if series is None:
+            where = self._label(id), model or NO_MODEL
+            series = self._series.get(where)
         if series is None:
             series = self._series[where] = _KeySeries(
                 self._requests.labels(*where, "success"),

@@ -24,17 +24,22 @@ def reserve_tokens(charge: Charge, plan: Plan, limits: LengthLimits) -> None:
     if isinstance(plan, ResultPlan):
         charge.reserve(TokenDemand(plan.input_tokens, 0))
         return
-    longest = max(map(len, plan.prompts), default=0)
-    rooms = [most - longest for most in (limits.context, limits.combined) if most is not None]
-    input_tokens = sum(map(len, plan.prompts))
+    prompts = plan.prompts
+    if len(prompts) == 1:
+        longest = input_tokens = len(prompts[0])
+    else:
+        longest, input_tokens = max(map(len, prompts), default=0), sum(map(len, prompts))
+    most = limits.context if limits.combined is None else limits.combined
+    if limits.context is not None and most is not None and limits.context < most:
+        most = limits.context
     if isinstance(plan, TextPlan):
         # The words of a prompt are counted by its worker. Bytes are more than its tokens, and are given back at the end.
         input_tokens = plan.tally().prompt_tokens
         asked = next((body[name] for body in plan.bodies[:1] for name in _NAMES if body.get(name) is not None), None)
     else:
         asked = plan.body["stop_conditions"]["max_tokens"]
-    answers = len(plan.prompts) * plan.choices
-    cap = charge.reserve(TokenDemand(input_tokens, asked, answers, max(1, min(rooms)) if rooms else None))
+    room = None if most is None else max(1, most - longest)
+    cap = charge.reserve(TokenDemand(input_tokens, asked, len(prompts) * plan.choices, room))
     if cap is None or cap == asked:
         return
     if isinstance(plan, TextPlan):
@@ -55,7 +60,8 @@ def close_charge(exchange: Exchange) -> None:
     charge = exchange.arrival.charge
     if charge is None:
         return
-    tally, seconds = exchange.tally, exchange.now() - exchange.arrival.at
+    work, seconds = exchange.work, exchange.now() - exchange.arrival.at
+    tally = None if work is None else work.tally
     if tally is None or not (tally.instances or tally.completion_tokens):
         charge.close(TokenUse(), seconds)
     else:

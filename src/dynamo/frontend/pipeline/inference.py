@@ -52,7 +52,7 @@ from dynamo.protocol.vectors.requests import ResultRequest
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.tracing import exports_content
 
-__all__ = ["Call", "GenerationCall", "OpenAnswer", "Pipeline", "Resolved"]
+__all__ = ["Call", "GenerationCall", "OpenAnswer", "Pipeline", "Resolved", "bind_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ class Call:
             request.__dict__["is_large"] = True
         model = models.lookup(request.model)
         if arrival.identity is not None:
-            _bind_key(request, arrival.identity, self.dialect)
+            bind_key(request, arrival.identity, self.dialect)
         if model is None and models.is_registered(request.model):
             raise model_not_ready(request.model)
         prefix = self._metadata_prefix
@@ -480,7 +480,7 @@ class GenerationCall(Call):
             await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
 
 
-def _bind_key(request: Request | ResultRequest, identity: Identity, dialect: Dialect) -> None:
+def bind_key(request: Request | ResultRequest, identity: Identity, dialect: Dialect) -> None:
     """Note the owner of a request. Raises the 404 of a model that its key may not use, which is that of an unknown one."""
     if not identity.allows_model(request.model):
         raise dialect.unknown_model(request.model)
