@@ -24,6 +24,7 @@ from dynamo.frontend.recording.settings import RecordingSettings
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.request_plane.base import ResponseSink
+from support.access import bearer, key, secret_of, write_keys
 from support.asgi_client import AsgiClient, asgi_client
 from support.cases import each_case
 from support.frontend_cluster import Cluster, cluster, fail, memory_runtime
@@ -57,10 +58,12 @@ class Found:
 
 
 @asynccontextmanager
-async def frontend(tmp_path: Path, *, key: str = KEY, inspector: Any = None, **settings: Any) -> AsyncIterator[Found]:
+async def frontend(
+    tmp_path: Path, *, peer_key: str = KEY, inspector: Any = None, **settings: Any
+) -> AsyncIterator[Found]:
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    shown = InspectorSettings(advertise=url, peer_key=key, **(inspector or {}))
+    shown = InspectorSettings(advertise=url, peer_key=peer_key, **(inspector or {}))
     async with cluster(
         tmp_path, http_host="127.0.0.1", http_port=0, admin_port=0, inspector=shown, **settings
     ) as house:
@@ -114,6 +117,25 @@ async def test_each_shows_and_ends_the_requests_of_both(tmp_path: Path) -> None:
         assert b"request_aborted" in (await here.done()).body
 
 
+async def test_keys_of_operators_are_asked_of_people_and_not_of_frontends(tmp_path: Path) -> None:
+    file = write_keys(tmp_path / "admins.toml", key("boss", role="admin"), key("looks", role="viewer"))
+    closed = {"admin_keys_file": str(file)}
+    async with two(tmp_path, closed, closed) as (one, other):
+        await one.house.worker(talks)
+        there = await begin(other, "there")
+        one.lens.headers = bearer("boss")
+        assert len((await one.lens.get("snapshot", views="streams"))["streams"]) == 1
+        port = int(other.url.rpartition(":")[2])
+        for headers in ({}, bearer("boss"), {PEER_HEADER: secret_of("boss")}):
+            answer = await ask(port, PEER_PATH, msgspec.msgpack.encode(AskPicture(PictureQuery())), headers=headers)
+            assert answer.status == 401
+            assert b"streams" not in answer.body
+        assert (await one.lens.post("requests/there/abort", {"reason": "x"})).status == 202
+        assert b"request_aborted" in (await there.done()).body
+        one.lens.headers = bearer("looks")
+        assert (await one.lens.post("requests/there/abort")).status == 403
+
+
 async def test_the_bundle_of_a_failure_is_found_at_the_other(tmp_path: Path) -> None:
     async with two(tmp_path) as (one, other):
         await one.house.worker(fail(RuntimeError("it broke")))
@@ -151,7 +173,7 @@ async def test_one_that_hangs_costs_a_second_and_not_more(tmp_path: Path) -> Non
 
 
 async def test_another_key_opens_nothing(tmp_path: Path) -> None:
-    async with two(tmp_path, second={"key": "another-key-of-somebody"}) as (one, other):
+    async with two(tmp_path, second={"peer_key": "another-key-of-somebody"}) as (one, other):
         await one.house.worker(talks)
         request = await begin(one, "here")
         picture = await other.lens.get("snapshot", views="streams")
