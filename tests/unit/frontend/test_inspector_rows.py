@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.access.records import KeyRole
 from dynamo.cli.inspect.store import patched
 from dynamo.errors import CannotConnect, DynamoException
 from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.pictures import entries_of, patch_between
+from dynamo.frontend.inspector.pictures import PictureQuery, entries_of, patch_between
 from dynamo.frontend.inspector.recent import RecentRequests
 from dynamo.frontend.inspector.routing import KEPT_DECISIONS, RoutingLog
 from dynamo.frontend.inspector.stream_rows import STALLED_SECONDS
 from dynamo.frontend.inspector.streams import StreamTable
+from dynamo.frontend.inspector.visitors import Visitor
+from dynamo.frontend.inspector.watching import CpuMeter, Watching, period_of
 from dynamo.frontend.metrics.families import FrontendFamilies
 from dynamo.frontend.metrics.requests import RequestSeries
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
@@ -28,10 +32,11 @@ from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.filters import parse_filter
-from dynamo.protocol.inspector.views import Patch, Picture, StreamView
+from dynamo.protocol.inspector.views import EventView, Patch, Picture, StreamView
 from dynamo.router.operator_desk import OperatorDesk
 from dynamo.runtime.metrics.registry import MetricsRegistry
 from dynamo.runtime.request_plane.base import Instance
+from dynamo.testing.simulation.loop import run_virtual
 from support.frontend_cluster import Cluster, cluster, fail, say
 from support.inspecting import Lens, messages_of
 from support.properties import examples
@@ -338,6 +343,26 @@ async def test_a_stream_that_moved_is_sent_whole_with_its_new_worker(tmp_path: P
         assert (row["workers"][0], len(row["workers"]), row["attempt"]) == (old, 2, 2)
         go.set()
         await request.done()
+
+
+def test_a_viewer_whose_pictures_are_dear_gets_them_less_often() -> None:
+    assert [period_of(costs) for costs in ((), (0.004,), (0.004, 9.0), (0.01, 0.008), (9.0, 9.0))] == [1, 1, 1, 1.6, 5]
+    used = itertools.count(0.0, 0.01)  # each look at the clock of the processor shows 10 ms more
+    meter = CpuMeter(lambda: next(used))
+
+    async def take(query: PictureQuery, visitor: Visitor, seq: int) -> Picture:
+        with meter.running():
+            return Picture(seq=seq, taken_ms=seq, events=[EventView(id=str(seq), at_ms=seq, kind="", text="")])
+
+    async def main() -> list[int]:
+        viewer = Watching(take, meter).open(PictureQuery(("events",)), Visitor(KeyRole.ADMIN, None), None)
+        times = []
+        for _ in range(4):
+            assert await viewer.next()
+            times.append(asyncio.get_running_loop().time())
+        return [round(after - before) for before, after in itertools.pairwise(times)]
+
+    assert run_virtual(main()) == [1, 4, 4]
 
 
 # -- routing decisions -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from dynamo.frontend.inspector.pictures import MemberPicture, PictureQuery, merg
 from dynamo.frontend.inspector.streams import sort_of
 from dynamo.frontend.inspector.tables import Tables
 from dynamo.frontend.inspector.visitors import Visitor
-from dynamo.frontend.inspector.watching import Watching
+from dynamo.frontend.inspector.watching import CpuMeter, Watching
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import GroupKey
 from dynamo.frontend.pipeline.exchange import Exchange
@@ -138,7 +138,8 @@ class Inspector:
         self._pipeline = pipeline
         self._figures = _Figures(pipeline)
         self._background = Background()
-        self.watching = Watching(self.take)
+        self._meter = CpuMeter()
+        self.watching = Watching(self.take, self._meter)
         self.actions = Actions(self.tables, self.clock.now)
         self._members = Members(peers, self._answer)
         self.operator = WorkerOperator(pipeline.models, self._members, self.clock)
@@ -310,9 +311,11 @@ class Inspector:
 
     async def take(self, query: PictureQuery, visitor: Visitor, seq: int) -> Picture:
         """Take a picture of all processes of the group. Raises FilterError."""
-        own = self.member_picture(query)
+        with self._meter.running():
+            own = self.member_picture(query)
         others, silent = await self._members.ask(AskPicture(query), MemberPicture)
-        return self.picture([own, *others], silent, query, visitor, seq)
+        with self._meter.running():
+            return self.picture([own, *others], silent, query, visitor, seq)
 
     def member_picture(self, query: PictureQuery) -> MemberPicture:
         """Return what this process shows. Raises FilterError."""

@@ -1,4 +1,4 @@
-"""Watches: a picture, and then what has changed of it, at most once a second. A viewer that is slow costs no memory.
+"""Watches: a picture, and then what has changed of it, once a second or less often. A viewer that is slow costs no memory.
 
 A patch leads from what was sent to this viewer last to what there is now, and is made when the viewer is ready for it. So
 nothing queues up. Whoever was cut off may go on from the last thing that it has: that is kept for a short time.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -18,10 +20,13 @@ from dynamo.frontend.inspector.pictures import Entries, PictureQuery, entries_of
 from dynamo.frontend.inspector.visitors import Visitor
 from dynamo.protocol.inspector.views import Picture
 
-__all__ = ["KEEP_ALIVE", "MAX_VIEWERS", "TooManyViewers", "Viewer", "Watching"]
+__all__ = ["KEEP_ALIVE", "MAX_VIEWERS", "CpuMeter", "TooManyViewers", "Viewer", "Watching", "period_of"]
 
 MAX_VIEWERS: Final = 8
 PERIOD_SECONDS: Final = 1.0
+LONGEST_PERIOD_SECONDS: Final = 5.0
+CPU_SHARE: Final = 0.005
+"""Of a core: what one viewer may cost. Where pictures cost more, they come less often."""
 KEEP_ALIVE_SECONDS: Final = 15.0
 SLOW_SECONDS: Final = 5.0  # that a message takes; then the next one is a whole picture, as the viewer may have given up
 RESUME_SECONDS: Final = 60.0
@@ -33,6 +38,29 @@ Take = Callable[[PictureQuery, Visitor, int], Awaitable[Picture]]
 """Takes a picture with a number."""
 
 
+class CpuMeter:
+    """Adds up the CPU time of the parts of the work for viewers that wait for nothing."""
+
+    def __init__(self, cpu_seconds: Callable[[], float] = time.thread_time) -> None:
+        """`cpu_seconds`: what this thread has used so far."""
+        self.seconds = 0.0
+        self._cpu_seconds = cpu_seconds
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what the block uses. Nothing in it may wait, or the work of others would count."""
+        began = self._cpu_seconds()
+        try:
+            yield
+        finally:
+            self.seconds += self._cpu_seconds() - began
+
+
+def period_of(costs: Sequence[float]) -> float:
+    """Return the seconds from one picture to the next, after pictures of this CPU time; the lesser counts, as one may be odd."""
+    return min(LONGEST_PERIOD_SECONDS, max(PERIOD_SECONDS, min(costs, default=0.0) / CPU_SHARE))
+
+
 class TooManyViewers(Exception):
     """As many watch as may."""
 
@@ -40,8 +68,9 @@ class TooManyViewers(Exception):
 class Watching:
     """The watches of one process. Used on the event loop only."""
 
-    def __init__(self, take: Take) -> None:
-        self._take = take
+    def __init__(self, take: Take, meter: CpuMeter) -> None:
+        """`meter`: measures the work for viewers, also that of `take`."""
+        self._take, self.meter = take, meter
         # Numbers of another life of this frontend, or of another process, are not taken for ours. JSON holds 53 bits.
         self._seq = secrets.randbelow(2**20) << 32
         self._watches: set[Viewer] = set()
@@ -101,28 +130,41 @@ class Viewer:
         self._left = asyncio.Event()
         self._at: float | None = None  # when the last picture was taken
         self._said_at = 0.0  # when the last message was made
+        self._costs: deque[float] = deque(maxlen=2)  # CPU seconds of the last pictures
 
     async def next(self) -> bytes | None:
         """Return the next message; None at the end. The time until it is called again is that of the viewer."""
         loop = asyncio.get_running_loop()
         while True:
             if self._at is not None:
-                await self._wait(self._at + PERIOD_SECONDS)
+                await self._wait(self._at + period_of(self._costs))
             if self._left.is_set() or self._watching.is_closed:
                 return None
             now = self._at = loop.time()
+            meter = self._watching.meter
+            before = meter.seconds
             picture = await self._watching.take(self._query, self._visitor)
-            entries = entries_of(picture)
             if self._entries is None:
+                entries = entries_of(picture)
                 self._has(picture.seq, entries, now)
                 return _event(b"snapshot", picture.seq, msgspec.json.encode(picture))
-            patch = patch_between(self._entries, entries, picture)
-            if patch.set or patch.gone or patch.progress or not self._said_at:
-                self._has(picture.seq, entries, now)
-                return _event(b"patch", picture.seq, msgspec.json.encode(patch))
+            with meter.running():
+                message = self._patch(self._entries, picture, now)
+            self._costs.append(meter.seconds - before)
+            if message is not None:
+                return message
             if now - self._said_at >= KEEP_ALIVE_SECONDS:
                 self._said_at = now
                 return KEEP_ALIVE
+
+    def _patch(self, known: Entries, picture: Picture, now: float) -> bytes | None:
+        """Return what is new since the last message; None: nothing is."""
+        entries = entries_of(picture)
+        patch = patch_between(known, entries, picture)
+        if not (patch.set or patch.gone or patch.progress) and self._said_at:
+            return None
+        self._has(picture.seq, entries, now)
+        return _event(b"patch", picture.seq, msgspec.json.encode(patch))
 
     def sent(self, seconds: float) -> None:
         """Take how long a message took to send. A slow viewer gets a whole picture next: it may have given up on this one."""
