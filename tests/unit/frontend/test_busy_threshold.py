@@ -241,9 +241,13 @@ async def test_loads_are_followed_for_who_looks_at_them_and_exclude_nobody(
         assert not reporter.is_avoided
         (row,) = (await lens.get("snapshot", views="workers"))["workers"]
         assert (row["kv_blocks_used"], row["kv_blocks_total"], row["note"]) == (99, BLOCKS, "")
+        # A gauge would stay at its last value when nobody looks any more.
+        assert "worker_active_decode_blocks" not in house.frontend.metrics.expose().decode()
         await until(lambda: not loads._followers)  # nobody looks any more
         assert loads.busy_workers.reports_of(reporter.id) == []
         await heard()  # somebody looks again
         await loads.set(BusyThresholds("m", active_decode_blocks_threshold=0.5))
         await reporter.says(99, is_avoided=True)
-        await until(lambda: [reports_own for _, reports_own in loads._followers] == [True])
+        await until(lambda: [needs_loads for _, needs_loads in loads._followers] == [True])
+        await reporter.says(99, is_avoided=True)
+        await until(lambda: "worker_active_decode_blocks" in house.frontend.metrics.expose().decode())

@@ -98,7 +98,7 @@ class LoadFollower:
         self._audience = _Audience(needs_all=settings.autoscale)
         self._by_model: dict[str, BusyThresholds] = {}
         self.busy_workers = BusyWorkers(models.pools, self.of)
-        # By endpoint, and whether what this process has booked there is reported.
+        # By endpoint, and whether a threshold or a signal needs its loads: else somebody only looks at them.
         self._followers: dict[tuple[str, bool], asyncio.Task[None]] = {}
         self._background = Background()
         self._keeper: asyncio.Task[None] | None = None
@@ -192,13 +192,14 @@ class LoadFollower:
             self._followers[key] = self._background.start(self._follow(*key), f"frontend: loads of {key[0]}")
         self.busy_workers.keep_only(frozenset(worker for pool in followed for worker in pool.member_ids))
 
-    async def _follow(self, endpoint: str, reports_own: bool) -> None:
+    async def _follow(self, endpoint: str, needs_loads: bool) -> None:
+        """Follow the loads of an endpoint. Where they are only looked at, nothing of this process is reported or counted."""
         while True:
-            own = self._report_own(endpoint) if reports_own else nullcontext()
+            own = self._report_own(endpoint) if needs_loads else nullcontext()
             try:
                 async with self._subscribe(endpoint) as events, own:
                     async for event in events:
-                        self._report(event)
+                        self._report(event, is_counted=needs_loads)
                 return  # the plane was closed
             except DynamoException as error:
                 logger.warning(
@@ -209,14 +210,15 @@ class LoadFollower:
                 )
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _report(self, event: Event) -> None:
+    def _report(self, event: Event, *, is_counted: bool) -> None:
         try:
             load = _decode_load(event.payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also no UTF-8, or nested too deep
             logger.warning("a load report is not readable and ignored: %s", error)
             return
         self.busy_workers.report(load)
-        self._models.note_load(load)
+        if is_counted:
+            self._models.note_load(load)
 
 
 class BusyThresholdRoute:
