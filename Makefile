@@ -99,7 +99,7 @@ test-browser: $(VENV)/.dev ## the inspector's page in a headless Chromium (Debia
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[browser]'
 	@$(BIN)/python -m pytest -q -m browser tests/process/inspect_page -rs $(ARGS)
 
-screenshots: $(VENV)/.dev ## the pictures of docs/img: every view of the inspector's page under load (ARGS="--only streams")
+screenshots: $(VENV)/.dev ## the pictures of docs/img: every view of the inspector and every page of dynamo top, under load (ARGS="--only streams")
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[browser]'
 	@$(BIN)/python tools/screenshots.py $(ARGS)
 
