@@ -14,6 +14,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -117,15 +118,13 @@ class Frontend:
         if self.inspector is not None and others is not None:
             self.inspector.join(others)
         signals = None if not settings.autoscale else self._signals(runtime, peers)
-        if signals is not None and self.inspector is not None:
-            signals.on_decision = self.inspector.note_scaling
         operators = OperatorParts(
             loads=self.loads, adapters=adapters, logs=logs, peers=peers, inspector=self.inspector, signals=signals
         )
         routes = FrontendRoutes(self.pipeline, preparing, responses, self.batches, operators)
         self.asgi = routes.for_clients()
         self.admin_asgi = routes.for_operators()
-        measures = [self.models.measure, *(() if signals is None else (signals.measure,))]
+        measures = [self.models.measure, *(() if signals is None else (partial(self._measure_load, signals),))]
         probe = LoopProbe(self.metrics.event_loop, measures)
         # Once the store is followed:
         self._starts: list[Callable[[], Awaitable[None] | None]] = [adapters.start, probe.start, recording.start]
@@ -168,6 +167,11 @@ class Frontend:
         rules = ScaleRules(0, MANY, self.settings.autoscale_target)
         reports_of = self.loads.busy_workers.reports_of
         return AutoscaleSignals(self.models, runtime.metrics, reports_of, rules, peers, member=str(os.getpid()))
+
+    def _measure_load(self, signals: AutoscaleSignals, now: float) -> None:
+        for key, before, decision in signals.measure(now):
+            if self.inspector is not None:
+                self.inspector.note_scaling(key, before, decision)
 
     @property
     def admission(self) -> Admission:

@@ -40,7 +40,7 @@ from dynamo.frontend.inspector.pictures import MemberPicture, PictureQuery, merg
 from dynamo.frontend.inspector.streams import sort_of
 from dynamo.frontend.inspector.tables import Tables
 from dynamo.frontend.inspector.visitors import Visitor
-from dynamo.frontend.inspector.watching import CpuMeter, Watching
+from dynamo.frontend.inspector.watching import Watching
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import GroupKey
 from dynamo.frontend.pipeline.exchange import Exchange
@@ -138,8 +138,7 @@ class Inspector:
         self._pipeline = pipeline
         self._figures = _Figures(pipeline)
         self._background = Background()
-        self._meter = CpuMeter()
-        self.watching = Watching(self.take, self._meter)
+        self.watching = Watching(self.take)
         self.actions = Actions(self.tables, self.clock.now)
         self._members = Members(peers, self._answer)
         self.operator = WorkerOperator(pipeline.models, self._members, self.clock)
@@ -160,7 +159,7 @@ class Inspector:
         self._members.others = others
 
     def note_scaling(self, key: GroupKey, before: int, decision: Decision) -> None:
-        """Note that the load of a role asks for another number of workers. Whoever scales may have other bounds."""
+        """Add the event of a load that asks for another number of workers. Whoever scales may have other bounds."""
         workers = f"{decision.target} {key.role} worker{'' if decision.target == 1 else 's'}"
         text = f"the load of {key.model} asks for {workers}, not {before} ({decision.reason}): {decision.text}"
         self.tables.events.add("scale", text, model=key.model)
@@ -311,10 +310,10 @@ class Inspector:
 
     async def take(self, query: PictureQuery, visitor: Visitor, seq: int) -> Picture:
         """Take a picture of all processes of the group. Raises FilterError."""
-        with self._meter.running():
+        with self.watching.meter.running():
             own = self.member_picture(query)
         others, silent = await self._members.ask(AskPicture(query), MemberPicture)
-        with self._meter.running():
+        with self.watching.meter.running():
             return self.picture([own, *others], silent, query, visitor, seq)
 
     def member_picture(self, query: PictureQuery) -> MemberPicture:

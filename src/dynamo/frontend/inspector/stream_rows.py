@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from msgspec import structs
 
@@ -46,6 +46,18 @@ def key_name(identity: Identity | None) -> str | None:
     return None if identity is None else identity.record.name or identity.id
 
 
+class RowProgress(NamedTuple):
+    """How far a request had come at a look."""
+
+    tokens: int
+    last_token_at: float | None  # loop time
+    is_reading: bool  # whether it waits for its worker, and not for its client
+    is_stalled: bool
+
+
+_NOTHING_YET: Final = RowProgress(0, None, False, False)
+
+
 class StreamRow:
     """A request as it was at the last look, and its row. Call `look` before anything is read."""
 
@@ -60,11 +72,8 @@ class StreamRow:
         "_row",
         "_running",
         "instance_id",
-        "is_reading",
-        "is_stalled",
-        "last_token_at",
+        "progress",
         "rate",
-        "tokens",
     )
 
     def __init__(self, exchange: Exchange) -> None:
@@ -77,12 +86,9 @@ class StreamRow:
         self._failed: tuple[FailedAttempt, ...] = ()
         self._rate_at: float | None = None  # since when `rate` is measured: loop time; None: it does not stream yet
         self._rate_tokens = 0  # that there were then
-        self.tokens = 0
+        self.progress = _NOTHING_YET
         self.rate: float | None = None  # tokens per second; None: not known yet
         self.instance_id: int | None = None  # the worker that has it now; None: none has
-        self.last_token_at: float | None = None
-        self.is_reading = False  # whether it waits for its worker, and not for its client
-        self.is_stalled = False
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +111,7 @@ class StreamRow:
             and work.tally.failed_attempts is self._failed
         ):
             last: float | None = counters.progress_at
-            if now < self._looks_again_at and last == self.last_token_at and self._running[0].is_reading:
+            if now < self._looks_again_at and last == self.progress.last_token_at and self._running[0].is_reading:
                 return
         else:
             last = counters.last_token_at
@@ -124,15 +130,10 @@ class StreamRow:
             tokens = sum([stream.tokens for stream in running])
             is_reading = any(stream.is_reading for stream in running)
         is_stalled = last is not None and is_reading and now - last >= STALLED_SECONDS
-        if (
-            last != self.last_token_at
-            or tokens != self.tokens
-            or is_stalled is not self.is_stalled
-            or is_reading is not self.is_reading
-        ):
+        progress = RowProgress(tokens, last, is_reading, is_stalled)
+        if progress != self.progress:
+            self.progress = progress
             self._has_progress = True
-            self.tokens, self.last_token_at = tokens, last
-            self.is_reading, self.is_stalled = is_reading, is_stalled
         if self._looks_again_at > 0.0 and self._rate_at is not None:  # nothing has come until `before`
             self._rate_at = max(self._rate_at, before)  # or the first token would be spread over the silence before it
         if last is not None:
@@ -143,17 +144,17 @@ class StreamRow:
 
     def _measure(self, now: float) -> None:
         """Take the rate since the last look that gave one; at first the mean since the first token."""
-        at, rate = self._rate_at, self.rate
+        at, rate, tokens = self._rate_at, self.rate, self.progress.tokens
         if at is None:
             counters = self._exchange.counters
             since = None if counters is None else counters.first_token_seconds
             if since is not None and (seconds := now - self._exchange.arrival.at - since) >= RATE_SECONDS:
-                rate = self.tokens / seconds
+                rate = tokens / seconds
         elif now - at >= RATE_SECONDS:
-            rate = (self.tokens - self._rate_tokens) / (now - at)
+            rate = (tokens - self._rate_tokens) / (now - at)
         else:
             return
-        self._rate_at, self._rate_tokens = now, self.tokens
+        self._rate_at, self._rate_tokens = now, tokens
         if rate != self.rate:
             self.rate = rate
             self._has_progress = True
@@ -173,31 +174,32 @@ class StreamRow:
 
     def _advanced(self, before: StreamView, clock: InspectorClock) -> StreamView:
         """Return the row of a request that had tokens, or a silence, since its last row, and nothing else."""
-        exchange, last, rate = self._exchange, self.last_token_at, self.rate
+        exchange, progress, rate = self._exchange, self.progress, self.rate
+        last = progress.last_token_at
         assert exchange.work is not None
         tally = exchange.work.tally
         row = structs.replace(
             before,
             prompt_tokens=tally.prompt_tokens,
             cached_tokens=tally.cached_tokens,
-            output_tokens=self.tokens,
+            output_tokens=progress.tokens,
             tokens_per_second=None if rate is None else round(rate, 2),
             last_token_ms=None if last is None else clock.ms(last),
-            is_stalled=self.is_stalled,
+            is_stalled=progress.is_stalled,
         )
-        if not self.is_reading or row.phase != _NAMES[Phase.STREAMING]:
+        if not progress.is_reading or row.phase != _NAMES[Phase.STREAMING]:
             self._judge_silence(row, clock)
         return row
 
     def _judge_silence(self, row: StreamView, clock: InspectorClock) -> None:
         """Tell a client that is behind from a worker that sends nothing."""
-        last = self.last_token_at
-        if self.is_reading:
+        last = self.progress.last_token_at
+        if self.progress.is_reading:
             row.phase, row.phase_ms = _NAMES[Phase.STREAMING], clock.ms(_entered(self._exchange))
         else:  # a stream whose worker was lost is not read, either, until another one has it
             row.phase = _NAMES[Phase.PREPROCESSED] if self.instance_id is None else CLIENT_SLOW
             row.phase_ms = row.phase_ms if last is None else clock.ms(last)
-        row.is_stalled = self.is_stalled
+        row.is_stalled = self.progress.is_stalled
 
     def _made(self, clock: InspectorClock, frontend_id: str) -> StreamView:
         exchange = self._exchange
@@ -238,7 +240,7 @@ class StreamRow:
             instance_id = first.instance_id
             if instance_id is not None and (name := worker_name(instance_id)) not in row.workers[-1:]:
                 row.workers.append(name)
-        row.output_tokens = self.tokens
+        row.output_tokens = self.progress.tokens
         if self.rate is not None:
             row.tokens_per_second = round(self.rate, 2)
         if exchange.phase is Phase.STREAMING and running:

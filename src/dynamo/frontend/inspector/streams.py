@@ -26,7 +26,7 @@ class WorkerPulse:
     def __init__(self, rows: Sequence[StreamRow]) -> None:
         self.running = len(rows)
         self.rate = sum([row.rate for row in rows if row.rate])
-        times = [row.last_token_at for row in rows if row.last_token_at is not None]
+        times = [at for row in rows if (at := row.progress.last_token_at) is not None]
         self.last_token_at = min(times, default=None)  # of the stream that has been silent for longest
 
 

@@ -68,9 +68,10 @@ class TooManyViewers(Exception):
 class Watching:
     """The watches of one process. Used on the event loop only."""
 
-    def __init__(self, take: Take, meter: CpuMeter) -> None:
-        """`meter`: measures the work for viewers, also that of `take`."""
-        self._take, self.meter = take, meter
+    def __init__(self, take: Take, meter: CpuMeter | None = None) -> None:
+        self._take = take
+        self.meter = meter or CpuMeter()
+        """Measures the work for viewers; `take` measures its own with it."""
         # Numbers of another life of this frontend, or of another process, are not taken for ours. JSON holds 53 bits.
         self._seq = secrets.randbelow(2**20) << 32
         self._watches: set[Viewer] = set()

@@ -26,7 +26,7 @@ from dynamo.scaling.decide import Decision, ScaleReason, ScaleRules
 from dynamo.scaling.follower import ScaleFollower
 from dynamo.scaling.saturation import RoleLoad, Saturation, Smoothed, saturation_of
 
-__all__ = ["MANY", "AutoscaleSignals", "OnDecision", "RoleSignal", "WorkerStreams"]
+__all__ = ["MANY", "AutoscaleSignals", "NewDecision", "RoleSignal", "WorkerStreams"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ MEMBER_SECONDS: Final = 5.0  # how long what another process of the group said o
 MANY: Final = 100_000  # the most workers is what the autoscaler outside says it is
 
 
-OnDecision = Callable[[GroupKey, int, Decision], None]
-"""Called with a role whose load asks for another number of workers, the number before, and the decision."""
+NewDecision = tuple[GroupKey, int, Decision]
+"""A role whose load asks for another number of workers, the number before, and the decision."""
 
 
 class WorkerStreams(msgspec.Struct, frozen=True):
@@ -146,7 +146,6 @@ class AutoscaleSignals:
         self._now = 0.0
         self._background = Background()
         self._is_sharing = self._is_full = False
-        self.on_decision: OnDecision | None = None
         if peers is not None:
             peers.on_shared(self._hear)
 
@@ -154,10 +153,11 @@ class AutoscaleSignals:
         """Tell the other processes nothing more. Idempotent."""
         await self._background.close()
 
-    def measure(self, now: float) -> None:
-        """Look at every role, and decide."""
+    def measure(self, now: float) -> list[NewDecision]:
+        """Look at every role, and decide; return what is new."""
         self._now = now
         own: list[_OwnLoad] = []
+        found: list[NewDecision] = []
         pools = self._models.roles()
         for key, pool in pools.items():
             load, streams, own_load = self._look(key, pool, now)
@@ -170,13 +170,14 @@ class AutoscaleSignals:
                 role = self._roles[key] = _Role(self._registry, key, self._rules, load.ready)
             role.show(load, streams)
             news = role.take(now)
-            if news is not None and self.on_decision is not None:
-                self.on_decision(key, *news)
+            if news is not None:
+                found.append((key, *news))
         for key in self._roles.keys() - pools.keys():
             self._roles.pop(key).gauges.remove()
         if self._peers is not None and not self._is_sharing:
             self._is_sharing = True
             self._background.start(self._share(self._peers, own), "frontend: autoscale signals")
+        return found
 
     def signals(self, model: str) -> list[RoleSignal]:
         """Return the signals of a model, one for each namespace and role, as they are at this moment."""
