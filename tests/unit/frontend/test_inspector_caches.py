@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.kv.settings import KvRouterSettings
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster, say
 from support.inspecting import Lens
+from support.patience import PATIENCE_SECONDS
 
 BLOCK = 4
 PROMPT = list(range(1, 18))  # four blocks and a token
@@ -43,6 +45,9 @@ async def test_caches_and_prefixes_show_what_was_routed_where(tmp_path: Path) ->
         assert [(row["blocks_known"], row["hit_share"]) for row in before["caches"]] == [(None, None), (None, None)]
         for _ in range(3):
             assert (await house.client.completion(PROMPT)).status == 200
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while (await lens.get("snapshot", views="streams"))["streams"]:
+                    pass  # the next one finds its worker idle again, so it goes to the same one
         picture = await lens.get("snapshot", views="caches,workers")
         rows = {row["id"]: row for row in picture["caches"]}
         chosen, idle = (worker, other) if worker.requests else (other, worker)
