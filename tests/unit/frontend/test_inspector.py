@@ -411,11 +411,11 @@ async def test_the_tokens_of_a_request_that_is_looked_at_are_shown_second_by_sec
         assert (await lens.get("requests/mine"))["token_rates"] == []
         paced.go(6)
         await request.until(lambda each: each.body.count(b'"content"') >= 7)
-        now = asyncio.get_running_loop().time()
         rates = inspector.tables.token_rates
-        (id,) = rates._seen
-        assert rates.look(id, 7, now + 2.0) == [3.0, 3.0]  # six tokens in the two seconds since the first look
-        assert rates.look(id, 7, now + 2.1) == [3.0, 3.0]
+        ((id, first),) = rates._seen.items()
+        began = first.at
+        assert rates.look(id, 7, began + 2.0) == [3.0, 3.0]  # six tokens in the two seconds since the first look
+        assert rates.look(id, 7, began + 2.1) == [3.0, 3.0]
         paced.go(last=True)
         await request.done()
         assert (await lens.get("requests/mine"))["token_rates"] == [3.0, 3.0]
