@@ -101,7 +101,7 @@ def _read_yaml(path: str) -> Any:
         return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgument(f"--extra-engine-args {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # the last three: of what it holds
         raise InvalidArgument(f"--extra-engine-args {path} is not YAML: {error}") from error
 
 

@@ -160,9 +160,11 @@ def test_a_file_that_unfolds_without_end_is_refused_at_once() -> None:
     for text in (doubled, merged):
         with pytest.raises(InvalidPolicy, match="values"):
             read_policy_file(text)
-    for text in ("router: &a [*a]", "router: " + "[" * 5000 + "]" * 5000):
-        with pytest.raises(InvalidPolicy, match="levels"):
+    for text in ("router: &a [*a]", "router: " + "[" * 51 + "]" * 51):
+        with pytest.raises(InvalidPolicy, match="has more than 50 levels"):
             read_policy_file(text)
+    with pytest.raises(InvalidPolicy, match=r"levels|nesting depth"):  # newer YAML readers have a bound of their own
+        read_policy_file("router: " + "[" * 5000 + "]" * 5000)
 
 
 def test_a_value_that_its_tag_does_not_fit_is_refused() -> None:

@@ -22,6 +22,7 @@ __all__ = ["BUILT_IN_SELECTOR", "PolicyFile", "RouterFileSettings", "Selector", 
 T = TypeVar("T")
 BUILT_IN_SELECTOR: Final = "default"
 MAX_NODES: Final = 20_000  # values of a file
+MAX_LEVELS: Final = 50  # of maps and lists within each other
 SelectorRole = Literal["aggregated", "prefill", "decode", "encode"]
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`")
 
@@ -151,21 +152,23 @@ def _parsed(text: str) -> object:
         _check_nodes(node, "", count(1))
         return {} if node is None else loader.construct_document(node)
     except RecursionError as error:
-        raise InvalidPolicy("policy file", "has too many levels, or holds itself") from error
+        raise InvalidPolicy("policy file", f"has more than {MAX_LEVELS} levels, or holds itself") from error
     except (yaml.YAMLError, ValueError, AttributeError) as error:  # the last two: of values such as `!!int x`
         if isinstance(error, InvalidPolicy):
             raise
         raise InvalidPolicy("policy file", f"is not valid YAML: {error}") from error
 
 
-def _check_nodes(node: object, path: str, numbers: Iterator[int]) -> None:
+def _check_nodes(node: object, path: str, numbers: Iterator[int], level: int = 0) -> None:
     """Raise InvalidPolicy for a key that a map gives twice, as YAML readers silently take the last one, and for a file that
-    its references (`*name`) make larger than any that is meant.
+    its references (`*name`) make larger or deeper than any that is meant.
     """
     import yaml
 
     if next(numbers) > MAX_NODES:
         raise InvalidPolicy("policy file", f"has more than {MAX_NODES} values, each reference counted in full")
+    if level > MAX_LEVELS:
+        raise InvalidPolicy("policy file", f"has more than {MAX_LEVELS} levels, or holds itself")
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -173,10 +176,10 @@ def _check_nodes(node: object, path: str, numbers: Iterator[int]) -> None:
             if name in seen:
                 raise InvalidPolicy(f"{path}{name}", "is given twice")
             seen.add(name)
-            _check_nodes(value, f"{path}{name}.", numbers)
+            _check_nodes(value, f"{path}{name}.", numbers, level + 1)
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
-            _check_nodes(value, f"{path.removesuffix('.')}[{number}].", numbers)
+            _check_nodes(value, f"{path.removesuffix('.')}[{number}].", numbers, level + 1)
 
 
 def _converted(value: object, form: type[T], path: str = "") -> T:
