@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -43,16 +44,21 @@ async def test_a_group_and_another_frontend_show_and_end_the_requests_of_each_ot
             assert answer.status in (200, 202), answer.body
             return answer.json()
 
-        async def until_all_are_shown() -> None:
-            for port in ports:
+        async def until(port: int, views: str, is_so: Callable[[Any], bool]) -> Any:
+            """Look again and again: what one frontend knows of another is some moments old, and it may rest from asking."""
+            found = None
+            try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     while True:
-                        found = await admin(port, "snapshot?views=frontends,streams")
-                        if len(found["frontends"]) == PROCESSES and not found["partial"]:
-                            break
+                        found = await admin(port, f"snapshot?views={views}")
+                        if not found["partial"] and is_so(found):
+                            return found
                         await asyncio.sleep(0.05)
+            except TimeoutError:
+                raise AssertionError(f"the last picture was {found}") from None
 
-        await until_all_are_shown()
+        for port in ports:
+            await until(port, "frontends,streams", lambda found: len(found["frontends"]) == PROCESSES)
         async with AsyncExitStack() as stack:
             requests = []
             for door in (doors[0], doors[0], doors[1]):
@@ -64,9 +70,12 @@ async def test_a_group_and_another_frontend_show_and_end_the_requests_of_each_ot
                 requests.append(one)
             await worker.sees("first", "shown", PROCESSES)
             for port in ports:
-                picture = await admin(port, "snapshot?views=streams,workers")
+                picture = await until(
+                    port,
+                    "streams,workers",
+                    lambda found: [len(found["streams"]), found["workers"][0]["running"]] == [PROCESSES, PROCESSES],
+                )
                 assert len({row["frontend"] for row in picture["streams"]}) == PROCESSES
-                assert picture["workers"][0]["running"] == PROCESSES
             rows = picture["streams"]
             for number, row in enumerate(rows):  # each by way of either frontend
                 ended = await admin(ports[number % 2], f"requests/{row['id']}/abort", {"reason": "enough"})
@@ -78,7 +87,4 @@ async def test_a_group_and_another_frontend_show_and_end_the_requests_of_each_ot
             assert KEY not in door.log
         doors[0].terminate()
         assert await doors[0].ended() == 0
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while len((await admin(ports[1], "snapshot?views=frontends"))["frontends"]) > 1:
-                await asyncio.sleep(0.05)
-        assert (await admin(ports[1], "snapshot?views=frontends"))["partial"] == []  # its record has gone with it
+        await until(ports[1], "frontends", lambda found: len(found["frontends"]) == 1)  # and nobody who does not answer
