@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -226,7 +226,15 @@ def _tokens(values: Sequence[object]) -> tuple[list[int], bool]:
         if len(pairs) < len(values):
             raise BadPayload("token_ids mix plain ids and pairs")
         return [_token(pair[0]) for pair in pairs] + [_token(pairs[-1][1])], True
-    return [_token(value) for value in values], False
+    return _tokens_of(values), False
+
+
+def _tokens_of(values: Sequence[object]) -> list[int]:
+    if set(map(type, values)) == {int}:
+        tokens = cast("list[int]", values)
+        if min(tokens) >= 0 and max(tokens) < 2**32:
+            return tokens
+    return [_token(value) for value in values]  # says which one is wrong
 
 
 def _token(value: object) -> int:

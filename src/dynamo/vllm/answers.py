@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dynamo.contract.engine import CompletionUsage, GenerateChunk, usage
@@ -48,8 +48,18 @@ class VllmAnswer:
         """Whether every choice has had its last chunk."""
         return self._choices_left == 0
 
-    def chunks(self, output: Any) -> Iterator[GenerateChunk]:
+    def chunks(self, output: Any) -> Iterable[GenerateChunk]:
         """Return what one `RequestOutput` adds. Raises EngineShutdown for a request that the engine gave up."""
+        parts = output.outputs
+        if self._cached is not None and len(parts) == 1 and not self._wants_logprobs:
+            part = parts[0]
+            if part.finish_reason is None and part.token_ids and not output.prompt_logprobs:  # nearly every output
+                ids = list(part.token_ids)
+                self._tokens += len(ids)
+                return ({"token_ids": ids, "index": part.index},)
+        return self._all_chunks(output)
+
+    def _all_chunks(self, output: Any) -> Iterator[GenerateChunk]:
         if output.num_cached_tokens is not None:
             self._cached = output.num_cached_tokens
         if output.prompt_logprobs:

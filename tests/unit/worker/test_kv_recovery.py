@@ -35,9 +35,11 @@ class Kept:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
+        self.messages = 0
         self.changed = asyncio.Event()
 
     def publish(self, payload: Any) -> None:
+        self.messages += 1
         self.events += payload
         self.changed.set()
 
@@ -90,8 +92,15 @@ async def connected(endpoint: Endpoint, engine: Engine) -> tuple[KvEventPublishe
         while not channel.events:  # a subscription takes a moment
             engine.say(["AllBlocksCleared"])
             await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)  # what was sent meanwhile has arrived
+    engine.say(store(10**9))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while "stored" not in channel.events[-1]["event"]["data"]:  # all that was sent before has arrived
+            channel.changed.clear()
+            await channel.changed.wait()
+    engine.say(["AllBlocksCleared"])
+    await channel.until(len(channel.events) + 1)
     channel.events.clear()
+    channel.messages = 0
     return publisher, channel
 
 
@@ -119,6 +128,14 @@ async def test_an_engines_own_events_are_published_in_native_form(endpoint: Endp
     assert removed["data"] == {"removed": {"block_hashes": [2**64 - 1]}}
     assert [event["event_id"] for event in (lower, removed)] == [stored["event_id"] + 1, stored["event_id"] + 2]
     publisher.shutdown()
+    publisher.shutdown()
+
+
+async def test_the_events_of_one_message_of_an_engine_are_one_message(endpoint: Endpoint, engine: Engine) -> None:
+    publisher, channel = await connected(endpoint, engine)
+    engine.say(store(1), ["BlockStored", [2], 1, TOKENS[4:], 4, None, "CPU"], ["BlockRemoved", [1], "GPU"])
+    await channel.until(3)
+    assert channel.messages == 1
     publisher.shutdown()
 
 

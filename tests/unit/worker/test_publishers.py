@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv import block_hashes
+from dynamo.kv.engine_events import Cleared, Removed, Stored
 from dynamo.kv.hashing import media_pad_token
 from dynamo.worker.kv_publishing.outbox import OUTBOX_MESSAGES
 from dynamo.worker.kv_publishing.publisher import (
@@ -241,6 +242,16 @@ async def test_long_lists_are_cut_at_128_and_stay_chained(count: int) -> None:
     assert [h for entry in data if "removed" in entry for h in entry["removed"]["block_hashes"]] == list(
         range(1, count + 1)
     )
+
+
+async def test_one_broken_event_of_an_engine_publishes_none_of_its_message() -> None:
+    events, channel = await publisher()
+    good = Stored([1], None, TOKENS[:16], 16)
+    with pytest.raises(ValueError, match="token_ids"):
+        events.take_engine_events([good, Stored([2, 3], 1, TOKENS[:16], 16)])
+    events.take_engine_events([good, Removed([1]), Cleared()])
+    await settle()
+    assert [[event["event"]["event_id"] for event in message] for message in channel.messages] == [[1, 2, 3]]
 
 
 async def test_events_of_many_threads_arrive_in_the_order_of_their_ids() -> None:

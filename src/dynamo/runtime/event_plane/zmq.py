@@ -53,6 +53,10 @@ SEND_QUEUE: Final = 10_000
 as a gap. The native figure is 100,000: with KV events of some kilobytes a subscriber that hangs could take a gigabyte."""
 RECEIVE_QUEUE: Final = 100_000  # a bound of the same kind on the other side, before the inbox
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # a peer that announces more is disconnected
+# `zmq.POLLIN`, `NOBLOCK` and `SNDMORE`, without the price of its enumerations
+_READABLE: Final = 1
+_NO_WAIT: Final = 1
+_MORE: Final = 2
 BURST: Final = 256  # messages read before others on the loop get a turn
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 2_000
@@ -264,7 +268,10 @@ class _Publisher(NumberedPublisher):
         import zmq
 
         try:
-            self._socket.send_multipart(encode_parts(self._filter, event), zmq.NOBLOCK)
+            *parts, last = encode_parts(self._filter, event)
+            for part in parts:
+                self._socket.send(part, _NO_WAIT | _MORE)
+            self._socket.send(last, _NO_WAIT)
         except zmq.ZMQError as error:  # a PUB socket never waits; what remains is a context that is being closed
             self._plane._counts.dropped(event.topic)
             logger.debug("an event of %s was not sent: %s", event.topic, error)
@@ -335,6 +342,9 @@ class SocketReader:
             return
         for _ in range(BURST):
             try:
+                is_readable = int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE
+                if not is_readable:  # cheaper to ask than the exception of a read in vain
+                    return
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return

@@ -38,6 +38,7 @@ class Outbox:
         """Must be created on the event loop that owns the channel. `on_sent` is called there after messages were sent."""
         self._channel, self._on_sent = channel, on_sent
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self._capacity = capacity
         self._lock = threading.Lock()
         self._waiting: deque[Any] = deque()
@@ -58,8 +59,9 @@ class Outbox:
                 self._waiting.append(payload)
                 if not self._is_scheduled:
                     self._is_scheduled = True
+                    is_here = threading.get_ident() == self._loop_thread  # then nobody has to be woken
                     try:
-                        self._loop.call_soon_threadsafe(self._flush)
+                        (self._loop.call_soon if is_here else self._loop.call_soon_threadsafe)(self._flush)
                     except RuntimeError:  # the loop is closed: the process is on its way out
                         self._is_closed = True
                         self._waiting.clear()

@@ -48,6 +48,9 @@ MAX_EVENTS_PER_MESSAGE: Final = 128
 MAX_BLOCKS_PER_EVENT: Final = 128
 MAX_BATCHING_TIMEOUT_MS: Final = 15_000
 MAX_SIZE_WARNINGS: Final = 3
+DEVICE: Final = "device"  # the storage tier of an accelerator's own memory
+
+_TierChange = tuple[str, BlockChange]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class KvEventPublisher:
         """
         self._send([data for number, event in enumerate(events) for data in self._checked(number, event)])
 
-    def publish_changes(self, changes: Sequence[BlockChange], tier: str = "device") -> None:
+    def publish_changes(self, changes: Sequence[BlockChange], tier: str = DEVICE) -> None:
         """Publish changes that have their published shape already, at most 128 blocks each: of an engine that computes
         the hashes of block contents itself. All are of one storage tier.
         """
@@ -182,8 +185,11 @@ class KvEventPublisher:
         """Publish the loss of all blocks of the engine."""
         self._send(["cleared"])
 
-    def take_engine_events(self, events: Iterable[EngineEvent]) -> None:
-        """Publish an engine's own events. Raises ValueError for a stored event whose parts do not fit together."""
+    def take_engine_events(self, events: Sequence[EngineEvent]) -> None:
+        """Publish an engine's own events together. Raises ValueError for a stored event whose parts do not fit together:
+        then none of them is published.
+        """
+        changes: list[_TierChange] = []
         for event in events:
             match event:
                 case Stored():
@@ -197,13 +203,15 @@ class KvEventPublisher:
                         is_eagle=event.is_eagle,
                         cache_salt=event.cache_salt,
                     )
-                    self._send(self._stored(blocks), event.tier)
+                    changes += [(event.tier, change) for change in self._stored(blocks)]
                 case Removed():
-                    self._send(_removed(event.block_hashes) or [{"removed": {"block_hashes": []}}], event.tier)
+                    removed = _removed(event.block_hashes) or [{"removed": {"block_hashes": []}}]
+                    changes += [(event.tier, change) for change in removed]
                 case Cleared():
-                    self.publish_cleared()
+                    changes.append((DEVICE, "cleared"))
                 case _:
                     assert_never(event)
+        self._send_changes(changes)
 
     def answer(self, start_event_id: int | None, end_event_id: int | None) -> dict[str, Any]:
         """Return the answer for a router that missed events; see `KvLedger.answer`. Any thread."""
@@ -290,9 +298,12 @@ class KvEventPublisher:
                 return number
         return len(num_block_tokens)
 
-    def _send(self, changes: Sequence[BlockChange], tier: str = "device") -> None:
+    def _send(self, changes: Sequence[BlockChange], tier: str = DEVICE) -> None:
+        self._send_changes([(tier, change) for change in changes])
+
+    def _send_changes(self, changes: Sequence[_TierChange]) -> None:
         with self._lock:
-            events = [event for data in changes if (event := self._ledger.add(tier, data)) is not None]
+            events = [event for tier, data in changes if (event := self._ledger.add(tier, data)) is not None]
             for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
                 self._outbox.put(events[start : start + MAX_EVENTS_PER_MESSAGE])
 

@@ -30,7 +30,10 @@ class ZmqEngineEvents:
     def __init__(
         self, endpoint: str, topic: str, take: Callable[[Sequence[EngineEvent]], None], metrics: KvPublisherMetrics
     ) -> None:
-        """`take` gets the events of each message, in order. Raises InvalidArgument for an address that is none."""
+        """`take` gets the events of each message, in order; where it raises ValueError it has taken none of them.
+
+        Raises InvalidArgument for an address that is none.
+        """
         self._endpoint = endpoint
         self._topic = topic.encode()
         self._hand_on = take
@@ -87,7 +90,14 @@ class ZmqEngineEvents:
             if batch.issues:
                 self._warn("event", batch.issues[0])
             events += batch.events
-        for event in events:  # one by one: what one of them breaks the others need not suffer for
+        try:
+            self._hand_on(events)
+        except ValueError:
+            self._hand_on_each(events)
+
+    def _hand_on_each(self, events: Sequence[EngineEvent]) -> None:
+        """Hand on the events of which one is broken: the others need not suffer for it."""
+        for event in events:
             try:
                 self._hand_on([event])
             except ValueError as error:
