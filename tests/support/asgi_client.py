@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from support.patience import PATIENCE_SECONDS
+
 
 class Exchange:
     """One request to an ASGI application."""
@@ -53,12 +55,12 @@ class Exchange:
 
     async def until(self, condition: Any) -> None:
         """Wait until `condition(self)`, asked after every message."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition(self):
                 self._progress.clear()
                 await self._progress.wait()
 
-    async def done(self, patience_seconds: float = 10) -> Exchange:
+    async def done(self, patience_seconds: float = PATIENCE_SECONDS) -> Exchange:
         async with asyncio.timeout(patience_seconds):
             await self.task
         return self

@@ -17,6 +17,7 @@ from dynamo.runtime.event_plane.nats import NatsEventPlane
 from dynamo.runtime.event_plane.zmq import ZmqEventPlane
 from dynamo.runtime.nats_connection import NatsConnection
 from dynamo.runtime.settings import EventPlaneSettings, NatsSettings, ZmqBroker
+from support.patience import PATIENCE_SECONDS
 
 KINDS = ("mem", "zmq", "zmq broker", "nats")
 WALL = 1_700_000_000.5
@@ -130,7 +131,7 @@ def zmq_broker() -> Iterator[ZmqBroker]:
 
 async def heard(publisher: EventPublisher, events: AsyncIterator[Event]) -> Event:
     """Publish until the subscriber hears the newest message (a connection takes a moment); afterwards nothing is unread."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             newest = publisher.publish(b"hello")
             try:

@@ -18,6 +18,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.worker.registration import build_card, read_model_directory
 from support.asgi_client import AsgiClient
+from support.patience import PATIENCE_SECONDS
 
 Script = Callable[[Mapping[str, Any], Context, ResponseSink], Awaitable[None]]
 
@@ -106,7 +107,7 @@ class Cluster:
             card = build_card(model, assets=assets, **members)
         await worker.endpoint.publish_model(card.to_json())
         if wait:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await self.frontend.models.wait_for(lambda: self.sees(worker, card.display_name))
         return worker
 
@@ -117,7 +118,7 @@ class Cluster:
         return instance_id in listed and any(found.instance(instance_id) is not None for found in models)
 
     async def gone(self, model: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await self.frontend.models.wait_for(lambda: not self.frontend.models.is_registered(model))
 
     def metric(self, name: str, **labels: str) -> float:

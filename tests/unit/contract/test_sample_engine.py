@@ -16,6 +16,7 @@ from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.context import Context
 from dynamo.worker.kv_publishing.publisher import PushSource
 from support.cases import each_case
+from support.patience import PATIENCE_SECONDS
 
 AGG, PREFILL, DECODE, ENCODE = DisaggregationMode
 MEDIA = {"multi_modal_data": {"image": [{"Url": "data:image/png;base64,AA=="}]}, "mm_processor_kwargs": {"a": 1}}
@@ -310,7 +311,7 @@ class Recorder:
     async def wait(self, condition: Any) -> None:
         def block() -> bool:
             with self.changed:
-                return self.changed.wait_for(condition, timeout=5)
+                return self.changed.wait_for(condition, timeout=PATIENCE_SECONDS)
 
         assert await asyncio.to_thread(block)
 

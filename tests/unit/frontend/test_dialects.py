@@ -18,6 +18,7 @@ from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, cluster, fail, say
+from support.patience import PATIENCE_SECONDS
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -135,5 +136,5 @@ async def test_an_api_may_end_a_failed_stream_with_what_its_renderer_knows(
         )
         assert (await ask(app, CHAT | {"stream": True})).body.endswith(b"}\n\nevent: known\n\n")
         worker.script = say("ok")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert (await ask(app, CHAT)).status == 200

@@ -17,6 +17,7 @@ from dynamo.protocol.records import MEDIA_KINDS, ModelRuntimeConfig
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster, say
 from support.media_server import MediaServer, media_server, ok
+from support.patience import PATIENCE_SECONDS
 from support.pictures import BLUE, RED, WAV, data_url, image_part, plain_png, png_of
 from support.tiny_model import write_tiny_model
 
@@ -304,7 +305,7 @@ async def test_a_url_is_fetched_once_for_all_who_ask_at_the_same_time_and_then_k
     asked = [begin(house, image_part(server.url("/slow.png"))) for _ in range(5)]
     await server.came.wait()
     shared = "dynamo_frontend_media_fetches_total"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while house.metric(shared, outcome="shared") < 4:
             await asyncio.sleep(0)
     go.set()
@@ -331,7 +332,7 @@ async def test_the_fetch_ends_when_its_last_client_leaves(house: Cluster, server
     assert not server.left.is_set()
     second.disconnect()
     await second.done()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await server.left.wait()
     assert worker.requests == []
     assert house.metric("dynamo_frontend_requests_total", model="m", endpoint="chat_completions", request_type="unary", status="error", error_type="cancelled") == 2  # fmt: skip

@@ -24,6 +24,7 @@ from dynamo.protocol.batches.lines import line_number_of, line_request_id, resul
 from dynamo.protocol.batches.status import TRANSITIONS, BatchStatus
 from dynamo.protocol.openai.errors import RequestRejected
 from support.batch_client import BOUNDARY, FORM_HEADERS, chat_line, form, jsonl
+from support.patience import PATIENCE_SECONDS
 
 BODY = b'{"usage":{"prompt_tokens":3,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":1}}}'
 
@@ -115,7 +116,7 @@ async def test_results_that_come_together_share_one_wait_for_the_disk(tmp_path: 
     task = asyncio.ensure_future(commit.run())
     for number in range(10):
         commit.add(result(number))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(commit):
             await asyncio.sleep(0)
     task.cancel()

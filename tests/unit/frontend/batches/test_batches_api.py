@@ -13,6 +13,7 @@ import pytest
 from dynamo.errors import Overloaded
 from support.batch_client import begin, chat_line, jsonl, poll, results, upload
 from support.frontend_cluster import Cluster, cluster, say
+from support.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ async def test_a_batch_is_cancelled_in_its_middle(house: Cluster) -> None:
     worker = await house.worker()
     worker.script = worker.hold
     batch = await begin(house, [chat_line(f"line-{number}") for number in range(100)])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await worker.started.wait()
 
     cancelling = await house.client.call("POST", f"/v1/batches/{batch['id']}/cancel")
@@ -160,7 +161,7 @@ async def test_the_input_of_a_batch_that_runs_is_not_deleted(house: Cluster) -> 
     worker = await house.worker()
     worker.script = worker.hold
     batch = await begin(house, [chat_line("a")])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await worker.started.wait()
 
     refused = await house.client.call("DELETE", f"/v1/files/{batch['input_file_id']}")
@@ -238,7 +239,7 @@ async def test_the_gauges_tell_what_is_there(house: Cluster) -> None:
     ended = await poll(house, batch["id"])
     size = json.loads((await house.client.get(f"/v1/files/{ended['output_file_id']}")).body)["bytes"]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not house.metric("dynamo_frontend_batch_jobs", status="completed"):
             await asyncio.sleep(0.02)
 
