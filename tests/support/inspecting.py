@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlencode
 
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster
 
-__all__ = ["Lens", "messages_of"]
+__all__ = ["Lens", "Patches", "messages_of"]
 
 
 class Lens:
@@ -45,3 +46,24 @@ def messages_of(watch: Exchange) -> list[tuple[str, str, Any]]:
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
         found.append((fields["event"], fields["id"], json.loads(fields["data"])))
     return found
+
+
+class Patches:
+    """The patches of a watch, each looked at once.
+
+    The clock says when one is made, so what a request does in a moment may be told in one or in several, and a rate by itself.
+    """
+
+    def __init__(self, watch: Exchange) -> None:
+        self._watch = watch
+        self._seen = len(watch.events)
+
+    async def until(self, is_wanted: Callable[[Any], bool]) -> Any:
+        """Wait for the next patch that is wanted."""
+        while True:
+            await self._watch.until(lambda each: len(each.events) > self._seen)
+            name, id, patch = messages_of(self._watch)[self._seen]
+            self._seen += 1
+            assert (name, id) == ("patch", str(patch["seq"]))
+            if is_wanted(patch):
+                return patch

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,7 +34,14 @@ from support.inspecting import Lens
 from support.patience import PATIENCE_SECONDS
 
 KEY = "all-frontends-share-this"
+MODULE = "dynamo.frontend.inspector.other_frontends"
 WORKER_ANSWER = "plugh"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for an answer as long as it takes on a machine that does other things as well."""
+    monkeypatch.setattr(f"{MODULE}.ANSWER_SECONDS", PATIENCE_SECONDS)
 
 
 async def talks(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
@@ -156,7 +164,8 @@ async def test_one_that_does_not_answer_is_named_and_left_out_for_a_while(tmp_pa
         request.disconnect()
 
 
-async def test_one_that_hangs_costs_a_second_and_not_more(tmp_path: Path) -> None:
+async def test_one_that_hangs_costs_a_second_and_not_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     async with two(tmp_path) as (one, other):
         silent = socket.create_server(("127.0.0.1", 0))  # connects, and answers nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -166,7 +175,7 @@ async def test_one_that_hangs_costs_a_second_and_not_more(tmp_path: Path) -> Non
         inspector.others._urls["v1/frontends/x/1"] = url
         began = time.monotonic()
         partial = [(await one.lens.get("snapshot", views="streams"))["partial"] for _ in range(4)]
-        assert partial == [[url]] * 4
+        assert all(url in each for each in partial), partial  # the other one may be late
         assert time.monotonic() - began < PATIENCE_SECONDS / 4
         assert other.url in inspector.others.urls
         silent.close()
@@ -183,10 +192,14 @@ async def test_another_key_opens_nothing(tmp_path: Path) -> None:
         request.disconnect()
 
 
-async def test_a_code_is_for_one_address_one_question_and_one_moment(tmp_path: Path) -> None:
+async def test_a_code_is_for_one_address_one_question_and_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_800_000_000_000
+    monkeypatch.setattr(f"{MODULE}.time", SimpleNamespace(time=lambda: now / 1000))
     async with frontend(tmp_path) as found:
         port = int(found.url.rpartition(":")[2])
-        question, now = msgspec.msgpack.encode(AskPicture(PictureQuery())), int(time.time() * 1000)
+        question = msgspec.msgpack.encode(AskPicture(PictureQuery()))
         good = peer_code(KEY, found.url, now, question)
         cases = [
             (good, question, 200),
@@ -197,8 +210,10 @@ async def test_a_code_is_for_one_address_one_question_and_one_moment(tmp_path: P
             (good, question + b" ", 401),
             (peer_code("wrong" * 4, found.url, now, question), question, 401),
             (peer_code(KEY, "http://127.0.0.1:1", now, question), question, 401),
-            (peer_code(KEY, found.url, now - 31_000, question), question, 401),
-            (peer_code(KEY, found.url, now + 31_000, question), question, 401),
+            (peer_code(KEY, found.url, now - 30_000, question), question, 200),
+            (peer_code(KEY, found.url, now + 30_000, question), question, 200),
+            (peer_code(KEY, found.url, now - 30_001, question), question, 401),
+            (peer_code(KEY, found.url, now + 30_001, question), question, 401),
             *[(peer_code(KEY, found.url, now, raw), raw, 400) for raw in (b"", b"x", b"\x80")],
         ]
         for code, body, status in cases:

@@ -81,15 +81,15 @@ async def test_a_process_that_starts_later_keeps_what_is_left_of_a_hold(
 ) -> None:
     async with cluster(tmp_path) as house, cluster(tmp_path / "other") as other:
         worker = await house.worker()
-        id, peers = worker.endpoint.connection_id(), OtherProcesses()
+        id, peers, began = worker.endpoint.connection_id(), OtherProcesses(), time.time()
 
         def operator(where: Any, clock: InspectorClock) -> WorkerOperator:
             return WorkerOperator(where.frontend.models, Members(peers, lambda _: None), clock)
 
-        first = operator(house, InspectorClock())
+        first = operator(house, InspectorClock(wall_clock=lambda: began))
         visitor = Visitor(KeyRole.ADMIN, None)
         await first.act("drain", f"{id:x}", WorkerActionRequest(seconds=600), visitor)
-        clock = InspectorClock(wall_clock=lambda: time.time() + later_seconds)
+        clock = InspectorClock(wall_clock=lambda: began + later_seconds)
         second = operator(other, clock)
         hold = other.frontend.models.desk.of(id, clock.now())
         assert (None if hold is None else round(hold.seconds or 0)) == (left or None)
