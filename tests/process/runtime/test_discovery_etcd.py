@@ -28,8 +28,9 @@ from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import EtcdSettings, RuntimeSettings
 from support.discovery_rigs import collect
-from support.etcd_server import EtcdServer, free_ports
+from support.etcd_server import EtcdServer
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
+from support.ports import free_ports
 from support.relay import Relay
 
 KEY = "v1/instances/ns/c/e/1f"

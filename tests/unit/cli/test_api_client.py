@@ -10,8 +10,8 @@ from contextlib import closing, contextmanager
 import pytest
 
 from dynamo.cli.api_client import ApiClient, ServerError
-from support.etcd_server import free_ports
 from support.patience import PATIENCE_SECONDS
+from support.ports import free_ports
 
 TOO_LARGE = b'{"error": {"message": "the file is too large"}}'
 

@@ -23,8 +23,8 @@ from dynamo.runtime.discovery.kubernetes.records import instance_id_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import KubernetesSettings, RuntimeSettings
 from support.discovery_rigs import collect
-from support.etcd_server import free_ports
 from support.fake_kubernetes import NAMESPACE, SLICES, WORKERS, FakeKubernetes
+from support.ports import free_ports
 
 KEY = "v1/instances/ns/c/e/1f"
 OTHER = "v1/instances/ns/c/e/2a"
