@@ -141,6 +141,12 @@ class Frontend(Process):
         )
         return min(cards, self._instances_beside(model))
 
+    def roles(self, model: str) -> set[str]:
+        """The roles of the workers of a model that this frontend knows, with an instance for each."""
+        status, body = self.get(f"/v1/models/{model}/ready")
+        namespaces = json.loads(body)["namespaces"].values() if status == 200 else ()
+        return {role for one in namespaces for role, found in one["worker_types"].items() if found["instance_ids"]}
+
     def _instances_beside(self, model: str) -> int:
         # Each model of these tests lives on a component of its own name.
         instances = json.loads(self.get("/health")[1])["instances"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,14 +60,8 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             cluster.mocker(role, "split", *flags, OTEL_SERVICE_NAME=role).wait_ready()
         cluster.wait_ready(frontend, *workers)
         cluster.wait_ready(speaking, *workers)
-        wait(lambda: len(roles(frontend, "split")) == 2, lambda: f"both roles; log:\n{frontend.log}")
+        wait(lambda: len(frontend.roles("split")) == 2, lambda: f"both roles; log:\n{frontend.log}")
         yield Rig(receiver, frontend, speaking)
-
-
-def roles(frontend: Frontend, model: str) -> set[str]:
-    status, body = frontend.get(f"/v1/models/{model}/ready")
-    namespaces = json.loads(body)["namespaces"].values() if status == 200 else ()
-    return {role for namespace in namespaces for role in namespace["worker_types"]}
 
 
 def by_name(spans: list[Span], name: str) -> list[Span]:
