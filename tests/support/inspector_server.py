@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 
 from dynamo.protocol.inspector.views import Patch, Picture, RequestDetail, RoutingView, StreamView
+from support.ports import held_port
 
 END: Final = object()
 
@@ -189,9 +190,10 @@ def _answer(handler: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
 
 @contextlib.contextmanager
 def inspector_server(picture: Picture, **options: Any) -> Iterator[InspectorServer]:
-    server = InspectorServer(picture, **options)
-    server.open()
-    try:
-        yield server
-    finally:
-        server.close()
+    with held_port() as port:  # also while it is closed
+        server = InspectorServer(picture, port=port, **options)
+        server.open()
+        try:
+            yield server
+        finally:
+            server.close()

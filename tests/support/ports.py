@@ -7,11 +7,12 @@ import os
 import random
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["free_ports"]
+__all__ = ["free_ports", "held_port"]
 
 LOWEST: Final = 20_000
 RANGE_FILE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -34,6 +35,18 @@ def free_ports(count: int) -> Sequence[int]:
         if _is_ours(folder / str(port)) and _is_free(port):
             found.append(port)
     return found
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this machine that refuses connections until the test listens at it, and again when the test has stopped.
+
+    It stays bound all the time: no other process is given it meanwhile.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def _first_of_the_system() -> int:

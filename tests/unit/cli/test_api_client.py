@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.cli.api_client import ApiClient, ServerError
 from support.patience import PATIENCE_SECONDS
-from support.ports import free_ports
+from support.ports import held_port
 
 TOO_LARGE = b'{"error": {"message": "the file is too large"}}'
 
@@ -62,8 +62,7 @@ def test_an_answer_that_comes_before_the_body_was_sent_is_shown() -> None:
 
 
 def test_a_server_that_is_not_there_is_asked_for() -> None:
-    (port,) = free_ports(1)
-    with pytest.raises(ServerError, match="is it running"):
+    with held_port() as port, pytest.raises(ServerError, match="is it running"):
         ApiClient(f"http://127.0.0.1:{port}", None).call("GET", "/v1/batches")
 
 

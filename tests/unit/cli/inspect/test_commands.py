@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from dynamo.protocol.inspector.views import CountersView, Picture
 from support.cases import each_case
 from support.inspector_pictures import FLEET, FRONTENDS, MODELS, WORKERS, demo_picture, many_streams, ready_picture
 from support.inspector_server import InspectorServer, inspector_server
+from support.ports import held_port
 
 
 @pytest.fixture
@@ -30,12 +30,6 @@ def server() -> Iterator[InspectorServer]:
 def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DYN_API_KEY", "DYN_HTTP_PORT"):
         monkeypatch.delenv(name, raising=False)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 # -- top ---------------------------------------------------------------------------------------------------------------
@@ -102,7 +96,8 @@ def test_the_key_is_that_of_the_environment(
 
 
 def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--once", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    with held_port() as port:
+        assert main(["top", "--once", "--url", f"http://127.0.0.1:{port}"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("dynamo top: no answer from http://127.0.0.1:")
     assert error.count("\n") == 1
@@ -167,7 +162,8 @@ def test_as_json(server: InspectorServer, capsys: pytest.CaptureFixture[str]) ->
 
 @each_case("argv", [[], ["--json"]])
 def test_a_server_that_is_not_there_is_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--url", f"http://127.0.0.1:{free_port()}", *argv]) == 2
+    with held_port() as port:
+        assert main(["status", "--url", f"http://127.0.0.1:{port}", *argv]) == 2
     shown = capsys.readouterr()
     if argv:
         assert json.loads(shown.out)["is_ready"] is None
