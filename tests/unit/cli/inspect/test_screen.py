@@ -25,7 +25,7 @@ from support.cases import each_case
 from support.inspector_pictures import DETAIL, FLEET, NOW_MS, ROUTING, STREAMS, WORKERS, demo_picture, many_streams
 from support.inspector_server import InspectorServer, inspector_server
 from support.properties import examples
-from support.terminal_screen import TerminalScreen, check_snapshot, terminal_screen
+from support.terminal_screen import TerminalScreen, terminal_screen
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 SIZES = ((80, 24), (200, 60))
@@ -66,8 +66,8 @@ async def test_the_pages(server: InspectorServer, width: int, height: int) -> No
     async with terminal_screen(server, width, height) as screen:
         for page in PAGES:
             await screen.press(page.key)
-            text = await screen.shows("demo-cluster", *(words_of(view) for view in page.tables))
-            check_snapshot(text, SNAPSHOTS / f"{page.name}-{width}x{height}.txt")
+            words = ("demo-cluster", *(words_of(view) for view in page.tables))
+            await screen.shows_snapshot(SNAPSHOTS / f"{page.name}-{width}x{height}.txt", *words)
 
 
 def words_of(view: str) -> str:
@@ -81,7 +81,7 @@ async def test_a_request(server: InspectorServer, width: int, height: int) -> No
     async with terminal_screen(server, width, height) as screen:
         await screen.shows("Streams 3")
         await screen.press("down", "enter")
-        check_snapshot(await screen.shows("─ Timeline"), SNAPSHOTS / f"request-{width}x{height}.txt")
+        await screen.shows_snapshot(SNAPSHOTS / f"request-{width}x{height}.txt", "─ Timeline")
         await screen.press("end")
         await screen.shows("text is not shown")
 
@@ -110,7 +110,7 @@ async def test_a_walk_by_keyboard(screen: TerminalScreen) -> None:
     await screen.press("down", "enter")
     await screen.shows("Worker 694d9a3c5d8f7ea0", "10.0.0.12:40021")
     await screen.press("escape", "m")
-    await screen.shows("Models ")
+    await screen.shows(words_of("models"))
     await screen.press("end", "enter")
     await screen.shows("Model dynamo/demo-law", "context_length")
     await screen.press("escape", "x")
@@ -140,7 +140,7 @@ async def test_going_to_a_page_a_request_and_a_worker(screen: TerminalScreen, se
     await screen.type("chatcmpl-gone")
     await screen.press("enter")
     await screen.shows("─ Timeline")
-    assert server.asked[-1][1] == "/admin/v1/requests/chatcmpl-gone"
+    assert ("GET", "/admin/v1/requests/chatcmpl-gone", {}) in server.asked
 
 
 async def test_every_page_is_found_by_its_key_and_its_name() -> None:
@@ -218,7 +218,7 @@ async def test_a_worker_is_put_out_or_taken_back(worker: Any, key: str, action: 
     with inspector_server(demo_picture(workers=[worker])) as server:
         async with terminal_screen(server) as screen:
             await screen.press("w")
-            await screen.shows("▶")
+            await screen.shows("▶", "Workers 1", but="Streams")
             await screen.press(key)
             await screen.shows(f"{action} worker {worker.id}")
             await screen.type("new kernel")
@@ -252,7 +252,9 @@ async def test_read_only_offers_no_action(change: dict[str, Any]) -> None:
 
 
 async def test_where_a_prompt_would_go(screen: TerminalScreen, server: InspectorServer) -> None:
-    await screen.press("m", "e")
+    await screen.press("m")
+    await screen.shows(words_of("models"))
+    await screen.press("e")
     await screen.shows("Where would this prompt go, for big?")
     await screen.type("hello")
     await screen.press("enter")
@@ -348,7 +350,7 @@ async def test_the_screen_takes_any_size(screen: TerminalScreen) -> None:
 async def test_light_and_dark(screen: TerminalScreen) -> None:
     was = screen.app.current_theme.dark
     await screen.press("t")
-    assert screen.app.current_theme.dark is not was
+    await screen.until(lambda: screen.app.current_theme.dark is not was)
 
 
 # -- hostile texts -----------------------------------------------------------------------------------------------------
@@ -370,10 +372,10 @@ async def test_what_clients_write_does_not_paint_the_screen(text: str) -> None:
     with inspector_server(picture, detail=detail) as server:
         async with terminal_screen(server, 160, 40) as screen:
             await screen.shows("Streams 1")
-            for keys in (("m",), ("s",), ("enter",)):
-                await screen.press(*keys)
+            for key, words in (("m", "Models 1"), ("s", "Streams 1"), ("enter", "Timeline")):
+                await screen.press(key)
                 check_is_safe(screen)
-            await screen.shows("Timeline")
+                await screen.shows(words)
             check_is_safe(screen)
             await screen.press("a")
             await screen.shows("abort request")
@@ -401,8 +403,8 @@ async def test_a_thousand_streams_draw_no_more_rows_than_fit(monkeypatch: pytest
             await screen.pilot.pause()
             drawn.clear()
             screen.app.query_one("#streams", TableView).refresh()
-            await screen.pilot.pause()
-            assert 0 < len(drawn) <= 4 * 30
+            await screen.until(lambda: bool(drawn))
+            assert len(drawn) <= 4 * 30
 
 
 async def test_a_patch_of_a_thousand_streams_is_read_and_drawn_within_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +415,7 @@ async def test_a_patch_of_a_thousand_streams_is_read_and_drawn_within_a_frame(mo
     with inspector_server(demo_picture(streams=streams)) as server:
         async with terminal_screen(server, 200, 60) as screen:
             await screen.shows("Streams 1,000")
-            app, picture, taken = screen.app, demo_picture(streams=streams), []
+            app, picture, taken, yardstick = screen.app, demo_picture(streams=streams), [], []
             for turn in range(20):
                 progress = {
                     stream.id: StreamProgress(output_tokens=5000 + turn, tokens_per_second=turn, last_token_ms=NOW_MS)
@@ -429,10 +431,22 @@ async def test_a_patch_of_a_thousand_streams_is_read_and_drawn_within_a_frame(mo
                 while not drawn:
                     await screen.pilot.pause()
                 taken.append(1000 * (time.thread_time() - began))
-            assert f"{5000 + turn:,}/2k" in screen.text
-    print(f"1,000 streams, all changed, 200 x 60: {min(taken):.1f} to {max(taken):.1f} ms of CPU a patch")
-    # A machine that does other things as well makes some of them long, and none short.
-    assert min(taken) <= 16
+                yardstick.append(1000 * some_work())
+            await screen.shows(f"{5000 + turn:,}/2k")
+    print(f"1,000 streams, all changed, 200 x 60: {min(taken):.1f} to {max(taken):.1f} ms of CPU a patch,", end=" ")
+    print(f"{min(taken) / min(yardstick):.1f} times the yardstick")
+    # A machine that does other things as well makes some of them long, and none short. A slower one has longer frames.
+    assert min(taken) <= max(16, 2 * YARDSTICKS * min(yardstick))
+
+
+YARDSTICKS = 7.0  # what a patch takes where it took 8 to 9 ms
+
+
+def some_work() -> float:
+    """The CPU seconds of something that goes with the speed of the machine as drawing does."""
+    began = time.thread_time()
+    sum([len(f"{number:>12,}".strip()) for number in range(5000)])
+    return time.thread_time() - began
 
 
 @each_case("count", [0, 1, 1000])
