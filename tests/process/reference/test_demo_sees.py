@@ -53,6 +53,7 @@ def serve(cluster: Cluster, **roles: tuple[str, ...]) -> Frontend:
     frontend = cluster.frontend("frontend")
     for process in (*workers, frontend):
         process.wait_ready()
+    wait(lambda: len(frontend.roles(MODEL)) == len(roles), lambda: f"{set(roles)}; log:\n{frontend.log}")
     wait(lambda: MODEL in frontend.models(), lambda: f"{MODEL} to be served; log:\n{frontend.log}")
     return frontend
 
