@@ -69,6 +69,7 @@ def a_cache(id: str, **members: Any) -> CacheView:
         "model": "demo", "role": "agg", "block_size": 16, "trust": "exact", "blocks_known": 15_841, "blocks_total": 16_000,
         "index_share": 0.5, "tiers": {"device": 15_841}, "hit_share": 0.91, "hit_blocks_per_minute": 6871.0,
         "prompt_blocks_per_minute": 7540.0, "history": [1.0, 4.0, 2.0],
+        "evicted_blocks_per_minute": 1_234.0, "gaps": 2, "resyncs": 1,
     }  # fmt: skip
     return CacheView(id=id, **{**given, **members})
 

@@ -124,8 +124,10 @@ ROUTING = [
 CACHES = [
     CacheView(id=worker.id, model="demo", role="agg", block_size=16, trust="exact", blocks_known=known,
               blocks_total=4096, index_share=share, tiers={"device": known}, prompt_blocks_per_minute=9000.0,
-              hit_blocks_per_minute=9000.0 * hits, hit_share=hits, history=[float(n % 7) for n in range(60)])
-    for worker, known, share, hits in zip(WORKERS[:3], (3440, 3970, 910), (0.41, 0.48, 0.11), (0.61, 0.58, 0.0), strict=True)
+              hit_blocks_per_minute=9000.0 * hits, hit_share=hits, history=[float(n % 7) for n in range(60)],
+              evicted_blocks_per_minute=evicted, gaps=gaps, resyncs=None if gaps is None else gaps // 2)
+    for worker, known, share, hits, evicted, gaps in zip(
+        WORKERS[:3], (3440, 3970, 910), (0.41, 0.48, 0.11), (0.61, 0.58, 0.0), (0.0, 5210.0, None), (0, 3, None), strict=True)
 ]  # fmt: skip
 PREFIXES = [
     PrefixView(id="8f00aa11", model="demo", blocks=512, depth=512, holders=[w.id for w in WORKERS[:3]], hits=9120),

@@ -10,12 +10,17 @@ import pytest
 
 from dynamo.frontend.inspector.caches import MAX_WORKERS, CacheTable, merged_caches
 from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.figures import HISTORY_SLOTS
+from dynamo.frontend.inspector.evictions import Evictions
+from dynamo.frontend.inspector.figures import HISTORY_SLOTS, MINUTE_SLOTS
 from dynamo.frontend.inspector.token_rates import MAX_REQUESTS, TokenRates
 from dynamo.frontend.pipeline.plan import Tally
+from dynamo.kv.overlap import WorkerRank
 from dynamo.protocol.inspector.views import CacheView
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.kv_events.rank_events import CacheEvents
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher
+from dynamo.worker.kv_publishing.recovery import KvRecovery
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster, say
 from support.inspecting import Lens
 from support.patience import PATIENCE_SECONDS
@@ -25,8 +30,8 @@ PROMPT = list(range(1, 18))  # four blocks and a token
 HIT = {"completion_usage": {"prompt_tokens_details": {"cached_tokens": 12}}}
 
 
-async def add(house: Cluster, **extra: Any) -> ScriptedWorker:
-    config = ModelRuntimeConfig(total_kv_blocks=1000)
+async def add(house: Cluster, *, ranks: int = 1, **extra: Any) -> ScriptedWorker:
+    config = ModelRuntimeConfig(total_kv_blocks=1000, data_parallel_size=ranks)
     return await house.worker(say("x", extra=extra or None), kv_cache_block_size=BLOCK, runtime_config=config)
 
 
@@ -54,6 +59,7 @@ async def test_caches_and_prefixes_show_what_was_routed_where(tmp_path: Path) ->
         row = rows[name_of(chosen)]
         assert (row["blocks_known"], row["blocks_total"], row["tiers"]) == (4, 1000, {"device": 4})
         assert (row["index_share"], row["trust"], row["model"], row["block_size"]) == (1.0, "predicted", "m", BLOCK)
+        assert (row["evicted_blocks_per_minute"], row["gaps"], row["resyncs"]) == (None, None, None)
         assert row["hit_share"] == round(12 / 17, 4)
         assert row["hit_blocks_per_minute"] > 0
         assert rows[name_of(idle)]["hit_share"] is None
@@ -87,8 +93,60 @@ async def test_without_an_index_nothing_is_claimed_of_blocks(tmp_path: Path) -> 
         picture = await Lens(house).get("snapshot", views="caches,prefixes")
         (row,) = picture["caches"]
         assert (row["blocks_known"], row["trust"], row["index_share"]) == (None, None, None)
+        assert (row["evicted_blocks_per_minute"], row["gaps"], row["resyncs"]) == (None, None, None)
         assert row["hit_share"] == round(12 / 17, 4)
         assert picture["prefixes"] == []
+
+
+async def test_evictions_and_gaps_are_those_of_the_workers_whose_events_are_followed(tmp_path: Path) -> None:
+    async with cluster(tmp_path, router_mode="kv") as house:
+        worker, silent = await add(house, ranks=2), await add(house)
+        publishers, recoveries = [], []
+        for rank in (0, 1):
+            channel = worker.endpoint.event_channel("kv-events")
+            made = KvEventPublisher(worker.endpoint, kv_block_size=BLOCK, dp_rank=rank, channel=channel)
+            recoveries.append(await KvRecovery.begin(worker.endpoint, made, channel.publisher_id))
+            publishers.append(made)
+        cards = house.frontend.models._rules.cards
+        assert cards is not None
+        followers = [each for domains in cards.domains for each in domains._followers.values()]
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while sum(each.feed.dumps for each in followers if each.feed is not None) < len(publishers):
+                await asyncio.sleep(0.005)  # what is evicted before a rank has sent its first state is not counted
+        table = CacheTable(house.frontend.models, InspectorClock())  # whose slots end when this test says so
+
+        async def until(*expected: float | None) -> None:
+            row: CacheView | None = None
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while row is None or (row.evicted_blocks_per_minute, row.gaps, row.resyncs) != expected:
+                    await asyncio.sleep(0.005)
+                    row = next(each for each in table.rows() if each.id == name_of(worker))
+
+        await until(0.0, 0, 0)
+        publishers[0].publish_stored(PROMPT[:16], [BLOCK] * 4, [1, 2, 3, 4])
+        publishers[0].publish_removed([4, 3])
+        await until(24.0, 0, 0)  # two blocks within the first slot of five seconds
+        table.sample()
+        await until(12.0, 0, 0)
+        publishers[0].publish_removed([2])
+        await until(18.0, 0, 0)
+        for _ in range(MINUTE_SLOTS):
+            table.sample()
+        await until(0.0, 0, 0)
+        rows = {row.id: row for row in table.rows()}
+        other = rows[name_of(silent)]
+        assert (other.evicted_blocks_per_minute, other.gaps, other.resyncs) == (None, None, None)
+        for recovery in recoveries:
+            await recovery.close()
+        await until(None, None, None)
+
+
+def test_a_rank_that_comes_back_counts_evictions_from_zero() -> None:
+    evictions, rank, other = Evictions(), WorkerRank(7, 0), WorkerRank(7, 1)
+    evictions.end_slot({rank: CacheEvents(10), other: CacheEvents(5)})
+    evictions.end_slot({rank: CacheEvents(12)})
+    assert evictions.per_minute({rank: CacheEvents(3)}) == {7: 80.0}  # 15, 2 and 3 in a quarter of a minute
+    assert evictions.per_minute({}) == {}
 
 
 async def test_what_is_counted_is_bounded_and_forgotten(tmp_path: Path) -> None:
@@ -117,7 +175,9 @@ def test_the_caches_of_several_processes_are_one() -> None:
         hit_blocks_per_minute=0.0, hit_share=0.0, history=[3.0],
     )  # fmt: skip
     idle = CacheView(id="b", model="m", role="decode", block_size=4)
+    one.evicted_blocks_per_minute, one.gaps, two.evicted_blocks_per_minute, two.gaps = 40.0, 1, 30.0, 2
     merged, rest = merged_caches([[one], [two, idle]])
+    assert (merged.evicted_blocks_per_minute, merged.gaps, merged.resyncs) == (40.0, 2, None)
     assert (merged.blocks_known, merged.hit_share, merged.history) == (12, 0.125, [1.0, 5.0])
     assert rest == idle
 

@@ -26,6 +26,7 @@ from dynamo.kv.events import (
     split_events,
 )
 from dynamo.router import KvEventFeed
+from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import EndpointEvents
@@ -96,6 +97,10 @@ class Worker:
     def store(self, *hashes: int) -> None:
         for block_hash in hashes:
             self.publisher.publish_stored(TOKENS, [4], [block_hash])
+
+
+def counts_of(feed: KvEventFeed, worker: Worker) -> CacheEvents:
+    return dict(feed.counts())[worker.publisher.rank]
 
 
 @pytest.fixture(params=["mem", "zmq"])
@@ -231,8 +236,45 @@ async def test_a_gap_too_old_for_the_worker_is_answered_with_everything(tmp_path
             worker.store(9)
             await index.until(lambda: index.held.get(worker.rank) == {9, *range(10, 5010)})
             assert feed.dumps == 2
+            assert counts_of(feed, worker) == CacheEvents(evicted_blocks=0, gaps=1, resyncs=1)
         assert worker.recovery is not None
         await worker.recovery.close()
+
+
+async def test_what_a_rank_evicts_is_counted_from_the_beginning_on_also_what_got_lost_on_the_way(
+    tmp_path: Path,
+) -> None:
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker, other = Worker(working, dp_rank=1), Worker(working, dp_rank=2)
+        worker.store(1, 2, 3, 4, 5, 6)
+        worker.publisher.publish_removed([1])  # before anybody followed it
+        for each in (worker, other):
+            await each.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            await index.until(lambda: index.held.get(worker.rank) == {2, 3, 4, 5, 6})
+            await index.until(lambda: {rank for rank, _ in feed.counts()} == {worker.rank, other.rank})
+            assert counts_of(feed, worker) == CacheEvents()
+            worker.publisher.publish_removed([2, 3])
+            await index.until(lambda: index.held[worker.rank] == {4, 5, 6})
+            assert counts_of(feed, worker) == CacheEvents(evicted_blocks=2)
+            worker.channel.is_losing = True
+            worker.publisher.publish_removed([4, 5])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            worker.channel.is_losing = False
+            worker.store(7)
+            await index.until(lambda: index.held[worker.rank] == {6, 7})
+            assert counts_of(feed, worker) == CacheEvents(evicted_blocks=4, gaps=1)
+            worker.publisher.publish_cleared()
+            await index.until(lambda: not index.held[worker.rank])
+            assert counts_of(feed, worker) == CacheEvents(evicted_blocks=4, gaps=1)
+            assert counts_of(feed, other) == CacheEvents()
+            assert worker.recovery is not None
+            await worker.recovery.close()
+            await index.until(lambda: {rank for rank, _ in feed.counts()} == {other.rank})
+        assert other.recovery is not None
+        await other.recovery.close()
 
 
 async def test_a_worker_that_leaves_is_forgotten_and_the_others_stay(tmp_path: Path) -> None:
@@ -266,6 +308,7 @@ async def test_without_recovery_a_gap_forgets_what_may_be_wrong(tmp_path: Path) 
             worker.store(2)
             await index.until(lambda: index.held.get(worker.rank) == {2})
             assert feed.gaps == 1
+            assert counts_of(feed, worker) == CacheEvents(evicted_blocks=0, gaps=1, resyncs=0)
 
 
 async def test_rubbish_among_events_and_sources_is_passed_over(

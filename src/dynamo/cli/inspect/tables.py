@@ -296,12 +296,16 @@ CACHES: Final = TableForm(
         Column("HIT%", _text(lambda c: percent(c.hit_share)), 4, is_right=True),
         Column("HITS/MIN", _text(lambda c: count(c.hit_blocks_per_minute)), 8, is_right=True),
         Column("5 MIN", lambda c, _n, width: Cell(sparkline(c.history, width)), 12, 30, rank=1),
-        Column("TRUST", _text(lambda c: c.trust), 9, rank=6),
+        Column("EVICT/MIN", _text(lambda c: count(c.evicted_blocks_per_minute)), 9, is_right=True, rank=4),
+        Column("GAPS", _text(lambda c: count(c.gaps)), 4, is_right=True, rank=6),
+        Column("RESYNCS", _text(lambda c: count(c.resyncs)), 7, is_right=True, rank=6),
+        Column("TRUST", _text(lambda c: c.trust), 9, rank=7),
     ),
     (
         ("id", lambda c: (c.model, c.id)),
         ("known", lambda c: (-(c.blocks_known or 0), c.id)),
         ("hits", lambda c: (-(c.hit_blocks_per_minute or 0.0), c.id)),
+        ("evictions", lambda c: (-(c.evicted_blocks_per_minute or 0.0), c.id)),
     ),
     "no worker with a block size is known",
 )  # fmt: skip

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from dynamo.frontend.inspector.clock import InspectorClock
+from dynamo.frontend.inspector.evictions import Evictions
 from dynamo.frontend.inspector.figures import HISTORY_SLOTS, MINUTE_SLOTS, SLOT_SECONDS
 from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.inspector.workers import ROLES
@@ -27,6 +28,7 @@ __all__ = ["CacheTable", "merged_caches"]
 
 MAX_WORKERS: Final = 4096  # whose hits are counted
 MAX_PREFIXES: Final = 200  # of all models together
+_Number = TypeVar("_Number", int, float)
 LOOK_SECONDS: Final = 2.0  # between two looks into the indexes for prefixes, which take milliseconds
 
 
@@ -66,6 +68,7 @@ class CacheTable:
     def __init__(self, models: ModelDirectory, clock: InspectorClock) -> None:
         self._models, self._clock = models, clock
         self._hits: dict[int, _WorkerHits] = {}  # by instance id
+        self._evictions = Evictions()
         self._prefixes: tuple[list[PrefixView], int] = ([], 0)
         self._looked_at: float | None = None
 
@@ -92,6 +95,7 @@ class CacheTable:
             hits.end_slot()
         for instance_id in [id for id, hits in self._hits.items() if hits.is_idle]:
             del self._hits[instance_id]
+        self._evictions.end_slot(self._models.cache_events())
 
     def hit_share(self, instance_id: int) -> float | None:
         """Return the part of the prompts of the last minute that a worker had cached; None: it had no prompts."""
@@ -104,6 +108,8 @@ class CacheTable:
     def rows(self) -> list[CacheView]:
         """Return a row for each worker of a model that has a block size, by model and id."""
         found: dict[str, CacheView] = {}
+        events = self._models.cache_events()
+        evicted = self._evictions.per_minute(events)
         for group in self._models.groups():
             placement = self._placement_of(group)
             for entry in group.accepted:
@@ -119,6 +125,10 @@ class CacheTable:
                 self._add_hits(view, entry.instance_id)
                 if placement is not None:
                     _add_index(view, placement, entry.instance_id)
+                view.evicted_blocks_per_minute = evicted.get(entry.instance_id)
+        for rank, counts in events.items():
+            if (of := found.get(worker_name(rank.worker_id))) is not None:
+                of.gaps, of.resyncs = (of.gaps or 0) + counts.gaps, (of.resyncs or 0) + counts.resyncs
         known = sum(view.blocks_known or 0 for view in found.values())
         for view in found.values():
             if view.blocks_known is not None and known:
@@ -188,7 +198,12 @@ _U64: Final = 2**64 - 1
 
 
 def merged_caches(members: Sequence[Sequence[CacheView]]) -> list[CacheView]:
-    """Return the caches as several processes know them: each has an index of its own, and its own requests that hit."""
+    """Return the caches as several processes know them: each has an index of its own, and its own requests that hit.
+
+    All of them follow the same events of a worker, so what one counts the others count, too: of evictions, gaps and
+    resyncs each figure is that of the process that counted most. An event that got lost at its worker is a gap of every
+    process, and one that got lost on its way to one process is a gap of that process only; a sum would be neither.
+    """
     found: dict[str, CacheView] = {}
     for rows in members:
         for row in rows:
@@ -211,7 +226,14 @@ def _merged(one: CacheView, other: CacheView) -> CacheView:
         hit_blocks_per_minute=hits,
         hit_share=round(hits / prompts, 4) if prompts and hits is not None else None,
         history=history,
+        evicted_blocks_per_minute=_most(one.evicted_blocks_per_minute, other.evicted_blocks_per_minute),
+        gaps=_most(one.gaps, other.gaps),
+        resyncs=_most(one.resyncs, other.resyncs),
     )
+
+
+def _most(one: _Number | None, other: _Number | None) -> _Number | None:
+    return max((each for each in (one, other) if each is not None), default=None)
 
 
 def _sum(one: float | None, other: float | None) -> float | None:

@@ -24,7 +24,9 @@ from dynamo.frontend.models.readiness import DECODE, ENCODE, PREFILL, Readiness,
 from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.frontend.models.reports import ModelReports
 from dynamo.frontend.models.served import ServedModel, ServedModels, ServingRules
+from dynamo.kv.overlap import WorkerRank
 from dynamo.router.busy_workers import LoadReport
+from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.operator_desk import OperatorDesk
 from dynamo.router.pool import ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath
@@ -183,6 +185,10 @@ class ModelDirectory:
     def desk(self) -> OperatorDesk:
         """What an operator says of the workers of all models."""
         return self._rules.desk
+
+    def cache_events(self) -> dict[WorkerRank, CacheEvents]:
+        """Return what came of the KV events of each rank whose events are followed."""
+        return self._rules.cache_events()
 
     def pool_of(self, key: GroupKey) -> ModelPool | None:
         """Return the pool of a group; None: the group is not loaded, or is not used."""

@@ -13,6 +13,7 @@ from dynamo.frontend.models.card_routing import CardRouting, GroupRouting
 from dynamo.frontend.models.cards import Group, GroupKey
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.models.replacement import ReplacementWaits
+from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Policy
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.model_types import ModelInput, ModelType
@@ -20,6 +21,7 @@ from dynamo.protocol.records import ModelCard
 from dynamo.router.dispatch import Dispatcher
 from dynamo.router.failover import WorkerWait
 from dynamo.router.kv.domains import KvDomains
+from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.operator_desk import OperatorDesk
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.query_of_death import QueriesOfDeath
@@ -74,6 +76,11 @@ class ServingRules:
     def routing(self, group: Group) -> GroupRouting:
         """Return how the workers of a group are chosen: as its card says, or else by these rules."""
         return GroupRouting(self.new_policy, self.kv) if self.cards is None else self.cards.of(group)
+
+    def cache_events(self) -> dict[WorkerRank, CacheEvents]:
+        """Return what came of the KV events of each rank whose events are followed."""
+        domains = [] if self.cards is None else self.cards.domains
+        return {rank: counts for each in domains for rank, counts in each.cache_events().items()}
 
     def follow(self, key: GroupKey, group: Group | None) -> None:
         """Take over the workers of a group (None: it has none) before a request can be placed among them."""

@@ -302,6 +302,9 @@ class CacheView(Struct, kw_only=True):
     history: list[
         float
     ] = []  # hit blocks per minute of the last five minutes, an entry each five seconds, the newest last
+    evicted_blocks_per_minute: float | None = None  # that it removed, by its KV events; None: these are not followed
+    gaps: int | None = None  # how often some of its KV events were missing, since this frontend follows them
+    resyncs: int | None = None  # how often it had to send its whole state again since then
 
 
 class PrefixView(Struct, kw_only=True):

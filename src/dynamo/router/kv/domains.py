@@ -34,6 +34,7 @@ from dynamo.router.kv.router import KvRouter, KvRouterOptions, Selection
 from dynamo.router.kv.sessions import SessionRelay
 from dynamo.router.kv.settings import KV_POLICIES, KvRouterSettings
 from dynamo.router.kv_events.feed import MAX_RECOVERIES, KvEventFeed
+from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.peers.load_reports import RouterLoadReports
 from dynamo.router.peers.replica_sync import ReplicaSync, SessionSync
 from dynamo.runtime.endpoint import Endpoint
@@ -422,6 +423,11 @@ class KvDomains:
         former = self._owners.pop(owner, None)
         if former is not None:
             self._update(former[0], owner, ())
+
+    def cache_events(self) -> dict[WorkerRank, CacheEvents]:
+        """Return what came of the KV events of each rank that is followed."""
+        feeds = [each.feed for each in self._followers.values() if each.feed is not None]
+        return {rank: counts for feed in feeds for rank, counts in feed.counts()}
 
     @asynccontextmanager
     async def load_reports(self, endpoint: str) -> AsyncIterator[None]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing
 from typing import Final
 
 from dynamo.kv.events import BadEvents, RouterEvent, read_event, split_events
 from dynamo.kv.overlap import WorkerRank
 from dynamo.router.kv_events.queues import EarlyEvents
-from dynamo.router.kv_events.rank_events import KvSink, OnTrust, RankEvents, Turns
+from dynamo.router.kv_events.rank_events import CacheEvents, KvSink, OnTrust, RankEvents, Turns
 from dynamo.router.kv_events.sources import MAX_RECOVERIES, RecoveryTarget, SourceClients, read_source
 from dynamo.runtime.discovery.base import EVENT_SOURCES, Change, Put
 from dynamo.runtime.discovery.follow import follow
@@ -85,6 +85,10 @@ class KvEventFeed:
     def dumps(self) -> int:
         """How often a rank sent its whole state."""
         return self._ranks.dumps
+
+    def counts(self) -> Iterator[tuple[WorkerRank, CacheEvents]]:
+        """Yield each rank that is followed, with what its events have come to."""
+        return self._ranks.counts()
 
     async def __aenter__(self) -> KvEventFeed:
         events = await self._stack.enter_async_context(

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from dynamo.kv.events import BadEvents, KvAnswer, RouterEvent, blocks_of, pieces_of, read_answered
@@ -20,7 +20,7 @@ from dynamo.router.kv_events.queues import EventQueue, Room
 from dynamo.router.kv_events.sources import UNANSWERED, RecoveryTarget, SourceClients
 from dynamo.runtime.tasks import Work
 
-__all__ = ["KvSink", "OnTrust", "RankEvents", "Turns"]
+__all__ = ["CacheEvents", "KvSink", "OnTrust", "RankEvents", "Turns"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,21 @@ class _Gap(NamedTuple):
 
 
 @dataclass(slots=True)
+class CacheEvents:
+    """What the events of one rank have come to since it is followed. It goes with the rank."""
+
+    evicted_blocks: int = 0  # that its worker removed, in all tiers; a cleared cache is no eviction
+    gaps: int = 0  # how often events were missing
+    resyncs: int = 0  # how often it had to send its whole state again, after that of the beginning
+
+    def count(self, event: RouterEvent) -> None:
+        """Count the removals of an event."""
+        data = event.event.data
+        if not isinstance(data, str) and data.removed is not None:
+            self.evicted_blocks += len(data.removed.block_hashes)
+
+
+@dataclass(slots=True)
 class _State:
     """One rank."""
 
@@ -87,6 +102,8 @@ class _State:
     paused_until: float = 0.0  # no recovery before: the last one failed for good
     repeats: bool = False  # the worker publishes its last event again after a silence
     foreign_until: float = 0.0  # events came in its name that it does not know: until then no gap is acted on at once
+    has_answered: bool = False  # what it held at the beginning is known
+    counts: CacheEvents = field(default_factory=CacheEvents)
 
 
 class _Silences:
@@ -151,6 +168,10 @@ class RankEvents:
 
     def __iter__(self) -> Iterator[WorkerRank]:
         return iter(self._states)
+
+    def counts(self) -> Iterator[tuple[WorkerRank, CacheEvents]]:
+        """Yield each rank with what its events have come to."""
+        return ((rank, state.counts) for rank, state in self._states.items())
 
     def set_target(self, rank: WorkerRank, target: RecoveryTarget) -> None:
         """Follow a rank, whose missing events can be requested at `target`."""
@@ -226,6 +247,7 @@ class RankEvents:
                 self._silences.begin_once(rank, now)
                 return None
             self.gaps += 1
+            state.counts.gaps += 1
             logger.info("worker %x rank %d: KV events %d to %d are missing", *rank, state.next_id, event_id - 1)
             self._trust(rank, state, Trust.DEGRADED)
             if self._can_recover(state):
@@ -236,6 +258,7 @@ class RankEvents:
             return _Gap(None)
         state.next_id = event_id + 1
         self._sink.apply(event)
+        state.counts.count(event)
         if event.event.data == "cleared":  # nothing from before counts any more
             self._trust(rank, state, Trust.EXACT)
         if state.target is not None and not state.repeats:
@@ -339,15 +362,18 @@ class RankEvents:
         is_dump = answer.kind == "TreeDump"
         if is_dump:
             self.dumps += 1
+            state.counts.resyncs += state.has_answered
             self._sink.forget(*rank)
             self._trust(rank, state, Trust.DEGRADED)  # until all of it is there
         turns, next_id = Turns(), state.next_id
         for event in events:
             if is_dump or next_id is None or event.event.event_id >= next_id:
+                if state.has_answered:  # else it is history: its worker removed that before anybody looked
+                    state.counts.count(event)
                 for piece in pieces_of(event):
                     self._sink.apply(piece)
                     await turns.spend(piece)
-        state.next_id = answer.last_event_id + 1
+        state.next_id, state.has_answered = answer.last_event_id + 1, True
         self._trust(rank, state, Trust.EXACT)
 
 
