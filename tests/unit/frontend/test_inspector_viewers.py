@@ -85,7 +85,7 @@ async def test_what_waits_for_a_viewer_at_its_socket_does_not_grow(tmp_path: Pat
             raw = connection.transport.get_extra_info("socket")
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BYTES)
             watching = house.frontend.inspector.watching  # type: ignore[union-attr]
-            await until_still(lambda: watching._seq)
+            await until_still(lambda: (watching._seq, connection.transport.get_write_buffer_size()))
             waiting, seq = connection.transport.get_write_buffer_size(), watching._seq
             assert waiting > 0
             made = [len(request.body) for request in requests]
