@@ -28,10 +28,15 @@ gc.disable()  # until everything is collected: a quarter of a million objects th
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have frontends write the tokens of their inspectors into a folder that goes with the tests."""
+    """Have frontends write the tokens of their inspectors into a folder that goes with the tests, and no proxy between them.
+
+    Clients of others, as that of Kubernetes, take a proxy from the environment also for servers of this machine.
+    """
     folder = tempfile.TemporaryDirectory(prefix="tests-runtime-")
     os.environ["XDG_RUNTIME_DIR"] = folder.name  # also of the processes that tests start
     config.add_cleanup(folder.cleanup)
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
 
 
 def pytest_collection_finish() -> None:
