@@ -2,6 +2,7 @@
 
 `serving`: both run side by side, one of them loaded at a time, round after round. CPU is what the processes before the
 engine use: for `vllm serve` its API server, here frontend and worker; the engine's own processes are the same for both.
+Of the time to the first token, "in the engine" is what vLLM itself counts: in its queue, and until the prompt is computed.
 `routing`: prompts that share prefixes, over two engines whose caches hold them only together. Round-robin over two
 `vllm serve`, then two workers of ours behind `--router-mode kv`. The hit rate is what the engines count.
 """
@@ -58,8 +59,10 @@ class Bar:
 BARS = (
     Bar("tokens/s", "tokens/s", {1: 1.0, 16: 1.05, 64: 1.05}, is_floor=True),
     Bar("first token p50 ms", "ms", {16: 0.8, 64: 0.65}),
+    Bar("in the engine ms", "ms, mean", {}),
     Bar("before the engine us", "us/token", {64: 0.6}),
 )
+ENGINE_TIMES = ("vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds")
 ROUTING_BAR = 1.5
 
 
@@ -100,9 +103,10 @@ def frontend_command(port: int, *flags: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def both(python: str, folder: Path) -> Iterator[dict[str, Stack]]:
-    """Start the two stacks, one after the other."""
-    env = environment(folder)
+def both(python: str, folder: Path) -> Iterator[dict[str, tuple[Stack, int]]]:
+    """Start the two stacks, one after the other. Yields each with the port of vLLM's metrics."""
+    status = free_port()
+    env = environment(folder, DYN_SYSTEM_PORT=str(status))
     with contextlib.ExitStack() as held:
         found = {}
         for name, commands in (
@@ -114,7 +118,7 @@ def both(python: str, folder: Path) -> Iterator[dict[str, Stack]]:
             home.mkdir()
             print(f"starting {name} ...", flush=True)
             running = processes(commands(port), port, env, home, patience_seconds=START_SECONDS)
-            found[name] = held.enter_context(running)
+            found[name] = held.enter_context(running), port if "serve" in name else status
         yield found
 
 
@@ -124,18 +128,28 @@ def bodies(count: int, seed: int, tokens: int = TOKENS) -> list[dict[str, Any]]:
     return [chat(" ".join(words(seed * 100_000 + number, WORDS)), tokens, **members) for number in range(count)]
 
 
-def measure(running: Stack, streams: int, seed: int, share: float) -> Figures:
-    """One load of so many streams; `share` shortens it."""
+def measure(running: Stack, metrics: int, streams: int, seed: int, share: float) -> Figures:
+    """One load of so many streams; `share` shortens it. `metrics`: the port of vLLM's."""
     count = max(streams, round(streams * REQUESTS_PER_STREAM.get(streams, 4) * share))
+    before = engine_seconds(metrics)
     figures = measured_load(running, prepared(running.port, bodies(count, seed)), streams)
-    return figures | {"before the engine us": sum(figures[f"{name} us"] for name in running.pids)}
+    in_engine = 1000 * (engine_seconds(metrics) - before) / count
+    return figures | {
+        "in the engine ms": in_engine,
+        "before the engine us": sum(figures[f"{name} us"] for name in running.pids),
+    }
+
+
+def engine_seconds(port: int) -> float:
+    """How long requests have been in vLLM's engine until their first token, all together."""
+    return sum(counted([port], f"{name}_sum") for name in ENGINE_TIMES)
 
 
 def serving(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every round of every load; prints the medians beside the bars."""
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, both(arguments.python, Path(folder)) as stacks:
-        for running in stacks.values():
+        for running, _ in stacks.values():
             driven(
                 load(
                     running.port,
@@ -143,9 +157,9 @@ def serving(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     max(arguments.streams),
                 )
             )
-        idle = {name: running.cpu() for name, running in stacks.items()}
+        idle = {name: running.cpu() for name, (running, _) in stacks.items()}
         time.sleep(2.0)  # a second of each process that has nothing to do, to be seen beside its figures
-        for name, running in stacks.items():
+        for name, (running, _) in stacks.items():
             used = sum(running.cpu().values()) - sum(idle[name].values())
             print(f"{name}: started in {running.seconds_to_first_answer:.0f} s, idle {50 * used:.1f} % of a core")
         for number in range(arguments.rounds):
@@ -153,7 +167,7 @@ def serving(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 names = list(stacks) if number % 2 else list(reversed(stacks))
                 for name in names:
                     seed = 10 + number * 1000 + streams
-                    figures = measure(stacks[name], streams, seed, arguments.share)
+                    figures = measure(*stacks[name], streams, seed, arguments.share)
                     rounds.append({"round": number, "streams": streams, "stack": name, **figures})
                     if figures["failed"]:
                         print(

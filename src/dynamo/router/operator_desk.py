@@ -1,6 +1,7 @@
 """What an operator says of workers: no new requests (a drain), or only where nothing else is left (a quarantine).
 
-It holds for the routers of this process. A worker knows nothing of it: its requests go on, and other frontends still use it.
+It holds for the routers of this process. A worker knows nothing of it: its requests go on, and frontends that were not told
+still use it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,14 @@ KEY = "all-frontends-share-this"
 PROCESSES = 3  # two of the group, and the other frontend
 
 
-async def test_a_group_and_another_frontend_show_and_end_the_requests_of_each_other(tmp_path: Path) -> None:
+def worker_id(picture: Any) -> str:
+    (row,) = picture["workers"]
+    return str(row["id"])
+
+
+async def test_a_group_and_another_frontend_show_and_end_the_requests_of_each_other_and_drain_together(
+    tmp_path: Path,
+) -> None:
     with Cluster(tmp_path, XDG_RUNTIME_DIR=str(tmp_path), DYN_ADMIN_PEER_KEY=KEY) as cluster:
         ports = free_ports(2)
         doors = []
@@ -84,6 +91,16 @@ async def test_a_group_and_another_frontend_show_and_end_the_requests_of_each_ot
             for request in requests:
                 assert b'"code":"request_aborted"' in await request.rest()
             await worker.sees("abort", "shown", PROCESSES)
+        id = worker_id(await until(ports[0], "workers", lambda found: len(found["workers"]) == 1))
+        for action, state in (("drain", "draining"), ("undrain", "ready")):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while (held := (await admin(ports[1], f"workers/{id}/{action}", {})).json())["partial"]:
+                    await asyncio.sleep(0.5)  # one that rests is told again; there may be two a second
+            assert held["state"] == state
+            for port in ports:
+                await until(port, "workers", lambda found, state=state: found["workers"][0]["state"] == state)
+            answers = [await ask(doors[0].port, CHAT, chat("shown"), headers=script(["say", "x"])) for _ in range(4)]
+            assert {answer.status for answer in answers} == {503 if action == "drain" else 200}  # at either process
         for door in doors:
             assert KEY not in door.log
         doors[0].terminate()

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.http.server import HttpServer
-from dynamo.frontend.inspector.members import AskPicture
+from dynamo.frontend.inspector.members import AskAbort, AskAbortMatching, AskBundle, AskDetail, AskPicture
 from dynamo.frontend.inspector.other_frontends import PEER_HEADER, PEER_PATH, open_other_frontends, peer_code
 from dynamo.frontend.inspector.pictures import PictureQuery
 from dynamo.frontend.inspector.settings import InspectorSettings
@@ -243,6 +244,83 @@ async def test_each_frontend_keeps_its_own_rules(tmp_path: Path) -> None:
         assert hidden.status == 403
         assert b"xyzzy" not in hidden.body
         there.disconnect()
+
+
+async def serving(*frontends: Found) -> None:
+    """Wait until they know the worker."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        for each in frontends:
+            models = each.house.frontend.models
+            await models.wait_for(lambda models=models: bool(models.serving("m")))  # type: ignore[misc]
+
+
+def state_of(found: Found, worker: Any) -> tuple[str, str]:
+    """What a frontend makes of a worker, and why."""
+    inspector = found.house.frontend.inspector
+    assert inspector is not None
+    (row,) = [row for row in inspector.workers() if row.id == f"{worker.endpoint.connection_id():x}"]
+    return row.state, row.note
+
+
+async def test_a_worker_that_is_drained_at_one_is_drained_at_both(tmp_path: Path) -> None:
+    async with two(tmp_path) as (one, other):
+        worker = await one.house.worker(talks)
+        await serving(one, other)
+        path = f"workers/{worker.endpoint.connection_id():x}"
+        held = await one.lens.post(f"{path}/drain", {"reason": "new disk", "seconds": 600})
+        assert (held.status, held.json["partial"]) == (200, [])
+        state, why = state_of(other, worker)
+        assert (state, "new disk" in why) == ("draining", True)
+        assert (await other.house.client.chat()).status == 503
+        events = (await other.lens.get("events"))["data"]
+        assert ("token", True) in [(event["by"], "from another frontend" in event["text"]) for event in events]
+        back = await other.lens.post(f"{path}/undrain")
+        assert (back.status, back.json["partial"]) == (200, [])
+        assert state_of(one, worker)[0] == state_of(other, worker)[0] == "ready"
+
+
+async def test_a_hold_ends_everywhere_when_its_time_is_over(tmp_path: Path) -> None:
+    async with two(tmp_path) as (one, other):
+        worker = await one.house.worker(talks)
+        await serving(one, other)
+        path = f"workers/{worker.endpoint.connection_id():x}/quarantine"
+        assert (await one.lens.post(path, {"seconds": 0.05})).json["partial"] == []
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while {state_of(found, worker)[0] for found in (one, other)} != {"ready"}:
+                await asyncio.sleep(0.01)
+
+
+async def test_who_does_not_take_a_drain_over_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two(tmp_path, second={"inspector": {"is_read_only": True}}) as (one, other):
+        worker = await one.house.worker(talks)
+        await serving(one, other)
+        path = f"workers/{worker.endpoint.connection_id():x}/drain"
+        held = await one.lens.post(path)
+        assert (held.status, "(read-only)" in held.json["partial"][0]) == (200, True)
+        assert "read-only" in held.json["message"]
+        assert (state_of(one, worker)[0], state_of(other, worker)[0]) == ("draining", "ready")
+        inspector = other.house.frontend.inspector
+        assert inspector is not None
+        inspector.settings = replace(inspector.settings, is_read_only=False)
+        monkeypatch.setattr(inspector.operator, "knows", lambda _: False)
+        (missing,) = (await one.lens.post(path)).json["partial"]
+        assert "knows no worker" in missing
+
+
+async def test_a_question_that_another_version_does_not_know_does_not_hide_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two(tmp_path) as (one, other):
+        worker = await one.house.worker(talks)
+        request = await begin(other, "there")
+        await serving(one)
+        older = AskPicture | AskDetail | AskBundle | AskAbort | AskAbortMatching
+        monkeypatch.setattr("dynamo.frontend.http.inspector_peers.Question", older)
+        held = await one.lens.post(f"workers/{worker.endpoint.connection_id():x}/drain")
+        assert (held.status, held.json["partial"]) == (200, [other.url])
+        picture = await one.lens.get("snapshot", views="streams")
+        assert (len(picture["streams"]), picture["partial"]) == (1, [])
+        request.disconnect()
 
 
 @each_case("answer", [b"\xc0", b"\x80", b"", b"x"])

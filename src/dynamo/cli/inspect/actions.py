@@ -71,7 +71,15 @@ class ServerActions:
         def go_on(reason: str | None) -> None:
             if reason is not None:
                 done = f"{question.action} of {question.subject} {question.id}: the frontend took it"
-                self._in_thread(lambda: act(reason), lambda _: self._app.tell(done))
+
+                def told(answer: Any) -> None:
+                    missing = answer.get("partial") if isinstance(answer, dict) else None
+                    if missing:
+                        self._app.tell(f"{done}, but not {', '.join(map(str, missing))}", "warning")
+                    else:
+                        self._app.tell(done)
+
+                self._in_thread(lambda: act(reason), told)
 
         self._app.push_screen(ConfirmDialog(question), go_on)
 

@@ -187,7 +187,9 @@ class InspectorRoutes:
                     )
                 return await handler(scope, receive, visitor)
             except RequestRejected as rejected:
-                inspector.actions.note(what, visitor, f"refused with {rejected.status}: {rejected.message[:200]}")
+                inspector.actions.note(
+                    what, visitor.shown_name, f"refused with {rejected.status}: {rejected.message[:200]}"
+                )
                 raise
 
         return act
@@ -199,7 +201,10 @@ class InspectorRoutes:
         if result is None:
             raise RequestRejected(404, f"No request {id[:128]!r} is in flight", code="request_not_found", param="id")
         self._inspector.actions.note(
-            f"abort of {result.id}", visitor, f"{result.status}, reason {asked.reason!r}", request_id=result.id
+            f"abort of {result.id}",
+            visitor.shown_name,
+            f"{result.status}, reason {asked.reason!r}",
+            request_id=result.id,
         )
         return 202, result
 
@@ -210,7 +215,7 @@ class InspectorRoutes:
         except FilterError as error:
             raise _bad_filter(error) from None
         counted = f"{result.matched} match" if asked.dry_run else f"{result.aborted} aborted, reason {asked.reason!r}"
-        self._inspector.actions.note(f"abort of {asked.filter!r}", visitor, counted)
+        self._inspector.actions.note(f"abort of {asked.filter!r}", visitor.shown_name, counted)
         return (200 if asked.dry_run else 202), result
 
     def _worker_action(self, action: str) -> _Handler:
@@ -221,17 +226,23 @@ class InspectorRoutes:
             if not operator.knows(id):
                 raise RequestRejected(404, f"No worker {id[:64]!r} is there", code="worker_not_found", param="id")
             try:
-                await operator.act(action, id, asked, visitor)
+                partial_ = await operator.act(action, id, asked, visitor)
             except TimeoutError:
                 raise RequestRejected(
                     503, "It holds here; the other frontend processes did not answer in time"
                 ) from None
             row = next(row for row in self._inspector.workers() if row.id == id)
             self._inspector.actions.note(
-                f"{action} of worker {id}", visitor, f"{row.state}, reason {asked.reason!r}", worker=id
+                f"{action} of worker {id}", visitor.shown_name, f"{row.state}, reason {asked.reason!r}", worker=id
             )
+            message = row.note if not partial_ else f"{row.note}; not at {', '.join(partial_)}".removeprefix("; ")
             return 200, WorkerActionResult(
-                id=id, state=row.state, until_ms=row.state_until_ms, running=row.running, message=row.note
+                id=id,
+                state=row.state,
+                until_ms=row.state_until_ms,
+                running=row.running,
+                message=message,
+                partial=partial_,
             )
 
         return act

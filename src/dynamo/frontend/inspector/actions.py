@@ -8,7 +8,6 @@ from typing import Final
 
 from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.inspector.tables import Tables
-from dynamo.frontend.inspector.visitors import Visitor
 from dynamo.frontend.pipeline.exchange import Exchange, RequestAborted
 from dynamo.protocol.inspector.actions import AbortResult, BulkAbortResult
 from dynamo.protocol.inspector.filters import parse_filter
@@ -52,11 +51,11 @@ class Actions:
         self.rate = ActionRate(now)
 
     def note(
-        self, what: str, visitor: Visitor, outcome: str, *, request_id: str | None = None, worker: str | None = None
+        self, what: str, by: str, outcome: str, *, request_id: str | None = None, worker: str | None = None
     ) -> None:
         """Note an action, or that it was refused, in the log and among the events."""
-        logger.info("inspector: %s by %s: %s", what, visitor.shown_name, outcome)
-        self._events.add("action", f"{what}: {outcome}", request_id=request_id, worker=worker, by=visitor.shown_name)
+        logger.info("inspector: %s by %s: %s", what, by, outcome)
+        self._events.add("action", f"{what}: {outcome}", request_id=request_id, worker=worker, by=by)
 
     def abort(self, id: str, reason: str) -> AbortResult | None:
         """End the request with this id, ours or its client's; None: there is none, and none was aborted."""

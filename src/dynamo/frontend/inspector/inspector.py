@@ -29,6 +29,7 @@ from dynamo.frontend.inspector.members import (
     AskAbortMatching,
     AskBundle,
     AskDetail,
+    AskHold,
     AskPicture,
     GroupPeer,
     Members,
@@ -225,6 +226,8 @@ class Inspector:
                 return _MaybeAborted(self.actions.abort(id, reason))
             case AskAbortMatching(filter, reason, dry_run):
                 return self.actions.abort_matching(filter, reason, dry_run=dry_run)
+            case AskHold():  # no process of a group asks for one: its holds are shared
+                raise LookupError("a hold is asked for by another frontend")
             case _:
                 assert_never(question)
 
@@ -240,6 +243,14 @@ class Inspector:
                 question = AskBundle(id, with_content and shows)
             case _ if self.settings.is_read_only:
                 return PeerAnswers([], [f"{self.process.id} (read-only)"])
+            case AskHold():
+                refusal = await self.operator.take(question)
+                if refusal is not None:
+                    return PeerAnswers([], [f"{self.process.id} ({refusal})"])
+                what = f"{question.kind or 'undrain'} of worker {question.worker}"
+                told = f"taken over from another frontend, reason {question.reason!r}"
+                self.actions.note(what, question.by, told, worker=question.worker)
+                return PeerAnswers([], [])
         return await self._members.answer_for_all(question)
 
     # -- actions -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ __all__ = [
     "AskAbortMatching",
     "AskBundle",
     "AskDetail",
+    "AskHold",
     "AskPicture",
     "GroupPeer",
     "Members",
@@ -71,7 +72,20 @@ class AskAbortMatching(Struct, frozen=True, tag=True):
     dry_run: bool
 
 
-Question = AskPicture | AskDetail | AskBundle | AskAbort | AskAbortMatching
+class AskHold(Struct, frozen=True, tag=True):
+    """Keep this worker from new requests, or take that back. Only frontends ask each other: a group shares its holds.
+
+    The answer is empty; who does not do so is named as silent.
+    """
+
+    worker: str
+    kind: str  # as `WorkerHold` has it
+    by: str
+    reason: str
+    ends_ms: int | None  # since the epoch; None: no end
+
+
+Question = AskPicture | AskDetail | AskBundle | AskAbort | AskAbortMatching | AskHold
 
 
 class GroupPeer(Protocol):
@@ -112,6 +126,13 @@ class Members:
                 logger.info("an answer of another frontend is not understood, and is left out: %s", error)
                 silent = [*silent, OTHER_VERSION]
         return found, silent
+
+    async def ask_frontends(self, question: Question) -> list[str]:
+        """Ask the other frontends to do something; return the names of those that did not, or not in time."""
+        if self.others is None:
+            return []
+        _, silent = await self.others.ask(msgspec.msgpack.encode(question))
+        return silent
 
     async def answer_for_all(self, question: Question) -> PeerAnswers:
         """Return what the processes of this frontend say to a question of another frontend."""

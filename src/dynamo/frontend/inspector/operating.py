@@ -1,4 +1,4 @@
-"""Workers that an operator keeps from new requests, in all processes of the port."""
+"""Workers that an operator keeps from new requests: in all processes of the port, and at the other frontends of the cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.members import Members
+from dynamo.frontend.inspector.members import AskHold, Members
 from dynamo.frontend.inspector.stream_rows import worker_name
 from dynamo.frontend.inspector.visitors import Visitor
 from dynamo.frontend.models.directory import ModelDirectory
@@ -35,7 +35,7 @@ class WorkerOperator:
     """Holds workers, and lets them go. Used on the event loop only."""
 
     def __init__(self, models: ModelDirectory, members: Members, clock: InspectorClock) -> None:
-        self._models, self._peers, self._clock = models, members.peers, clock
+        self._models, self._members, self._peers, self._clock = models, members, members.peers, clock
         self._ends: dict[int, asyncio.TimerHandle] = {}  # of the holds with an end, by worker
         if self._peers is not None:
             self._peers.on_shared(self._take)
@@ -44,14 +44,37 @@ class WorkerOperator:
         """Return whether a worker with this id, in hexadecimal digits, is there."""
         return any(worker_name(entry.instance_id) == id for group in self._models.groups() for entry in group.accepted)
 
-    async def act(self, action: str, id: str, asked: WorkerActionRequest, visitor: Visitor) -> None:
-        """Do "drain", "undrain" or "quarantine". Raises TimeoutError where the other processes do not answer."""
+    async def act(self, action: str, id: str, asked: WorkerActionRequest, visitor: Visitor) -> list[str]:
+        """Do "drain", "undrain" or "quarantine"; return the names of the other frontends that did not do so.
+
+        Raises TimeoutError where the other processes of this frontend do not answer.
+        """
         kind = _KINDS[action]
         seconds = QUARANTINE_SECONDS if kind == "quarantine" and asked.seconds is None else asked.seconds
+        ends_ms = None if seconds is None else self._clock.now_ms() + round(seconds * 1000)
         hold = WorkerHold(int(id, 16), kind, visitor.shown_name, asked.reason, seconds)
+        question = AskHold(id, kind, hold.by, hold.reason, ends_ms)
+        _, silent = await asyncio.gather(self._hold(id, hold, ends_ms), self._members.ask_frontends(question))
+        return silent
+
+    async def take(self, asked: AskHold) -> str | None:
+        """Do what an operator has asked another frontend to do; return why not, where it is not done.
+
+        A worker that is not known here is refused: a hold on it would not last until it comes.
+        """
+        if not self.knows(asked.worker):
+            return f"knows no worker {asked.worker[:64]}"
+        seconds = None if asked.ends_ms is None else max(0.0, (asked.ends_ms - self._clock.now_ms()) / 1000)
+        hold = WorkerHold(int(asked.worker, 16), asked.kind, asked.by, asked.reason, seconds)
+        try:
+            await self._hold(asked.worker, hold, asked.ends_ms)
+        except TimeoutError:
+            return "its other processes did not answer"
+        return None
+
+    async def _hold(self, id: str, hold: WorkerHold, ends_ms: int | None) -> None:
         self._put(hold)
         if self._peers is not None:
-            ends_ms = None if seconds is None else self._clock.now_ms() + round(seconds * 1000)
             await self._peers.share(HOLD_KEY + id, msgspec.msgpack.encode(_SharedHold(hold, ends_ms)))
 
     def close(self) -> None:

@@ -57,6 +57,10 @@ class AdvertisedFrontend(Struct):
     url: str
 
 
+class _NotUnderstood(ValueError):
+    """Another frontend does not know this kind of question, as one of another version does; it does know others."""
+
+
 class PeerAnswers(Struct):
     """What the processes of another frontend say, and the names of those that said nothing."""
 
@@ -140,6 +144,9 @@ class OtherFrontends:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return msgspec.msgpack.decode(await _post(url, question, code), type=PeerAnswers)
+        except _NotUnderstood as error:
+            logger.info("the inspector of %s: %s", url, error)
+            return None
         except (OSError, TimeoutError, EOFError, ValueError, msgspec.MsgspecError) as error:
             self._rest(url, now, str(error) or type(error).__name__)
             return None
@@ -196,6 +203,8 @@ async def _post(url: str, body: bytes, code: str) -> bytes:
         except asyncio.LimitOverrunError as error:
             raise ValueError("its head is too long") from error
         status = first.split(" ", 2)[1:2]
+        if status == ["400"]:
+            raise _NotUnderstood("it does not understand a question")
         if status != ["200"]:
             raise ValueError(f"it answered {first[:64]!r}")
         headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}

@@ -70,6 +70,7 @@ class WorkerActionResult(Struct, kw_only=True):
     until_ms: int | None = None
     running: int = 0  # requests that this worker still has
     message: str = ""
+    partial: list[str] = []  # other frontends of the cluster that did not do so
 
 
 class ExplainRequest(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -207,8 +207,9 @@ class App {
     const given = await confirm({ title, what, typed, action });
     if (given === null) return;
     try {
-      await this.api.post(path, given.reason ? { reason: given.reason } : {});
-      this.notice(`${title} The server has accepted it.`);
+      const answer = await this.api.post(path, given.reason ? { reason: given.reason } : {});
+      const missing = (answer?.partial ?? []).map(line);
+      this.notice(`${title} The server has accepted it${missing.length ? `, but not: ${missing.join(", ")}` : ""}.`);
     } catch (error) {
       this.notice(`${title} Refused: ${line(error.message)}`);
     }
