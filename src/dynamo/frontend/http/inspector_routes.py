@@ -197,9 +197,11 @@ class InspectorRoutes:
     async def _abort(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
         id = scope["path_params"]["id"]
         asked = await self._body(scope, receive, AbortRequest)
-        result = await self._inspector.abort(id, asked.reason)
+        result, silent = await self._inspector.abort(id, asked.reason)
         if result is None:
-            raise RequestRejected(404, f"No request {id[:128]!r} is in flight", code="request_not_found", param="id")
+            missing = f"; these gave no answer, and may have it: {', '.join(silent)}" if silent else ""
+            text = f"No request {id[:128]!r} is in flight{missing}"
+            raise RequestRejected(404, text, code="request_not_found", param="id")
         self._inspector.actions.note(
             f"abort of {result.id}",
             visitor.shown_name,

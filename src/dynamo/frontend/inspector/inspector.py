@@ -255,13 +255,13 @@ class Inspector:
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
-    async def abort(self, id: str, reason: str) -> AbortResult | None:
-        """End the request with this id, whichever process of the group has it; None: none has."""
+    async def abort(self, id: str, reason: str) -> tuple[AbortResult | None, list[str]]:
+        """End the request with this id, whoever has it; None: nobody has. Also return the names of those that gave no answer."""
         own = self.actions.abort(id, reason)
         if own is not None:
-            return own
-        found, _ = await self._members.ask(AskAbort(id, reason), _MaybeAborted)
-        return next((each.value for each in found if each.value is not None), None)
+            return own, []
+        found, silent = await self._members.ask(AskAbort(id, reason), _MaybeAborted)
+        return next((each.value for each in found if each.value is not None), None), silent
 
     async def abort_matching(self, asked: BulkAbortRequest) -> BulkAbortResult:
         """End, or count, the requests of all processes that a filter holds for. Raises FilterError."""
