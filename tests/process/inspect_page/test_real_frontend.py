@@ -337,12 +337,15 @@ def test_the_playground_chats_with_the_demonstration_model(browser: Browser, tmp
             shown.get_by_role("button", name="Send").click()
             shown.get_by_role("alert").get_by_text("temperature").wait_for()
 
-            # a stopped answer ends at the server, too
+            # a stopped answer ends at the server, too; its worker stands still, else the answer may be whole before that
+            worker = served.pid_of("worker-1")
+            os.kill(worker, signal.SIGSTOP)
             shown.locator("input[name=temperature]").fill("")
             shown.locator("input[name=max_tokens]").fill("2000")
             shown.locator("input[name=two]").check()
             shown.locator("#prompt").fill("Tell me everything")
             shown.get_by_role("button", name="Send").click()
             shown.get_by_role("button", name="Stop").click()
+            os.kill(worker, signal.SIGCONT)
             shown.get_by_role("button", name="Send").wait_for()
             until(shown, lambda: served.metric("dynamo_frontend_inflight_requests") == 0, "no request in flight")
