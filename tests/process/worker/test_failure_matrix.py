@@ -453,7 +453,7 @@ ROWS = [
         act=terminate,
         drains=1,
         served=True,
-        says=("911",),
+        says=("code 911",),
         keeps_records=True,
     ),
     Row(
@@ -464,7 +464,7 @@ ROWS = [
         act=terminate,
         drains=1,
         served=True,
-        says=("Engine cleanup complete", "911"),
+        says=("Engine cleanup complete", "code 911"),
     ),
     Row(
         "start hangs beyond the time of the end",
@@ -475,7 +475,7 @@ ROWS = [
         calls=["from_args", "start...", "cleanup"],
         starts=0,
         says=("EngineShutdown: start() had not returned 2s after the request to stop, and was cancelled",),
-        never_says=("911",),
+        never_says=("code 911",),
     ),
     Row(
         "start blocks the loop beyond the deadline",
@@ -484,7 +484,7 @@ ROWS = [
         env={"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "1"},
         act=terminate_during_blocking_start,
         cleanups=0,
-        says=("911",),
+        says=("code 911",),
     ),
     Row(
         "the grace is longer than the timeout",
@@ -493,7 +493,7 @@ ROWS = [
         act=terminate,
         drains=1,
         served=True,
-        never_says=("911",),
+        never_says=("code 911",),
         seconds=(1.5, 6.0),
     ),
 ]
