@@ -116,15 +116,36 @@ class CancellationWatch:
                 self._abort.cancel()
 
 
-async def close_generator(stream: AsyncGenerator[Any, None], context: Context) -> None:
-    """Run the generator's `finally` now. Its failure, or its refusal to end, is logged and not passed on."""
-    close = getattr(stream, "aclose", None)
-    if close is None:  # an engine may hand out any async iterator; only generators have something to close
-        return
+async def close_generator(stream: AsyncGenerator[Any, None], context: Context, *, at_terminal: bool = False) -> None:
+    """Run the generator's `finally` now. Its failure, or its refusal to end, is logged and not passed on.
+
+    `at_terminal`: the last chunk was taken, and the generator stands at the `yield` of it. It then gets one more step, as
+    the native system gives it, so that the code behind that `yield` runs; what it yields there is dropped. The step and
+    the close share one limit of time.
+    """
+    close = getattr(stream, "aclose", None)  # an engine may return any async iterator; only generators can be closed
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
-            await close()
+            try:
+                if at_terminal:
+                    await _step_past_terminal(stream, context)
+            finally:
+                if close is not None:
+                    await close()
     except TimeoutError:
         logger.warning("the generator of request %s did not close in %g s", context.id(), CLOSE_SECONDS)
     except Exception:
         logger.debug("closing the generator of request %s failed", context.id(), exc_info=True)
+
+
+async def _step_past_terminal(stream: AsyncGenerator[Any, None], context: Context) -> None:
+    try:
+        await anext(stream)
+    except StopAsyncIteration:
+        return
+    except Exception:
+        # The answer is with the client, so nothing but this line reports the failure of the engine's bookkeeping.
+        fields = {"request_id": context.id()}
+        logger.exception("request %s: the engine failed after its last chunk", context.id(), extra=fields)
+    else:
+        logger.debug("request %s: dropped a chunk that followed the last one", context.id())

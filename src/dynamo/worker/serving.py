@@ -57,7 +57,7 @@ class SpanRecorder(Protocol):
 SpanFactory = Callable[[Context, Mapping[str, Any]], SpanRecorder | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
     """One request while it is served."""
 
@@ -66,6 +66,7 @@ class _Call:
     watch: CancellationWatch
     span: SpanRecorder | None
     running: RunningRequest | None
+    at_terminal: bool = False  # the engine's generator stands at the `yield` of its last chunk
 
 
 class TokenServing:
@@ -115,7 +116,7 @@ class TokenServing:
             watch.finished()
             try:
                 if stream is not None:
-                    await close_generator(stream, context)
+                    await close_generator(stream, context, at_terminal=call.at_terminal)
                 await watch.settle()
             finally:
                 if self._running is not None and call.running is not None:
@@ -195,16 +196,19 @@ class TokenServing:
                         except TypeError as error:
                             raise InvalidChunk(f"the engine's chunk is invalid: {error}") from error
                         except EngineFailed as error:
+                            call.at_terminal = True
                             if ids:
                                 send(ids, index, None, extra)
                             raise Unknown(str(error)) from error
                         if word == CANCELLED and not context.is_stopped():
+                            call.at_terminal = True
                             raise EngineShutdown("the engine cancelled a request that nobody had cancelled")
                         if self._validate:
                             await check_silence(stream, chunk, word, self._mode, last=open_choices == 1)
                         send(ids, index, word, extra)
                         open_choices -= 1
                         if open_choices == 0:
+                            call.at_terminal = True
                             sink.end()
                             watch.finished()
                             _note_stream(tokens, word, first_at - began, now() - first_at)

@@ -12,10 +12,11 @@ from dynamo.cli.engines import load_engine
 from dynamo.cli.usage import UsageError
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.conformance import run_conformance, run_raw_conformance
-from dynamo.engines.callable.engine import CallableEngine, engine_class
+from dynamo.engines.callable.engine import CallableEngine, TextCallableEngine, TokenCallableEngine, engine_class
 from dynamo.engines.callable.signature import CallableKind, Source, plan_call
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.plain_text import conversation_text, cut, read_chunk
+from dynamo.runtime.context import Context
 from dynamo.worker.worker import Worker
 from support import callables
 from support.asgi_client import Exchange
@@ -305,6 +306,26 @@ def test_a_cut_never_divides_a_code_point(tokens: int) -> None:
 def test_a_chunk_nobody_could_show_is_named(chunk: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_chunk(chunk)
+
+
+async def books_in_text(prompt: str) -> AsyncIterator[Any]:
+    yield {"text": "paid", "finish_reason": "stop"}
+    callables.journal.append("booked")
+
+
+async def books_in_ids(token_ids: list[int]) -> AsyncIterator[Any]:
+    yield {"token_ids": [1], "finish_reason": "stop"}
+    callables.journal.append("booked")
+
+
+@pytest.mark.parametrize(
+    ("function", "request_body"), [(books_in_text, {"prompt": "x"}), (books_in_ids, {"token_ids": [1]})]
+)
+async def test_the_code_behind_the_last_yield_of_a_callable_runs(function: Any, request_body: dict[str, Any]) -> None:
+    engine, _ = await engine_class(function, "m").from_args(["--namespace", "ns"])
+    assert isinstance(engine, TextCallableEngine | TokenCallableEngine)
+    assert [item async for item in engine.generate(request_body, Context())]  # type: ignore[arg-type]
+    assert callables.journal == ["booked"]
 
 
 def test_the_worker_is_registered_as_one_that_takes_text() -> None:

@@ -152,6 +152,65 @@ async def test_nothing_after_the_terminal_is_seen_and_the_generator_is_closed_at
     assert engine.closed.is_set()
 
 
+@each_case(
+    "reason",
+    ["stop", "length", "cancelled", {"error": "x"}],
+)
+async def test_the_code_behind_the_last_yield_runs_once_the_answer_is_whole(reason: Any) -> None:
+    sink = ListSink()
+    ended_before: list[bool] = []
+
+    async def script(request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [1], "finish_reason": reason}
+        ended_before.append(sink.ended)
+
+    await TokenServing(Scripted(script)).handle(dict(REQUEST), Context(), sink)
+    assert ended_before == [True]
+
+
+async def test_each_choice_may_have_code_behind_its_terminal_and_behind_the_last_it_runs_too() -> None:
+    ran: list[int] = []
+
+    async def script(request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        for index in range(2):
+            yield {"token_ids": [1], "index": index, "finish_reason": "stop"}
+            ran.append(index)
+
+    await serve(script, request={**REQUEST, "sampling_options": {"n": 2}})
+    assert ran == [0, 1]
+
+
+async def test_an_engine_that_fails_behind_its_last_yield_is_logged_and_its_answer_stands(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sink, engine = await serve(
+        script_of({"token_ids": [1], "finish_reason": "stop"}, RuntimeError("late")), context=Context("the-id")
+    )
+    assert sink.error is None
+    assert engine.closed.is_set()
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (record.getMessage(), record.__dict__["request_id"]) == (
+        "request the-id: the engine failed after its last chunk",
+        "the-id",
+    )
+    assert record.exc_info is not None
+
+
+async def test_code_behind_the_last_yield_that_does_not_end_is_closed_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dynamo.worker.cancellation.CLOSE_SECONDS", 0.01)
+
+    async def script(request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [1], "finish_reason": "stop"}
+        await asyncio.Event().wait()
+
+    sink, engine = await serve(script)
+    assert sink.error is None
+    assert engine.closed.is_set()
+    assert "did not close in 0.01 s" in caplog.text
+
+
 @pytest.mark.parametrize("after", [{"token_ids": [2]}, RuntimeError("late")])
 async def test_the_validator_fails_a_stream_that_goes_on_after_its_terminal(after: Any) -> None:
     sink, _ = await serve(script_of({"token_ids": [1], "finish_reason": "stop"}, after), validate=True)

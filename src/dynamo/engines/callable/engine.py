@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from typing import Any, ClassVar, Final, Self
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
@@ -40,6 +40,7 @@ from dynamo.runtime.context import Context
 __all__ = ["CallableEngine", "TextCallableEngine", "TokenCallableEngine", "engine_class"]
 
 MAX_THREADS: Final = 64  # requests to a sync callable that run at a time; the others wait their turn
+TERMINAL_SECONDS: Final = 4.0  # for the code behind the last `yield`; less than the worker gives to the whole close
 READ_AHEAD: Final = 16  # items a thread may be ahead of its reader
 
 _REASONS: Final = ("stop", "length", "content_filter")
@@ -144,12 +145,14 @@ class TextCallableEngine(CallableEngine, RawEngine):
         said, tail = 0, ""
         reason: str | None = None
         counts: Mapping[str, Any] | None = None
+        is_ended_by_callable = False
         async with aclosing(self._items(arguments)) as items:
             async for item in items:
                 if context.is_stopped():
                     return
                 piece = self._piece(item)
                 reason, counts = piece.finish_reason or reason, piece.usage or counts
+                is_ended_by_callable = piece.finish_reason is not None
                 text = piece.text
                 if limit is not None and said + count(text) >= limit:
                     text, reason = cut(text, limit - said), "length"
@@ -162,8 +165,10 @@ class TextCallableEngine(CallableEngine, RawEngine):
                     tail = tail[-longest:]
                 if reason is not None:
                     break
-        if not context.is_stopped():
-            yield TextPiece("", reason or "stop", counts or usage(prompt_tokens(request), said))
+            if not context.is_stopped():
+                yield TextPiece("", reason or "stop", counts or usage(prompt_tokens(request), said))
+                if is_ended_by_callable:
+                    await _step_past_terminal(items)
 
     def _piece(self, item: Any) -> TextPiece:
         if isinstance(item, str):
@@ -208,6 +213,7 @@ class TokenCallableEngine(CallableEngine, LLMEngine):
                     said += len(ids)
                     if step.get("finish_reason") is not None:
                         yield {**step, "completion_usage": step.get("completion_usage") or usage(prompt, said)}
+                        await _step_past_terminal(items)
                         return
                     yield step
         yield final_chunk("cancelled" if context.is_stopped() else "stop", usage=usage(prompt, said))
@@ -295,6 +301,13 @@ async def _side_by_side(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _step_past_terminal(items: AsyncGenerator[Any, None]) -> None:
+    """Run the code that a callable has behind the `yield` of its last item, and drop what it yields there."""
+    with suppress(TimeoutError):  # the caller closes the generator where it stands
+        async with asyncio.timeout(TERMINAL_SECONDS):
+            await anext(items, None)
 
 
 # -- three ways to get at what a callable yields ------------------------------------------------------------------------
