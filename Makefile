@@ -48,6 +48,7 @@ check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_architecture.py
 	@$(BIN)/python tools/house.py --check
+	@if command -v promtool > /dev/null; then cd deploy/grafana && promtool test rules alerts_test.yaml; fi
 
 house: $(VENV)/.dev ## the figures of the house beside their bars (ARGS="--list classes" names the places)
 	@$(BIN)/python tools/house.py $(ARGS)

@@ -1,12 +1,12 @@
 //! How busy this worker is, as routers and frontends read it: the records of the topic `kv_metrics`.
 //!
 //! A request holds the KV blocks of its prompt and of the tokens it got; prefixes that several requests share are counted
-//! for each of them. Reports are sent on change, at most every 100 ms.
+//! for each of them. Reports are sent on change, at most every 100 ms, and again every 2.5 s.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
@@ -17,6 +17,8 @@ use crate::wire::msgpack::{put_nil, put_str, put_uint};
 
 pub(crate) const TOPIC: &str = "kv_metrics";
 const INTERVAL: Duration = Duration::from_millis(100);
+/// Unchanged loads are reported again after this time: a subscriber that comes late has no other way to them.
+const REPEAT: Duration = Duration::from_millis(2500);
 /// After so many intervals the tokens of running requests are counted again.
 const RECOUNT_INTERVALS: u32 = 5;
 
@@ -119,6 +121,7 @@ impl Load {
     pub(crate) async fn report(self: Arc<Self>, worker_id: u64, publisher: Arc<EventPublisher>) {
         let mut sent = BTreeMap::new();
         let mut intervals = 0;
+        let mut reported_at = Instant::now();
         loop {
             let is_busy = !lock(&self.book).running.is_empty();
             if is_busy {
@@ -132,11 +135,15 @@ impl Load {
                     intervals = 0;
                 }
             } else {
-                self.changed.notified().await;
+                let _ = tokio::time::timeout(REPEAT, self.changed.notified()).await;
+            }
+            let is_due = reported_at.elapsed() >= REPEAT;
+            if is_due {
+                reported_at = Instant::now();
             }
             let loads = self.count(&lock(&self.book));
             for (rank, load) in &loads {
-                if sent.get(rank) != Some(load) {
+                if is_due || sent.get(rank) != Some(load) {
                     publisher.publish(&payload(worker_id, *rank, load));
                 }
             }

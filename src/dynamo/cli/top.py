@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from dynamo.cli.api_client import EXIT_FAILED, ServerError
-from dynamo.cli.inspect.client import ViewQuery
+from dynamo.cli.inspect.client import InspectorClient, ViewQuery
 from dynamo.cli.inspect.flags import InspectFlags
 from dynamo.cli.inspect.lines import plain_text
 from dynamo.cli.inspect.plain import picture_lines
@@ -27,6 +28,9 @@ __all__ = ["TopFlags", "build_parser", "main"]
 
 ONCE_VIEWS: Final = ("workers", "streams")
 MOST_ROWS: Final = 1000  # of a view, of the live screen; the server says how many there are
+
+LOADS_SECONDS: Final = 3.5  # workers report unchanged loads every 2.5 s
+LOADS_PERIOD_SECONDS: Final = 0.25
 
 _DESCRIPTION: Final = "Show what a served system is doing: models, workers, requests in flight, caches, errors."
 _EPILOG: Final = """\
@@ -96,11 +100,27 @@ def main(argv: list[str]) -> int:
     return InspectorApp(flags.client(), view=flags.view[0] if flags.view else "", filter=flags.filter).run() or 0
 
 
+def _wait_for_loads(client: InspectorClient) -> None:
+    """Wait until the workers have reported their loads, for LOADS_SECONDS at most.
+
+    A frontend follows loads only while it is looked at, so the first look begins to.
+    """
+    until = time.monotonic() + LOADS_SECONDS
+    while any(
+        row.kv_blocks_total and row.kv_blocks_used is None
+        for row in client.picture(ViewQuery(("workers",), MOST_ROWS)).workers or ()
+    ):
+        if time.monotonic() >= until:
+            return
+        time.sleep(LOADS_PERIOD_SECONDS)
+
+
 def _once(flags: TopFlags) -> int:
     views = flags.view or ONCE_VIEWS
     query = ViewQuery(("fleet", *(view for view in views if view != "fleet")), flags.limit, flags.filter)
     client = flags.client()
     try:
+        _wait_for_loads(client)
         if flags.json:
             print(json.dumps(json.loads(client.picture_bytes(query))))
             return 0

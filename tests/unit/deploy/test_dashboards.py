@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 import yaml
 
+from dynamo.frontend.metrics.requests import CLIENTS_AND_LOAD
 from support.doc_pages import ROOT
 
 GRAFANA = ROOT / "deploy" / "grafana"
@@ -99,11 +102,28 @@ def test_the_files_are_those_that_the_tables_make() -> None:
         assert json.loads((GRAFANA / f"{name}.json").read_text()) == dashboards.dashboard(name)
 
 
-def test_there_is_an_alert_for_each_of_the_six_troubles() -> None:
+PROMTOOL = shutil.which("promtool")
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed here (Debian: apt-get install prometheus)")
+def test_the_alerts_fire_for_what_the_server_does_wrong_and_not_for_what_clients_do() -> None:
+    assert PROMTOOL is not None
+    command = [PROMTOOL, "test", "rules", "alerts_test.yaml"]
+    done = subprocess.run(command, cwd=GRAFANA, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_error_rate_counts_what_the_frontend_counts_as_its_own_failures() -> None:
+    excluded = re.search(r'error_type!~"([^"]+)"', EXPRESSIONS["alerts.yaml: DynamoErrorRate"])
+    assert excluded is not None
+    assert set(excluded[1].split("|")) == CLIENTS_AND_LOAD
+
+
+def test_there_is_an_alert_for_each_trouble() -> None:
     (group,) = yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
     assert [rule["alert"] for rule in group["rules"]] == [
-        "DynamoModelHasNoWorker", "DynamoErrorRate", "DynamoFirstTokenSlow", "DynamoQueueOld", "DynamoKvCacheFull",
-        "DynamoFrontendRestarts",
+        "DynamoModelHasNoWorker", "DynamoErrorRate", "DynamoShedding", "DynamoFirstTokenSlow", "DynamoQueueOld",
+        "DynamoKvCacheFull", "DynamoFrontendRestarts",
     ]  # fmt: skip
     for rule in group["rules"]:
         assert rule["annotations"].keys() == {"summary", "description"}

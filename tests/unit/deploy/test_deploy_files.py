@@ -380,5 +380,7 @@ def test_every_file_is_used() -> None:
         for name in ("kustomization.yaml", "graph-deployment.yaml", "autoscale-hpa.yaml", "autoscale-keda.yaml")
     }
     known |= {DEPLOY / "Containerfile", DEPLOY / "docker-compose.yml"}
-    known |= {DEPLOY / "grafana" / name for name in ("frontend.json", "workers.json", "alerts.yaml")}
+    known |= {
+        DEPLOY / "grafana" / name for name in ("frontend.json", "workers.json", "alerts.yaml", "alerts_test.yaml")
+    }
     assert {Path(folder) / name for folder, _, names in os.walk(DEPLOY) for name in names} == known

@@ -567,15 +567,16 @@ async def test_an_explanation_shows_every_candidate_and_changes_nothing(tmp_path
         assert (await lens.post("routing/explain", {"model": "m", "prompt": "a", "token_ids": [1]})).status == 400
 
 
-async def test_decisions_are_kept_while_somebody_looks(tmp_path: Path) -> None:
+async def test_decisions_are_shown_also_those_before_the_first_look(tmp_path: Path) -> None:
     async with cluster(tmp_path, router_mode="round-robin") as house:
         await two_workers(house)
         lens = Lens(house)
-        await house.client.chat()
-        assert (await lens.get("routing/recent"))["data"] == []
-        done = await house.client.chat()
+        before = await house.client.chat()
         (row,) = (await lens.get("routing/recent"))["data"]
+        assert (row["request_id"], [each["is_chosen"] for each in row["candidates"]]) == (before.json["id"], [True])
+        after = await house.client.chat()
+        row, _ = (await lens.get("routing/recent"))["data"]
         assert (row["request_id"], row["decided_by"], row["policy"]) == (
-            done.json["id"], "each worker in turn", "round-robin",
+            after.json["id"], "each worker in turn", "round-robin",
         )  # fmt: skip
-        assert [each["is_chosen"] for each in row["candidates"]] == [True, False]
+        assert [each["is_chosen"] for each in row["candidates"]] == [True, False]  # with all candidates, once looked at

@@ -18,9 +18,9 @@ from dynamo.access.records import KeyRole
 from dynamo.cli.inspect.store import patched
 from dynamo.errors import CannotConnect, DynamoException
 from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.pictures import PictureQuery, entries_of, patch_between
+from dynamo.frontend.inspector.pictures import MemberPicture, PictureQuery, entries_of, merge, patch_between
 from dynamo.frontend.inspector.recent import RecentRequests
-from dynamo.frontend.inspector.routing import KEPT_DECISIONS, RoutingLog
+from dynamo.frontend.inspector.routing import KEPT_DECISIONS, KEPT_UNSEEN, RoutingLog
 from dynamo.frontend.inspector.stream_rows import STALLED_SECONDS
 from dynamo.frontend.inspector.streams import StreamTable
 from dynamo.frontend.inspector.visitors import Visitor
@@ -32,7 +32,7 @@ from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.filters import parse_filter
-from dynamo.protocol.inspector.views import EventView, Patch, Picture, StreamView
+from dynamo.protocol.inspector.views import EventView, FrontendView, Patch, Picture, StreamView, WorkerView
 from dynamo.router.operator_desk import OperatorDesk
 from dynamo.runtime.metrics.registry import MetricsRegistry
 from dynamo.runtime.request_plane.base import Instance
@@ -384,6 +384,38 @@ async def test_a_decision_is_made_into_a_row_once_and_again_when_its_request_is_
     tally.placement = placements[0]  # which is kept no longer
     log.name("old", tally)
     assert (len(log), "old" in [row.request_id for row in log.rows(KEPT_DECISIONS)]) == (KEPT_DECISIONS, False)
+
+
+def test_the_last_decisions_are_kept_without_a_viewer() -> None:
+    desk = OperatorDesk()
+    clock = InspectorClock(wall_clock=lambda: 1000.0)
+    clock.loop_time = lambda: 5.0
+    log = RoutingLog(desk, clock, "host:1")
+    for number in range(KEPT_UNSEEN + 5):
+        assert desk.on_choice is None  # the way of a request does not lead through the log
+        tally = Plan({}, [[1]]).tally()
+        tally.placement = Placement(Candidate(number), "round-robin", ())
+        log.ended(f"r{number}", "m", tally)
+    assert [row.request_id for row in log.rows(99)] == [f"r{number}" for number in range(KEPT_UNSEEN + 4, 4, -1)]
+    assert [each.is_chosen for row in log.rows(1) for each in row.candidates] == [True]
+
+
+def test_requests_above_a_worker_s_limit_are_queued() -> None:
+    frontend = FrontendView(id="host:1", host="host", pid=1, started_ms=0, stage="serving", in_flight=0)
+
+    def rows(*members: tuple[int, int | None]) -> list[tuple[int, int | None]]:
+        pictures = [
+            MemberPicture(frontend=frontend, workers=[WorkerView(id="a", role="agg", models=[], address="", wire="mux",
+                state="ready", running=running, limit=limit)])
+            for running, limit in members
+        ]  # fmt: skip
+        (worker,) = merge(pictures, PictureQuery(limit=9), lambda row: row.id, reverse=False)[0].workers
+        return [(worker.running, worker.queued)]
+
+    assert rows((71, 64)) == [(64, 7)]
+    assert rows((40, 64), (31, 64)) == [(64, 7)]  # two frontends
+    assert rows((3, 64)) == [(3, 0)]
+    assert rows((71, None)) == [(71, None)]
 
 
 async def test_a_row_of_an_ended_request_is_made_once(house: House) -> None:

@@ -12,6 +12,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.kv import block_hashes
 from dynamo.kv.engine_events import Cleared, Removed, Stored
 from dynamo.kv.hashing import media_pad_token
+from dynamo.testing.simulation.loop import run_virtual
 from dynamo.worker.kv_publishing.outbox import OUTBOX_MESSAGES
 from dynamo.worker.kv_publishing.publisher import (
     ComponentSnapshot,
@@ -361,6 +362,29 @@ async def test_loads_are_sent_on_change_and_the_latest_wins(monkeypatch: pytest.
     metrics.publish(0, kv_used_blocks=9)
     await asyncio.sleep(0.02)
     assert len(messages) == 3
+
+
+def test_an_idle_worker_repeats_its_load_for_subscribers_that_come_late() -> None:
+    async def main() -> list[tuple[float, int, int]]:
+        metrics, endpoint = WorkerMetricsPublisher(), Endpoint()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        metrics.publish(0, kv_used_blocks=3)
+        metrics.publish(1, kv_used_blocks=4)
+        await metrics.create_endpoint(endpoint)
+        messages = endpoint.channels["kv_metrics"].messages
+        seen = []
+        for _ in range(2):
+            seen += [(round(loop.time() - began, 1), m["dp_rank"], m["kv_used_blocks"]) for m in messages]
+            messages.clear()
+            while not messages:
+                await asyncio.sleep(0.05)
+        metrics.close()
+        messages.clear()
+        await asyncio.sleep(60.0)
+        return [*seen, *messages]
+
+    assert run_virtual(main()) == [(0.0, 0, 3), (0.0, 1, 4), (2.6, 0, 3), (2.6, 1, 4)]
 
 
 async def test_figures_of_two_sources_are_one_record() -> None:

@@ -73,6 +73,7 @@ def _figures(fleet: FleetView, cells: int) -> list[Line]:
         pair("TTFT", now.ttft_p50_seconds, now.ttft_p99_seconds),
         pair("ITL", now.itl_p50_seconds, now.itl_p99_seconds),
         one("err", _with_sign(now.error_share), errors),
+        one("refused", _with_sign(now.refused_share), Tone.WARN if now.refused_share else Tone.NORMAL),
         one("shed/s", per_second(now.shed_per_second), Tone.WARN if now.shed_per_second else Tone.NORMAL),
         one("kv", _with_sign(now.kv_share), kv),
         one("hit", _with_sign(now.prefix_hit_share)),

@@ -116,7 +116,7 @@ class SampleKvCache:
             case _Removed(block_hashes) if self._events is not None:
                 self._events.publish_removed(block_hashes)
             case None if self._snapshots is not None:
-                used = self._used
+                used = min(self._used, TOTAL_BLOCKS)  # there is no limit on the requests that run
                 self._snapshots.publish(0, ComponentSnapshot(used, TOTAL_BLOCKS, used / TOTAL_BLOCKS, 0, None))
 
 

@@ -41,6 +41,7 @@ class Slot(Struct):
     started: float = 0.0
     ended: float = 0.0
     failed: float = 0.0
+    refused: float = 0.0
     shed: float = 0.0
     input_tokens: float = 0.0
     cached_tokens: float = 0.0
@@ -54,7 +55,8 @@ class Slot(Struct):
 
 
 _SUMS: Final = (
-    "started", "ended", "failed", "shed", "input_tokens", "cached_tokens", "output_tokens", "running", "waiting",
+    "started", "ended", "failed", "refused", "shed", "input_tokens", "cached_tokens", "output_tokens", "running",
+    "waiting",
 )  # fmt: skip
 
 
@@ -73,6 +75,7 @@ def _difference(number: int, seconds: float, before: RequestTotals, after: Reque
         started=grown("started"),
         ended=grown("ended"),
         failed=grown("failed"),
+        refused=grown("refused"),
         shed=grown("shed"),
         input_tokens=grown("input_tokens"),
         cached_tokens=grown("cached_tokens"),
@@ -176,6 +179,7 @@ def counters_of(slots: Sequence[Slot], bounds: Bounds) -> CountersView:
         itl_p50_seconds=quantile(0.5, bounds[1], inter),
         itl_p99_seconds=quantile(0.99, bounds[1], inter),
         error_share=round(sum([slot.failed for slot in slots]) / ended, 5) if ended else None,
+        refused_share=round(sum([slot.refused for slot in slots]) / ended, 5) if ended else None,
         shed_per_second=rate("shed"),
         kv_share=round(last.kv_used / last.kv_total, 4) if last.kv_total else None,
         prefix_hit_share=round(sum([slot.cached_tokens for slot in slots]) / input_tokens, 4) if input_tokens else None,

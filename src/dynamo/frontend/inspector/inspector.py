@@ -192,7 +192,7 @@ class Inspector:
         self.tables.streams.forget(exchange)
         ended = self.tables.recent.add(exchange)
         if exchange.tally is not None:
-            self.tables.routing.name(ended.exchange_id, exchange.tally)
+            self.tables.routing.ended(ended.exchange_id, exchange.model, exchange.tally)
             self.tables.caches.ended(exchange.tally)
         if ended.moves or ended.outcome == "failed":
             self._note_trouble(ended.exchange_id, ended.model, ended.moves, ended.status)

@@ -77,7 +77,8 @@ def merge(
     """
     frontends = [member.frontend for member in members]
     if len(members) == 1:
-        return members[0], frontends
+        own = msgspec.structs.replace(members[0], workers=list(map(_with_queue, members[0].workers)))
+        return own, frontends
     limit = query.limit
     streams = [row for member in members for row in member.streams]
     streams.sort(key=stream_key, reverse=reverse)
@@ -129,7 +130,14 @@ def _merged_workers(members: Sequence[MemberPicture]) -> list[WorkerView]:
             merged.since_ms = _least(row.since_ms, before.since_ms)
             merged.kv_blocks_used = worse.kv_blocks_used if worse.kv_blocks_used is not None else other.kv_blocks_used
             found[row.id] = merged
-    return sorted(found.values(), key=lambda row: (row.role, row.id))
+    return sorted(map(_with_queue, found.values()), key=lambda row: (row.role, row.id))
+
+
+def _with_queue(row: WorkerView) -> WorkerView:
+    """Return a worker's row in which the requests above its limit are queued: the worker runs no more than that at once."""
+    if row.limit is None or row.queued is not None:
+        return row
+    return msgspec.structs.replace(row, running=min(row.running, row.limit), queued=max(0, row.running - row.limit))
 
 
 def _rank(row: WorkerView) -> int:

@@ -1,4 +1,4 @@
-"""Routing decisions as rows: those of requests, while somebody looks at them, and those that were only asked for."""
+"""Routing decisions as rows: those of requests, with their candidates while a viewer looks, and those that were only explained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from dynamo.router.operator_desk import OperatorDesk
 __all__ = ["KEPT_DECISIONS", "RoutingLog", "routing_view"]
 
 KEPT_DECISIONS: Final = 200  # each may hold the state of all ranks
-LOOK_SECONDS: Final = 30.0  # that decisions go on being kept after the last look
+KEPT_UNSEEN: Final = 20  # without a viewer: an operator who comes after the trouble still sees the last ones
+LOOK_SECONDS: Final = 30.0  # after the last look, in which every choice is kept as it is made
 MAX_CANDIDATES: Final = 64
 
 _RULES: Final = {
@@ -57,7 +58,11 @@ class _Decision:
 
 
 class RoutingLog:
-    """The last choices of workers. It hears of none unless somebody looks. Used on the event loop only."""
+    """The last choices of workers. Used on the event loop only.
+
+    While a viewer looks, each choice is kept as it is made, with its candidates. Else the choices of requests are kept as
+    these end, KEPT_UNSEEN of them: so the way of a request to its worker does not lead through here.
+    """
 
     def __init__(self, desk: OperatorDesk, clock: InspectorClock, frontend_id: str) -> None:
         self._desk, self._clock, self._frontend_id = desk, clock, frontend_id
@@ -70,7 +75,7 @@ class RoutingLog:
         return len(self._decisions)
 
     def looked(self) -> None:
-        """Keep choices from now on, for a while."""
+        """Keep choices as they are made from now on, for a while."""
         self._looked_at = self._clock.now()
         self._desk.on_choice = self._note
 
@@ -79,11 +84,23 @@ class RoutingLog:
         if now - self._looked_at > LOOK_SECONDS:
             self._desk.on_choice = None
             return
+        self._keep(_Decision(0, model, candidates, placement, now), KEPT_DECISIONS)
+
+    def _keep(self, decision: _Decision, most: int) -> None:
         self._number += 1
-        self._decisions.pop(id(placement), None)
-        self._decisions[id(placement)] = _Decision(self._number, model, candidates, placement, now)
-        if len(self._decisions) > KEPT_DECISIONS:
+        decision.number = self._number
+        self._decisions.pop(id(decision.placement), None)
+        self._decisions[id(decision.placement)] = decision
+        while len(self._decisions) > most:
             self._decisions.popitem(last=False)
+
+    def ended(self, request_id: str, model: str | None, tally: Tally) -> None:
+        """Keep the last choice of a request that has ended, where no viewer was there to see it made."""
+        placement = tally.placement
+        if self._desk.on_choice is None and placement is not None:
+            decision = _Decision(0, model or "", (placement.candidate,), placement, self._clock.now())
+            self._keep(decision, KEPT_UNSEEN)
+        self.name(request_id, tally)
 
     def name(self, request_id: str, tally: Tally) -> None:
         """Note whose choices those of a request are."""

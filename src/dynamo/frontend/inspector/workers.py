@@ -62,8 +62,9 @@ class ClusterTable:
                 known.add(id)
                 reported = [each.kv_used_blocks for each in self._reports(id) if each.kv_used_blocks is not None]
                 if reported:
-                    used += sum(reported)
-                    total += runtime.total_kv_blocks * max(1, runtime.data_parallel_size)
+                    own = runtime.total_kv_blocks * max(1, runtime.data_parallel_size)
+                    used += min(sum(reported), own)  # a worker may count blocks that its card does not
+                    total += own
         return used, total
 
     # -- workers -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dynamo.frontend.pipeline.stage_timer import ROUTE, STAGES, StageTimer
 from dynamo.router.migration import Move
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, count_down, count_over, count_up, observe_each
 
-__all__ = ["UNKNOWN_MODEL", "RequestMetrics", "RequestSeries", "RequestTotals", "RequestType"]
+__all__ = ["CLIENTS_AND_LOAD", "UNKNOWN_MODEL", "RequestMetrics", "RequestSeries", "RequestTotals", "RequestType"]
 
 UNKNOWN_MODEL: Final = "unknown_model"
 """The label of a model that is not registered: what a client writes must not become a series."""
@@ -23,7 +23,8 @@ UNKNOWN_MODEL: Final = "unknown_model"
 RequestType = Literal["stream", "unary"]
 
 
-_NOT_OUR_FAILURES: Final = frozenset({"validation", "not_found", "not_implemented", "cancelled", "overload"})
+CLIENTS_AND_LOAD: Final = frozenset({"validation", "not_found", "not_implemented", "cancelled", "overload"})
+"""The error types of clients' mistakes and of refused load. The alert of the error rate leaves the same ones out."""
 
 
 class ModelFamilies:
@@ -55,6 +56,8 @@ class OutcomeFamilies:
         self.rejections = families.counters("model_rejection_total")
         self.failed = 0
         """Requests that failed by no doing of their clients, and were not turned away for want of room."""
+        self.refused = 0
+        """Requests that ended with an error for a mistake of their client, or for want of room."""
 
 
 class ModelSeries:
@@ -186,7 +189,7 @@ class RequestSeries:
             totals.first_token = list(map(add, totals.first_token, model.time_to_first_token.counts))
             totals.inter_token = list(map(add, totals.inter_token, model.inter_token.counts))
         totals.started = totals.ended + totals.running
-        totals.failed = self._outcomes.failed
+        totals.failed, totals.refused = self._outcomes.failed, self._outcomes.refused
         totals.output_tokens = sum(totals.first_token) + sum(totals.inter_token)  # counted as they come
         return totals
 
@@ -202,6 +205,7 @@ class RequestTotals(Struct):
     started: float = 0.0
     ended: float = 0.0
     failed: float = 0.0  # of those that have ended: neither their clients' mistakes, nor turned away
+    refused: float = 0.0  # of those that have ended: their clients' mistakes, or turned away
     shed: float = 0.0
     input_tokens: float = 0.0  # of requests that have ended
     cached_tokens: float = 0.0  # of them
@@ -301,7 +305,10 @@ class RequestMetrics:
         outcomes = self._outcomes
         outcomes.requests.labels(*self._key, "error", error_type).inc()
         outcomes.failures.labels(failure_class, reason).inc()
-        outcomes.failed += error_type not in _NOT_OUR_FAILURES
+        if error_type not in CLIENTS_AND_LOAD:
+            outcomes.failed += 1
+        elif error_type != "cancelled":
+            outcomes.refused += 1
         if error_type == "overload":
             outcomes.rejections.labels(self._key[0], self._key[1]).inc()
         if output_tokens:

@@ -65,9 +65,10 @@ class CountersView(Struct, kw_only=True):
     ttft_p99_seconds: float | None = None
     itl_p50_seconds: float | None = None
     itl_p99_seconds: float | None = None
-    error_share: float | None = None  # 0 to 1, of the finished requests: failed by no doing of their clients
+    error_share: float | None = None  # 0 to 1, of the finished requests: the server failed
+    refused_share: float | None = None  # 0 to 1, of the finished requests: a client's mistake, or no room
     shed_per_second: float = 0.0
-    kv_share: float | None = None  # KV blocks in use of all workers that say so, 0 to 1
+    kv_share: float | None = None  # KV blocks in use of all workers that report them, 0 to 1
     prefix_hit_share: float | None = None  # prompt tokens found in a cache, 0 to 1
 
 

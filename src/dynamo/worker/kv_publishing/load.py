@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ _RANKS: Final = 2**32
 _COUNTS: Final = 2**64
 
 LOAD_INTERVAL_SECONDS: Final = 0.1  # loads are reported on change, at most this often
+REPEAT_SECONDS: Final = 2.5
+"""Unchanged loads are reported again after this time. A subscriber that comes late, `dynamo top --once` for one, has no
+other way to the load of an idle worker, and a report that was lost is made good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class RankLoad:
 
 
 class WorkerMetricsPublisher:
-    """Reports how busy each data-parallel rank is: on change, at most every 100 ms, always the latest figures."""
+    """Reports how busy each data-parallel rank is: on change, at most every 100 ms, and again every 2.5 s."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,17 +108,22 @@ class WorkerMetricsPublisher:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _flush(self) -> None:
+    def _flush(self, *, is_repeat: bool = False) -> None:
         with self._lock:
             if self._is_closed or self._loop is None or self._channel is None:
                 return
             changed = {rank: load for rank, load in self._loads.items() if self._sent.get(rank) != load}
             self._sent.update(changed)
-            # While figures keep coming the timer runs and collects them; it stops after an interval without change.
+            reported = dict(self._loads) if is_repeat else changed
+            if self._timer is not None:
+                self._timer.cancel()
+            # While figures keep coming the timer collects them; after an interval without change it repeats the last ones.
             self._is_scheduled = bool(changed)
             if changed:
                 self._timer = self._loop.call_later(LOAD_INTERVAL_SECONDS, self._flush)
-        for rank, load in changed.items():
+            elif self._loads:
+                self._timer = self._loop.call_later(REPEAT_SECONDS, partial(self._flush, is_repeat=True))
+        for rank, load in reported.items():
             try:
                 self._channel.publish(
                     {

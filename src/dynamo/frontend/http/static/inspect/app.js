@@ -290,6 +290,7 @@ class App {
           ["ITL p50", duration(now.itl_p50_seconds), null],
           ["p99", duration(now.itl_p99_seconds), null],
           ["errors", share(now.error_share), null],
+          ["refused", share(now.refused_share), null],
           ["shed/s", figure(now.shed_per_second), null],
         ]
       : [];

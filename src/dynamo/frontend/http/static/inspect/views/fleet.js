@@ -32,7 +32,8 @@ const FIGURES = [
   ["TTFT p99", "ttft_p99_seconds", duration],
   ["ITL p50", "itl_p50_seconds", duration],
   ["ITL p99", "itl_p99_seconds", duration],
-  ["Errors", "error_share", share],
+  ["Server errors", "error_share", share],
+  ["Refused", "refused_share", share], // clients' mistakes, and requests without room
   ["Shed/s", "shed_per_second", figure],
   ["KV in use", "kv_share", share],
   ["Prefix hits", "prefix_hit_share", share],
