@@ -163,6 +163,7 @@ ROUTES: Final[Mapping[str, Setting]] = {
     "models": _path("DYN_HTTP_SVC_MODELS_PATH", "/v1/models", "the list of models"),
     "health": _path("DYN_HTTP_SVC_HEALTH_PATH", "/health", "the health route"),
     "live": _path("DYN_HTTP_SVC_LIVE_PATH", "/live", "the liveness route"),
+    "ready": _path("DYN_HTTP_SVC_READY_PATH", "/ready", "the readiness route"),
     "metrics": _path("DYN_HTTP_SVC_METRICS_PATH", "/metrics", "the metrics route"),
 }
 TOKENIZER_CACHE: Final = declared(
@@ -226,7 +227,7 @@ class FrontendSettings(BusySettings, FromEnvironment):
         "A model whose oldest request has waited longer for its first token gets no more; 0: never. Unset: 120 where "
         "all its workers say their `max_num_seqs`, else never", flag="--max-queue-age", group=_HTTP)
     keys_file: str | None = setting(None, "DYN_KEYS", text,
-        "File of [API keys](keys.md), TOML or JSON: every route needs one of them, but for `/health` and `/live`. Read "
+        "File of [API keys](keys.md), TOML or JSON: every route needs one of them, but for `/health`, `/ready` and `/live`. Read "
         "again when it changes", flag="--keys", dest="keys_file", group=_ACCESS)
     api_key: str | None = setting(None, "DYN_API_KEY", text,
         "One API key, of at least 16 characters, that may use every route of the API; alone, or beside `--keys`",

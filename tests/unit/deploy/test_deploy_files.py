@@ -18,6 +18,7 @@ from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.autoscale_route import AUTOSCALE_PATH
 from dynamo.frontend.metrics.autoscale import AUTOSCALE_PREFIX, FAMILIES
 from dynamo.frontend.scaling.signals import RoleSignal
+from dynamo.frontend.settings import default_paths
 from dynamo.runtime.discovery.kubernetes.records import GROUP, KIND, PLURAL, SELECTOR, VERSION
 from dynamo.runtime.settings import SystemSettings
 from support.cases import each_case
@@ -302,7 +303,9 @@ def test_probes_ask_for_routes_that_there_are() -> None:
         assert len(probes) in (0, 3), name
         for probe in probes:
             status = SystemSettings()
-            assert probe["httpGet"]["path"] in (status.health_path, status.live_path)
+            is_frontend = "frontend" in name
+            routes = default_paths() if is_frontend else {"ready": status.health_path, "live": status.live_path}
+            assert probe["httpGet"]["path"] in (routes["ready"], routes["live"])
             assert probe["httpGet"]["port"] in {port["name"] for port in container["ports"]}
 
 

@@ -688,6 +688,24 @@ async def test_draining_lets_requests_finish_and_declines_new_ones(house: Cluste
     assert (live.status, live.json["status"]) == (503, "shutting_down")
 
 
+async def test_a_frontend_is_ready_while_a_model_can_be_called(house: Cluster) -> None:
+    async def ready() -> tuple[int, str]:
+        answer = await house.client.get("/ready")
+        return answer.status, answer.json["message"]
+
+    assert (await house.client.get("/health")).status == 200  # it takes requests, and has nothing to serve them with
+    assert await ready() == (503, "No worker has registered a model")
+    worker = await house.worker()
+    assert await ready() == (200, "Requests are served")
+    await worker.stop()
+    await house.gone("m")
+    assert (await ready())[0] == 503
+    await house.worker()
+    assert (await ready())[0] == 200
+    await house.frontend.drain(5)
+    assert await ready() == (503, "The frontend is draining")
+
+
 async def test_a_frontend_says_that_it_leaves_before_it_declines_anything(house: Cluster) -> None:
     await house.worker()
     leaving = asyncio.create_task(house.frontend.drain(5, grace_seconds=60))

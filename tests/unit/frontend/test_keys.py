@@ -36,7 +36,7 @@ RECORDS = (
     key("admin", role="admin"),
     key("far", cidrs=["192.0.2.0/24"]),
 )
-OPEN = {"/health", "/live", "/admin/v1/openapi.json"}
+OPEN = {"/health", "/live", "/ready", "/admin/v1/openapi.json"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 

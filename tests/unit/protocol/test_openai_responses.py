@@ -208,6 +208,7 @@ def test_the_document_lists_the_routes_and_their_statuses() -> None:
         "/v1/models/{id}/ready",
         "/health",
         "/live",
+        "/ready",
         "/metrics",
         "/openapi.json",
     }

@@ -38,7 +38,15 @@ from dynamo.frontend.http.inspector_routes import InspectorRoutes, TokenDoor
 from dynamo.frontend.http.media_routes import MediaRoutes
 from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES, NotBuiltRoute
 from dynamo.frontend.http.offload import Offload
-from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
+from dynamo.frontend.http.operations import (
+    HealthRoute,
+    LiveRoute,
+    MetricsRoute,
+    ModelsRoute,
+    OpenApiRoute,
+    Peers,
+    ReadyRoute,
+)
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
 from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
@@ -213,6 +221,7 @@ class FrontendRoutes:
                 access=Access.OPEN,
             ),
             GuardedRoute(paths["live"], LiveRoute(pipeline.admission), "GET", access=Access.OPEN),
+            GuardedRoute(paths["ready"], ReadyRoute(pipeline.admission, pipeline.models), "GET", access=Access.OPEN),
             GuardedRoute(
                 paths["metrics"],
                 MetricsRoute(pipeline.metrics, self._offload, self._operators.peers),
@@ -290,7 +299,8 @@ class FrontendRoutes:
         keys = self._pipeline.keys
         if keys is None or not keys.sources.protect_clients:
             return None
-        return ("/health", "/live", "/metrics") if self._settings.open_metrics else ("/health", "/live")
+        probes = ("/health", "/live", "/ready")
+        return (*probes, "/metrics") if self._settings.open_metrics else probes
 
     def _described(self) -> Sequence[ApiDescription]:
         files = (BATCHES_API,) if self._batches is not None else ()

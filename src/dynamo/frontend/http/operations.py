@@ -25,7 +25,7 @@ from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.runtime.metrics import CONTENT_TYPE
 
-__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers"]
+__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers", "ReadyRoute"]
 
 LAG_SECONDS: Final = 1.0  # of the event loop: every stream of the process stood still for that long
 
@@ -137,6 +137,38 @@ def _queue_trouble(model: ServedModel, now: float) -> str | None:
             f"{model.admission.queue_age_seconds(now):.0f} s"
         )
     return f"model {model.name}: {model.admission.in_flight} request(s) in flight of {model.admission.limit} allowed"
+
+
+class ReadyRoute:
+    """`/ready`: 200 while a request for at least one model can be served, or starts its workers; 503 with the reason until
+    then, and once draining began. `/v1/models/{id}/ready` is the same of one model.
+    """
+
+    def __init__(self, admission: Admission, models: ModelDirectory) -> None:
+        self._admission, self._models = admission, models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = self._reason()
+        if reason is not None:
+            await reply(send, 503, _encode({"status": "not_ready", "message": reason}))
+        else:
+            await reply(send, 200, _encode({"status": "ready", "message": "Requests are served"}))
+
+    def _reason(self) -> str | None:
+        """Return why no request can be served; None while one can."""
+        if self._admission.stage is not Stage.SERVING:
+            return f"The frontend is {self._admission.stage.value}"
+        if any(
+            True for model in self._models.models() if (found := self._models.readiness(model.name)) and found["ready"]
+        ):
+            return None
+        if any(model.is_started_on_demand for model in self._models.models()):
+            return None
+        names = sorted({group.key.model for group in self._models.groups()})
+        # No names: a probe needs no key, and names of models are for clients with one.
+        if names:
+            return f"{len(names)} model(s) are registered, and none can be called yet; /v1/models/ID/ready names what is missing"
+        return "No worker has registered a model"
 
 
 class LiveRoute:

@@ -174,12 +174,30 @@ class ModelReadiness(Struct):
     namespaces: dict[str, NamespaceReadiness]
 
 
+class ModelLoad(Struct):
+    """How busy a model is."""
+
+    model: str
+    namespace: str
+    in_flight: int
+    waiting: int  # without a token yet
+    queue_age_seconds: float  # of the oldest request that waits
+
+
 class Health(Struct):
     status: str
     endpoints: list[str] | None = None
     instances: list[dict[str, Any]] | None = None
+    processes: dict[str, int] | None = None  # that share the port
+    load: list[ModelLoad] | None = None  # of the models with requests in flight
+    degraded: list[str] | None = None  # what the frontend is short of, a sentence each
     stage: str | None = None
     message: str | None = None
+
+
+class FrontendReadiness(Struct):
+    status: str  # ready or not_ready
+    message: str
 
 
 class Live(Struct):
@@ -228,6 +246,7 @@ _TYPES: Final[list[Any]] = [
     ModelReadiness,
     Health,
     Live,
+    FrontendReadiness,
     ErrorBody,
     StreamError,
 ]
@@ -302,6 +321,14 @@ def openapi_document(
             "/health": {
                 "get": describe_read(
                     "getHealth", "Health and known instances", "Health", also={503: ("Draining.", "Health")}
+                )
+            },
+            "/ready": {
+                "get": describe_read(
+                    "getReady",
+                    "Whether a request can be served",
+                    "FrontendReadiness",
+                    also={503: ("Not now.", "FrontendReadiness")},
                 )
             },
             "/live": {"get": describe_read("getLive", "Liveness", "Live", also={503: ("Stopping.", "Live")})},
