@@ -45,7 +45,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(url: str = "http://127.0.0.1:1", *, names_frontend: bool = False, **env: str) -> Examined:
-    settings, _ = variables.read_frontend_settings(env)
+    settings = variables.read_frontend_settings(env)
     return Examined(env, settings, InspectorClient(url, None), settings.http_port, names_frontend=names_frontend)
 
 
@@ -310,6 +310,38 @@ def test_a_variable_that_nothing_reads_gets_its_near_miss() -> None:
 def test_a_value_that_cannot_be_read_is_an_error() -> None:
     found = list(variables.variables(examined(DYN_HTTP_MAX_CONNECTIONS="many")))
     assert any(one.level is ERROR and "DYN_HTTP_MAX_CONNECTIONS" in one.finding for one in found)
+
+
+@each_case(
+    ("env", "parts"),
+    [
+        ({"DYN_HTTP_PORT": "99999"}, ["DYN_HTTP_PORT: 99999 is not a port", "a frontend does not start"]),
+        ({"DYN_ROUTER_MODE": "zzz"}, ["DYN_ROUTER_MODE: 'zzz' is unknown"]),
+        ({"DYN_DISCOVERY_BACKEND": "zzz"}, ["DYN_DISCOVERY_BACKEND: 'zzz' is unknown"]),
+        ({"DYN_ENDPOINT_TYPES": "bla"}, ["unknown endpoint type 'bla'", "a worker does not start"]),
+        ({"DYN_TOOL_CALL_PARSER": "zz"}, ["DYN_TOOL_CALL_PARSER: 'zz' is unknown"]),
+        ({"DYN_KEYS": "/no/keys"}, ["/no/keys cannot be read", "a frontend does not start"]),
+        ({"DYN_API_KEY": "a b"}, ["DYN_API_KEY: an imported key has 16 to 512 bytes"]),
+        ({"DYN_TLS_CERT_PATH": "/no/cert"}, ["--tls-cert-path and --tls-key-path need each other"]),
+        ({"DYN_CUSTOM_JINJA_TEMPLATE": "/no/t"}, ["there is no file /no/t"]),
+        ({"DYN_CORS_ORIGINS": "zz"}, ["DYN_CORS_ORIGINS: 'zz' is not an origin"]),
+        ({"DYN_RESPONSES_STORE": "foo"}, ["DYN_RESPONSES_STORE: 'foo' is not memory"]),
+        ({"DYN_HEALTH_CHECK_PAYLOAD": "{x"}, ["DYN_HEALTH_CHECK_PAYLOAD is not usable", "the default holds"]),
+        ({"DYN_LOG": "a=b=c"}, ["DYN_LOG: 'a=b=c' is neither a level", "the default holds"]),
+        ({"DYN_SYSTEM_PORT": "abc"}, ["DYN_SYSTEM_PORT: 'abc' is not an integer", "the default holds"]),
+        ({"DYN_FILES_DIR": "/dev/null/x"}, ["DYN_FILES_DIR: /dev/null is a file"]),
+        ({"DYN_USAGE_DB": "/dev/null/x"}, ["DYN_USAGE_DB: /dev/null is a file"]),
+        ({"DYN_HTTP_PORT": "x", "DYN_ROUTER_MODE": "y", "DYN_LOG": "a=b=c"}, ["DYN_HTTP_PORT", "DYN_ROUTER_MODE", "DYN_LOG"]),
+    ],
+)  # fmt: skip
+def test_what_a_start_refuses_is_found(env: dict[str, str], parts: list[str]) -> None:
+    found = [one.finding for one in variables.variables(examined(**env)) if one.level is ERROR]
+    assert [part for part in parts if not any(part in finding for finding in found)] == []
+    assert len(found) == len(set(found))
+
+
+def test_a_clean_environment_has_no_finding() -> None:
+    assert [one for one in variables.variables(examined()) if one.level is not OK] == []
 
 
 @each_case(

@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     """Examine, and show what was found; return the exit status."""
     parsed = build_parser(os.environ).parse_args(argv)
     flags = read_settings(DoctorFlags, os.environ, vars(parsed))
-    settings, _ = read_frontend_settings(os.environ)
+    settings = read_frontend_settings(os.environ)
     examined = Examined(os.environ, settings, flags.client(), flags.port, names_frontend=bool(parsed.url))
     found = list(examine(examined, CHECKS))
     worst = max(diagnosis.level for _, diagnosis in found)

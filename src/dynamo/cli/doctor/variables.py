@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Final
 
 import dynamo
 from dynamo.cli.doctor.diagnosis import Diagnosis, Examined
+from dynamo.cli.doctor.starts import places, starts
 from dynamo.errors import DynamoException
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.settings.command import did_you_mean
@@ -36,36 +36,20 @@ def unknown_variables(env: Mapping[str, str], known: frozenset[str]) -> Iterator
             yield Diagnosis.warn(f"nothing reads {name}", hint or "take it away; docs/settings.md lists all")
 
 
-def read_frontend_settings(env: Mapping[str, str]) -> tuple[FrontendSettings, list[str]]:
-    """Read the settings as a frontend does; also return what it would complain about."""
-    complaints: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            complaints.append(record.getMessage())
-
-    listener = Listener(logging.WARNING)
-    logger = logging.getLogger("dynamo")
-    before = logger.propagate
-    logger.addHandler(listener)
-    logger.propagate = False  # they are shown as findings
+def read_frontend_settings(env: Mapping[str, str]) -> FrontendSettings:
+    """Read the settings as a frontend does; without those that it refuses, so that the other checks have something to look at."""
     try:
-        return FrontendSettings.from_env(env), complaints
-    except (DynamoException, ValueError) as error:
-        complaints.append(str(error))
-        return FrontendSettings.from_env({}), complaints
-    finally:
-        logger.removeHandler(listener)
-        logger.propagate = before
+        return FrontendSettings.from_env(env)
+    except (DynamoException, ValueError):
+        return FrontendSettings.from_env({})
 
 
 def variables(examined: Examined) -> Iterator[Diagnosis]:
-    """Look at the variables of this environment."""
-    _, complaints = read_frontend_settings(examined.env)
-    for complaint in complaints:
-        yield Diagnosis.bad(complaint, "mend the variable: docs/settings.md has what is allowed")
+    """Look at the variables of this environment, each with the reader of the start that it is for."""
+    yield from starts(examined)
     yield from unknown_variables(examined.env, known_variables())
     yield from contradictions(examined)
+    yield from places(examined)
     given = sum(name in known_variables() for name in examined.env)
     yield Diagnosis.ok(f"{given} variable{'' if given == 1 else 's'} of ours set")
 
