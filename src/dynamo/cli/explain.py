@@ -12,6 +12,7 @@ from typing import Any, Final
 from dynamo.errors import InvalidArgument
 from dynamo.placement.kv_state import NO_MATCH, KvChoice, KvPolicy, KvState
 from dynamo.placement.policies.kv_policies import kv_policy, kv_policy_types
+from dynamo.protocol.request_ids import uuid_in
 from dynamo.router.kv.decisions import DecisionHeader, DecisionRecord, read_decisions, recompute
 from dynamo.router.kv.explain import explain
 from dynamo.settings.command import CommandParser
@@ -137,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(decisions: Any, asked: KvPolicy | None, given: ExplainFlags) -> tuple[DecisionHeader | None, Comparison]:
     compared, policies, header, shown = Comparison(), dict[str, KvPolicy](), None, 0
+    wanted = uuid_in(given.request) if given.request else None
     for header, record in decisions:
         key = f"{header.policy} {sorted(header.parameters.items())}"
         policy = policies.get(key)
@@ -145,7 +147,7 @@ def _compare(decisions: Any, asked: KvPolicy | None, given: ExplainFlags) -> tup
         again = recompute(policy, record)
         other = None if asked is None else recompute(asked, record)
         compared.add(record, again, other)
-        if shown < given.show or record.request_id == given.request:
+        if shown < given.show or uuid_in(record.request_id) == wanted:
             shown += 1
             _show(record, explain(policy, record.state, again), as_json=given.json)
             if asked is not None and other is not None and other.rank != again.rank:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Final, Generic, Protocol, Self, TypeVar
 
+from dynamo.protocol.request_ids import part_uuid
 from dynamo.runtime.context import Context
 from dynamo.runtime.tasks import Background
 
@@ -61,7 +62,7 @@ class FanOut(AsyncIterator[list[R]], Generic[R]):
 
     def child(self, number: int) -> Context:
         """Return the context of one part. Engines key their requests by id, so each part has an id of its own."""
-        child = self._context.detached(f"{self._context.id()}-{number}")
+        child = self._context.detached(part_uuid(self._context.id(), number))
         self._unlink.append(self._context.link_child(child))
         return child
 

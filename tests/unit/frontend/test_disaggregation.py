@@ -91,7 +91,7 @@ async def test_the_prompt_goes_to_a_prefill_worker_and_its_result_to_a_decode_wo
     prefill_id, decode_id = prefill.endpoint.connection_id(), decode.endpoint.connection_id()
     assert first["routing"]["prefill_worker_id"] == second["routing"]["prefill_worker_id"] == prefill_id
     assert answer.json["nvext"]["worker_id"] == {"prefill_worker_id": prefill_id, "decode_worker_id": decode_id}
-    assert prefill.contexts[0].id() == decode.contexts[0].id() == answer.json["id"]
+    assert prefill.contexts[0].id() == decode.contexts[0].id() == answer.json["id"].removeprefix("chatcmpl-")
 
 
 async def test_a_streamed_answer_is_the_decode_workers(house: Cluster) -> None:

@@ -10,6 +10,7 @@ from dynamo.frontend.pipeline.inference import GenerationCall
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.identifiers import random_uuid
 from support.frontend_cluster import Cluster, cluster, say
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]%b}'
@@ -54,7 +55,7 @@ def make(body: bytes = b"") -> Exchange:
 
 async def run(house: Cluster, more: bytes = b"") -> ListSink:
     call, sink = GenerationCall(ChatApi(), house.frontend.pipeline), ListSink()
-    await call.run(call.open(call.new_id(), Arrival(BODY % more, asyncio.get_running_loop().time())), sink)
+    await call.run(call.open(random_uuid(), Arrival(BODY % more, asyncio.get_running_loop().time())), sink)
     return sink
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ async def test_a_name_only_model_answers_a_chat(house: Cluster) -> None:
     assert answer.status == 200
     body = answer.json
     assert body["object"] == "chat.completion"
-    assert body["id"] == worker.contexts[0].id()
-    assert body["id"].startswith("chatcmpl-")
+    assert body["id"] == f"chatcmpl-{worker.contexts[0].id()}"
+    assert str(uuid.UUID(worker.contexts[0].id())) == worker.contexts[0].id()  # native workers accept nothing else
     assert body["model"] == "m"
     assert body["choices"] == [
         {
@@ -479,7 +480,8 @@ async def test_the_request_id_is_echoed_on_every_kind_of_answer(house: Cluster) 
 async def test_an_answer_without_the_clients_id_carries_ours(house: Cluster) -> None:
     worker = await house.worker()
     chat, stream = await house.client.chat("hi"), await house.client.chat("hi", stream=True)
-    assert [chat.headers["x-request-id"], stream.headers["x-request-id"]] == [one.id() for one in worker.contexts]
+    shown = [chat.headers["x-request-id"], stream.headers["x-request-id"]]
+    assert shown == [f"chatcmpl-{one.id()}" for one in worker.contexts]
     assert chat.headers["x-request-id"] == chat.json["id"]
     ids = set()
     for method, path, status in (
@@ -511,7 +513,7 @@ async def test_an_id_that_could_forge_a_log_line_is_replaced(
         answer = await house.client.chat("hi", headers={"x-request-id": sent, "traceparent": trace})
         (line,) = log.records("request completed", "dynamo.frontend.pipeline.request_records")
     ours = worker.contexts[0].id()
-    assert answer.headers["x-request-id"] == ours
+    assert answer.headers["x-request-id"] == line["response_id"] == f"chatcmpl-{ours}"
     assert "x-request-id" not in (worker.contexts[0].trace_headers() or {})
     assert (line["request_id"], "x_request_id" in line) == (ours, False)
     note = line["x_request_id_note"]

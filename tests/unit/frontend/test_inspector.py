@@ -263,6 +263,35 @@ async def test_an_aborted_stream_gets_an_error_event_and_its_worker_a_kill(tmp_p
         ]
 
 
+@each_case(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
+    ],
+)
+async def test_a_request_is_found_by_the_id_of_its_answer_and_by_the_one_that_workers_log(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    async with cluster(tmp_path) as house:
+        worker = await house.worker()
+        worker.script = worker.hold
+        lens = Lens(house)
+        request = house.client.begin("POST", path, {"model": "m", **body})
+        await asyncio.wait_for(worker.started.wait(), PATIENCE_SECONDS)
+        ((row,)) = (await lens.get("snapshot", views="streams"))["streams"]
+        logged = worker.contexts[0].id()
+        for spelling in (row["id"], logged):
+            assert (await lens.get(f"requests/{spelling}"))["stream"]["id"] == row["id"]
+            found = await lens.get("snapshot", views="streams", filter=f"id:{spelling}")
+            assert [each["id"] for each in found["streams"]] == [row["id"]]
+        assert (await lens.post(f"requests/{logged}/abort")).status == 202
+        await request.done()
+        for spelling in (row["id"], logged):
+            assert (await lens.get(f"requests/{spelling}"))["recent"]["id"] == row["id"]
+
+
 async def test_a_request_without_a_token_is_aborted_with_a_status(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
         worker = await house.worker()

@@ -42,7 +42,7 @@ def renderer(*, display: str | None = None, tools: Sequence[dict[str, Any]] = ()
         model_name="m",
         model=SimpleNamespace(takes_text=takes_text),
         wants_nvext=False,
-        exchange=SimpleNamespace(context=SimpleNamespace(id=lambda: "msg_1")),
+        exchange=SimpleNamespace(response_id="msg_1"),
         work=SimpleNamespace(plan=SimpleNamespace(parsing=None), tally=CountingTally()),
     )
     return API.renderer(cast(Answer, answer), RenderOptions())

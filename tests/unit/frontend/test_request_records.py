@@ -50,8 +50,9 @@ async def test_three_records_accompany_a_request_and_carry_its_ids(
         "request received", "http response sent", "request completed",
     ]  # fmt: skip
     for record in (received, sent, completed):
-        assert part(record, "request_id", "x_request_id", "trace_id", "parent_id", "span_name") == {
+        assert part(record, "request_id", "response_id", "x_request_id", "trace_id", "parent_id", "span_name") == {
             "request_id": worker.contexts[0].id(),
+            "response_id": f"chatcmpl-{worker.contexts[0].id()}",
             "x_request_id": "mine-1",
             "trace_id": TRACE,
             "parent_id": CALLER,
@@ -200,7 +201,7 @@ async def test_a_server_span_continues_the_callers_trace_and_has_its_parts(
         "gen_ai.provider.name": "dynamo",
         "gen_ai.request.model": "m",
         "gen_ai.request.stream": False,
-        "gen_ai.response.id": worker.contexts[0].id(),
+        "gen_ai.response.id": f"chatcmpl-{worker.contexts[0].id()}",
         "gen_ai.response.model": "m",
         "gen_ai.response.finish_reasons": ("stop",),
         "gen_ai.usage.input_tokens": len(worker.requests[0]["token_ids"]),

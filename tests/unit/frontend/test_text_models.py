@@ -153,7 +153,7 @@ async def test_the_id_the_usage_and_log_probabilities_are_the_workers(house: Clu
     answer = await house.client.chat("hi", logprobs=True)
     assert (answer.json["id"], answer.json["usage"]) == ("worker-7", USAGE)
     assert answer.json["choices"][0]["logprobs"] == {**LOGPROBS, "content": LOGPROBS["content"] * 2}
-    assert answer.headers["x-request-id"] == worker.contexts[0].id()
+    assert answer.headers["x-request-id"] == f"chatcmpl-{worker.contexts[0].id()}"
     options = {"include_usage": True}
     streamed = await house.client.chat("hi", logprobs=True, stream=True, stream_options=options)
     assert {each["id"] for each in streamed.chunks} == {"worker-7"}

@@ -30,7 +30,6 @@ from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.responses import TokenLogprob, token_logprobs
 from dynamo.protocol.openai.sse import nvext_json, usage_json
-from dynamo.runtime.identifiers import random_uuid
 
 __all__ = ["Answer", "Api", "CountingApi", "FailureRenderer", "GenerationApi", "RenderOptions", "Renderer"]
 
@@ -66,7 +65,7 @@ class Answer:
     ) -> None:
         """`explains_routing`: the answer says why its worker was chosen."""
         self.exchange, self.request, self.model, self.work = exchange, request, model, work
-        self.id = exchange.context.id()
+        self.id = exchange.response_id
         self.received_at = time.time() - (exchange.now() - exchange.arrival.at)  # seconds since the epoch
         self.created = int(self.received_at)
         self.model_name = request.model
@@ -74,8 +73,12 @@ class Answer:
         self.explains_routing = explains_routing
 
     def rename(self, id: str) -> None:
-        """Take the id of a worker that writes the answer itself; before anything was rendered."""
-        self.id = id
+        """Take the id of a worker that writes the answer itself; before anything was rendered.
+
+        A worker that repeats the request's own UUID has no other id for the answer, which then keeps its prefix.
+        """
+        if not self.exchange.is_called(id):
+            self.id = id
 
     @property
     def wants_logprobs(self) -> bool:
@@ -237,14 +240,14 @@ class Api(ABC, Generic[R]):
     """One inference API."""
 
     endpoint: ClassVar[str]  # the metric label
-    id_prefix: ClassVar[str]
+    id_prefix: ClassVar[str]  # of the `id` of an answer; workers and logs see the request's bare UUID
     model_type: ClassVar[ModelType]
     dialect: ClassVar[Dialect] = OPENAI
     takes_media: ClassVar[bool] = False  # a long body is pictures or sound, and no prompt
 
-    def new_id(self) -> str:
-        """Return a new id for a request."""
-        return self.id_prefix + random_uuid()
+    def response_id(self, request_id: str) -> str:
+        """Return the `id` of the answer to a request, which is what its client has of it."""
+        return self.id_prefix + request_id
 
     @abstractmethod
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> R:

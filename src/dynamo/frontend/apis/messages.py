@@ -53,8 +53,8 @@ class MessagesApi(GenerationApi[LoweredMessages]):
     def __init__(self, *, strips_billing_header: bool = True) -> None:
         self._strips_billing_header = strips_billing_header
 
-    def new_id(self) -> str:
-        return super().new_id().replace("-", "")
+    def response_id(self, request_id: str) -> str:
+        return super().response_id(request_id).replace("-", "")
 
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> LoweredMessages:
         """Unknown fields are ignored either way: clients add some with every release."""
@@ -125,7 +125,7 @@ class _MessagesRenderer(Renderer):
         request = answer.request
         assert isinstance(request, LoweredMessages)
         self._shows_thinking = request.shows_thinking
-        self._id = answer.exchange.context.id()  # also where a worker has a name of its own for the answer
+        self._id = answer.exchange.response_id  # also where a worker has a name of its own for the answer
         self._blocks = StreamBlocks(shows_thinking=request.shows_thinking)
         self._order = BlockOrder(self._blocks, request.toolset.eager, calls_last=answer.model.takes_text)
         self._has_begun = False

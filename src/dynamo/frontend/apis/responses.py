@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -60,8 +59,8 @@ class ResponsesApi(GenerationApi[ResponsesRequest]):
         self._history, self._offload = history, offload
         self._left_out: set[tuple[str, str]] = set()  # (model, type of tool) that the log has
 
-    def new_id(self) -> str:
-        return self.id_prefix + uuid.uuid4().hex
+    def response_id(self, request_id: str) -> str:
+        return super().response_id(request_id).replace("-", "")
 
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ResponsesRequest:
         return decode_responses(body, limits=limits)

@@ -17,6 +17,7 @@ from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerBytes, AnswerStream, HeaderPairs
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.identifiers import random_uuid
 
 __all__ = ["Fate", "LineAnswer", "LineCalls", "LineSink"]
 
@@ -108,7 +109,7 @@ class LineCalls:
             path=endpoint,
             identity=identity,
         )
-        exchange = call.open(call.new_id(), arrival)
+        exchange = call.open(random_uuid(), arrival)
         sink = LineSink(call.dialect, request_id)
         self._running[request_id] = exchange
         try:

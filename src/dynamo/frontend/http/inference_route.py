@@ -33,6 +33,7 @@ from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION
+from dynamo.runtime.identifiers import random_uuid
 
 __all__ = ["AsgiSink", "InferenceRoute", "watch_client"]
 
@@ -112,8 +113,8 @@ class InferenceRoute:
         loop = asyncio.get_running_loop()
         headers = first_headers(scope)
         known = client_request_id(headers)
-        id = self._call.new_id()
-        sink = AsgiSink(scope, send, known or id, self.dialect)
+        request_id = random_uuid()
+        sink = AsgiSink(scope, send, known or self._call.response_id(request_id), self.dialect)
         began = loop.time()
         try:
             if self._form is not None and self._form.takes(headers):
@@ -138,7 +139,7 @@ class InferenceRoute:
             path=scope["path"],
             identity=scope.get(IDENTITY),
         )
-        exchange = self._call.open(id, arrival)
+        exchange = self._call.open(request_id, arrival)
         sink.charge = arrival.charge
         if EXCHANGE in scope:
             scope[EXCHANGE] = exchange

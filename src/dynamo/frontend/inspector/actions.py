@@ -75,7 +75,7 @@ class Actions:
         if not dry_run:
             for exchange in found:
                 exchange.abort(RequestAborted(reason))
-        ids = [exchange.context.id() for exchange in found[:MAX_SHOWN_IDS]]
+        ids = [exchange.response_id for exchange in found[:MAX_SHOWN_IDS]]
         return BulkAbortResult(matched=len(found), aborted=0 if dry_run else len(found), dry_run=dry_run, ids=ids)
 
     def _abort(self, exchange: Exchange, reason: str) -> AbortResult:

@@ -52,7 +52,7 @@ class ContentReader:
             ]
         record: dict[str, Any] = {
             "schema": CONTENT_SCHEMA,
-            "id": exchange.context.id(),
+            "id": exchange.response_id,
             "key": key_name(exchange.identity),
             "model": name,
             "prompt_tokens": work.tally.prompt_tokens,

@@ -37,7 +37,7 @@ def request_detail(
 
 
 def _running(tables: Tables, routing: RoutingLog, clock: InspectorClock, exchange: Exchange) -> RequestDetail:
-    id, tally, work = exchange.context.id(), exchange.tally, exchange.work
+    id, tally, work = exchange.response_id, exchange.tally, exchange.work
     detail = RequestDetail(
         stream=tables.streams.row(exchange),
         timeline=_timeline(clock, exchange.phase_times),

@@ -356,7 +356,7 @@ class Inspector:
             routing.looked()
             for exchange in self._pipeline.register:
                 if exchange.tally is not None:
-                    routing.name(exchange.context.id(), exchange.tally)
+                    routing.name(exchange.response_id, exchange.tally)
             picture.routing, totals["routing"] = routing.rows(query.limit), len(routing)
         if "caches" in views:
             rows_of_caches = self.tables.caches.rows()

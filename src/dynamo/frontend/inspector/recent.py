@@ -17,6 +17,7 @@ from dynamo.frontend.pipeline.exchange import Exchange, KeyRevoked, RequestAbort
 from dynamo.protocol.inspector.filters import Filter
 from dynamo.protocol.inspector.views import RecentView
 from dynamo.protocol.openai.errors import ABORTED_CODE, RequestRejected
+from dynamo.protocol.request_ids import uuid_in
 from dynamo.router.record import served_by
 from dynamo.runtime.request_plane.base import Instance
 
@@ -88,7 +89,7 @@ class RecentRequests:
         elif rejected is not None:
             outcome, status = _outcome(exchange, rejected), rejected.status
         ended = EndedRequest(
-            exchange.context.id(), arrival.client_request_id, identity, exchange.model, arrival.path, exchange.counters,
+            exchange.response_id, arrival.client_request_id, identity, exchange.model, arrival.path, exchange.counters,
             times, status, outcome, code, message,
         )  # fmt: skip
         if work is not None:
@@ -115,8 +116,14 @@ class RecentRequests:
 
     def find(self, id: str) -> EndedRequest | None:
         """Return the last request with this id, ours or its client's; None: it is not known any more."""
+        known = uuid_in(id)
         return next(
-            (ended for ended in self._newest_first() if id in (ended.exchange_id, ended.client_request_id)), None
+            (
+                ended
+                for ended in self._newest_first()
+                if id in (ended.exchange_id, ended.client_request_id) or uuid_in(ended.exchange_id) == known
+            ),
+            None,
         )
 
     def ended(self) -> list[EndedRequest]:

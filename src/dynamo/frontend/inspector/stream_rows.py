@@ -205,7 +205,7 @@ class StreamRow:
         exchange = self._exchange
         arrival, counters, work = exchange.arrival, exchange.counters, exchange.work
         row = StreamView(
-            id=exchange.context.id(),
+            id=exchange.response_id,
             client_request_id=arrival.client_request_id,
             frontend=frontend_id,
             key=key_name(exchange.identity),

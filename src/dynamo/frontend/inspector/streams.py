@@ -73,7 +73,7 @@ class StreamTable:
         """Return the request with this id, ours or its client's; None when none is in flight."""
         found = None
         for exchange in self._register:
-            if exchange.context.id() == id:
+            if exchange.is_called(id):
                 return exchange
             if exchange.arrival.client_request_id == id:
                 found = exchange

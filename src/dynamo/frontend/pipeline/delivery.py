@@ -227,7 +227,7 @@ def annotation_events(request: Request, answer: Answer, text: str | None) -> byt
     events = []
     for name in request.annotations:
         if name == "request_id":
-            events.append(annotation_event(name, answer.id))
+            events.append(annotation_event(name, answer.exchange.context.id()))
         elif name == "token_ids":
             ids = [token for prompt in answer.work.plan.prompts for token in prompt]
             events.append(annotation_event(name, "[" + ",".join(map(str, ids)) + "]"))

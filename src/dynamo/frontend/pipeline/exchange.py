@@ -22,6 +22,7 @@ from dynamo.frontend.metrics.requests import RequestMetrics
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.request_ids import uuid_in
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import TraceContext
 
@@ -83,9 +84,10 @@ class Arrival(Struct):
 class EarlyEnd:
     """What ends a request before its answer, or in place of it."""
 
-    __slots__ = ("is_client_gone", "outcome", "task", "was_interrupted")
+    __slots__ = ("is_client_gone", "outcome", "reason", "task", "was_interrupted")
 
     def __init__(self) -> None:
+        self.reason: DynamoException | None = None  # why we ended it ourselves
         self.is_client_gone = False
         self.outcome: RequestRejected | None = None  # how it was rejected; None: it was not, as far as it has come
         self.task: asyncio.Task[object] | None = None  # that serves it
@@ -104,22 +106,22 @@ class Exchange:
         "now",
         "phase",
         "phase_times",
-        "reason",
+        "response_id",
         "slot",
         "timer",
         "work",
     )
 
-    def __init__(self, id: str, arrival: Arrival, timer: StageTimer) -> None:
-        """`id`: our own name of the request, which workers and logs see."""
+    def __init__(self, id: str, arrival: Arrival, timer: StageTimer, response_id: str | None = None) -> None:
+        """`id`: our own id of the request, a UUID, which workers and logs see. `response_id`: the `id` of its answer."""
         self.arrival = arrival
         self.timer = timer
         self.context = Context(id, trace=_trace_of(arrival))
+        self.response_id = response_id or id  # with the prefix of its API, as clients and operators see it
         self.model: str | None = None  # None until it is found
         self.counters: RequestMetrics | None = None  # None until the model is found
         self.slot: AdmissionSlot | None = None
         self.work: WorkRequest | None = None  # None until it is preprocessed
-        self.reason: DynamoException | None = None  # why we ended it ourselves
         self.early_end = EarlyEnd()
         self.phase = Phase.RECEIVED
         self.phase_times: list[float | None] = [arrival.at, None, None, None, None, None]
@@ -143,14 +145,24 @@ class Exchange:
         return self.arrival.identity
 
     @property
+    def reason(self) -> DynamoException | None:
+        """Why we ended it ourselves; None: we did not."""
+        return self.early_end.reason
+
+    @property
     def name(self) -> str:
-        """What the log calls it."""
-        return self.context.id() + self.arrival.request_id_note
+        """What a line of the log calls it: by its own id and by that of its answer, so that either finds the line."""
+        id, answer = self.context.id(), self.response_id
+        return f"{answer if id in answer else f'{id} ({answer})'}{self.arrival.request_id_note}"
 
     @property
     def request_id(self) -> str:
-        """What the client knows it by: its own `x-request-id`, or else our id."""
-        return self.arrival.client_request_id or self.context.id()
+        """What the client knows it by: its own `x-request-id`, or else the id of its answer."""
+        return self.arrival.client_request_id or self.response_id
+
+    def is_called(self, id: str) -> bool:
+        """Return whether `id` is its UUID or the `id` of its answer."""
+        return uuid_in(id) == self.context.id() or id == self.response_id
 
     @property
     def is_over(self) -> bool:
@@ -185,7 +197,7 @@ class Exchange:
     def end_with(self, reason: DynamoException) -> None:
         """Kill the work; the client reads `reason`. Does nothing once the request is over or has another reason."""
         if not self.is_over and self.reason is None and not self.is_client_gone:
-            self.reason = reason
+            self.early_end.reason = reason
             self.context.kill()
 
     def abort(self, reason: RequestAborted) -> None:

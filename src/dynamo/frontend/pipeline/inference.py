@@ -119,8 +119,8 @@ class Call:
     def __init__(self, api: Api[Any], pipeline: Pipeline) -> None:
         self._api = api
         self.dialect = api.dialect
-        self.new_id = api.new_id
-        """Returns a new id for a request of this API."""
+        self.response_id = api.response_id
+        """Returns the `id` of the answer to a request, by the id of the request."""
         self._pipeline = pipeline
         self._settings = settings = pipeline.settings
         prefix = settings.metadata_header_prefix.encode()
@@ -136,10 +136,10 @@ class Call:
         )
 
     def open(self, id: str, arrival: Arrival) -> Exchange:
-        """Return the exchange of a request that has just come in; its stage times begin now."""
+        """Return the exchange of a request, whose id is a UUID, that has just come in; its stage times begin now."""
         if arrival.identity is not None and self._pipeline.quotas is not None:
             arrival.charge = self._pipeline.quotas.open(arrival.identity, self._api.endpoint)
-        return Exchange(id, arrival, StageTimer(is_wanted=wants_stage_times(arrival.headers)))
+        return Exchange(id, arrival, StageTimer(is_wanted=wants_stage_times(arrival.headers)), self.response_id(id))
 
     async def run(self, exchange: Exchange, sink: AnswerSink) -> None:
         """Answer `exchange`, whatever happens: every failure is an answer, too.

@@ -54,7 +54,7 @@ class RelayCall(Call):
         timer.mark(PARSE)
         owner = "" if exchange.identity is None else exchange.identity.owner
         known = Relayed(
-            exchange.context.id(), model, work.tally, owner, _base_url(exchange, pipeline.settings.media.link_prefix)
+            exchange.response_id, model, work.tally, owner, _base_url(exchange, pipeline.settings.media.link_prefix)
         )
         writer = self._relayed.writer(request, known)
         dispatch = DispatchRequest(

@@ -106,7 +106,7 @@ def _server(exchange: Exchange) -> dict[str, Any]:
 
 def _ids(exchange: Exchange) -> dict[str, Any]:
     arrival = exchange.arrival
-    ids: dict[str, Any] = {"request_id": exchange.context.id()}
+    ids: dict[str, Any] = {"request_id": exchange.context.id(), "response_id": exchange.response_id}
     if arrival.client_request_id is not None:
         ids["x_request_id"] = arrival.client_request_id
     elif arrival.request_id_note:
@@ -128,7 +128,7 @@ def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_typ
             span.set_status("error", error_type)
     tally = exchange.tally
     if tally is not None:
-        span.set_attribute(GenAi.RESPONSE_ID, exchange.context.id())
+        span.set_attribute(GenAi.RESPONSE_ID, exchange.response_id)
         span.set_attribute(GenAi.INPUT_TOKENS, tally.prompt_tokens)
         span.set_attribute(GenAi.OUTPUT_TOKENS, tally.completion_tokens)
         if tally.cached_tokens is not None:

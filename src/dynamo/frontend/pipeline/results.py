@@ -52,7 +52,7 @@ class ResultCall(Call):
         results = await gather_results(model, work, plan, exchange.context)
         exchange.check_end()
         counters.tokens(0, exchange.now())  # its time to the first, and only, output
-        answer = ResultAnswer(exchange.context.id(), model, plan, work.tally, results)
+        answer = ResultAnswer(exchange.response_id, model, plan, work.tally, results)
         reply = await self._results.render(pipeline.preprocessor.offload, request, answer)
         timer.answering()
         if work.tap is not None:

@@ -85,7 +85,7 @@ class FailureNotes:
         clean = _as_it_is if self._keeps_content else ContentScrubber(content_texts(decoded)).clean
         tally = exchange.tally
         failure = FailedRequest(
-            id=exchange.context.id(),
+            id=exchange.response_id,
             request_id=exchange.request_id,
             at_ms=self.ring.now_ms(),
             status=rejected.status,
@@ -97,7 +97,7 @@ class FailureNotes:
             key_id="" if exchange.identity is None else exchange.identity.id,
             message=clean(_what_went_wrong(error, rejected))[:MAX_MESSAGE_CHARACTERS],
         )
-        lines = self.log_lines.take(failure.id)
+        lines = self.log_lines.take(exchange.context.id())
 
         def make() -> dict[str, Any] | None:
             bundle = self._bundle(exchange, failure, rejected, decoded, lines, clean)

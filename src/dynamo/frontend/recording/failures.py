@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.frontend.recording.message_templates import message_template
+from dynamo.protocol.request_ids import uuid_in
 
 __all__ = ["BUNDLE_SCHEMA", "FailedRequest", "FailureGroup", "FailureRing"]
 
@@ -44,9 +45,9 @@ class FailedRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request that failed, in a line."""
 
     id: str
-    """Our own id of the request, `chatcmpl-…`; its bundle is `ring.bundle(id)`."""
+    """The `id` of its answer, `chatcmpl-…`; its bundle is `ring.bundle(id)`."""
     request_id: str
-    """What the client knows it by: its own `x-request-id`, or else our id."""
+    """What the client has of it: its own `x-request-id`, or else the `id` of its answer."""
     at_ms: int
     """When it failed: Unix milliseconds."""
     status: int
@@ -157,6 +158,9 @@ class FailureRing:
         Its members are described in docs/recording.md; `schema` names their version.
         """
         kept = self._kept.get(id)
+        if kept is None:
+            known = uuid_in(id)
+            kept = next((each for key, each in self._kept.items() if uuid_in(key) == known), None)
         if kept is None:
             return None
         found: dict[str, Any] = msgspec.json.decode(kept[2])

@@ -166,6 +166,7 @@ def _facts(exchange: Exchange, endpoint: str, now: float) -> dict[str, Any]:
     arrival, counters, tally = exchange.arrival, exchange.counters, exchange.tally
     facts: dict[str, Any] = {
         "request_id": exchange.context.id(),
+        "response_id": exchange.response_id,
         "endpoint": endpoint,
         "path": arrival.path,
         "total_time_ms": _ms(now - arrival.at),

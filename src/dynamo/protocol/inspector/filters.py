@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.inspector.views import RecentView, StreamView, WorkerView
+from dynamo.protocol.request_ids import uuid_in
 
 __all__ = ["FIELDS", "FIGURES", "MARKS", "Filter", "FilterError", "Row", "parse_filter"]
 
@@ -59,7 +60,8 @@ def _workers(row: Row) -> Iterable[str]:
 
 def _ids(row: Row) -> Iterable[str]:
     client = getattr(row, "client_request_id", None)
-    return (row.id,) if client is None else (row.id, client)
+    known = (row.id, uuid_in(row.id))
+    return known if client is None else (*known, client)
 
 
 FIELDS: Final[Mapping[str, Callable[[Row], Iterable[str]]]] = {

@@ -35,6 +35,7 @@ async def test_a_request_that_an_engine_fails_is_kept_with_its_way_and_without_i
         headers = {"authorization": "Bearer sk-very-secret-key", "x-request-id": "mine"}
         await house.client.chat(PROMPT, headers=headers, temperature=0.5)
         bundle = only_bundle(house)
+        assert ring(house).bundle(worker.contexts[0].id()) == bundle  # by the id that workers and logs have
     worker_id = f"{worker.endpoint.connection_id():x}"
     assert "marker" not in json.dumps(bundle)
     assert "sk-very" not in json.dumps(bundle)

@@ -66,7 +66,8 @@ async def test_a_recorded_request_says_what_became_of_it(tmp_path: Path) -> None
     (event,) = made.events("request_end")
     assert (event["schema"], event["event_source"]) == ("dynamo.request.trace.v1", "dynamo")
     request = event["request"]
-    assert request["request_id"] == answer.json["id"]
+    assert request["request_id"] == worker.contexts[0].id()
+    assert request["response_id"] == answer.json["id"]
     assert (request["model"], request["http_status"], request["output_tokens"]) == ("m", 200, 5)
     prompt = worker.requests[0]["token_ids"]
     assert request["replay"]["input_length"] == request["input_tokens"] == len(prompt)
