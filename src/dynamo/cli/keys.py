@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo.access.key_file import add_key, remove_key, replace_key
 from dynamo.access.key_text import RANDOM_BYTES, check_imported, hash_of, key_text, new_id
-from dynamo.access.records import KeyRecord, Period, RouteGroup
+from dynamo.access.records import KeyRecord, KeyRole, Period, Revocation, RouteGroup
 from dynamo.cli.usage import UsageError
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access.key_editor import change_key_file
@@ -128,7 +128,8 @@ class KeyCreateFlags(KeyFileFlags):
     # fmt: off
     name: str | None = setting(None, None, text, "What people call it", flag="--name")
     project: str | None = setting(None, None, text, "Whose files, batches, limits and budget it shares", flag="--project")
-    is_admin: bool = setting(False, None, switch, "May use the admin routes, too", flag="--admin", negative="", dest="admin")
+    role: str | None = setting(None, None, one_of(*map(str, KeyRole)), "What the key is for: `user`; `viewer`, `content` or `operator` of the inspector; `admin`, for the admin routes, too", flag="--role", shown="user")
+    is_admin: bool = setting(False, None, switch, "The same as `--role admin`", flag="--admin", negative="", dest="admin")
     models: tuple[str, ...] = setting((), None, each(placeholder("PATTERN", text)), "May use these models only (repeatable)", flag="--model", dest="models", repeats=True)
     routes: tuple[str, ...] = setting((), None, each(one_of(*map(str, RouteGroup))), f"May use these routes only (repeatable): {', '.join(RouteGroup)}", flag="--route", dest="routes", repeats=True)
     cidrs: tuple[str, ...] = setting((), None, each(placeholder("NETWORK", text)), "May come from here only (repeatable)", flag="--cidr", dest="cidrs", repeats=True)
@@ -161,10 +162,11 @@ _ACTIONS: Final[Mapping[str, tuple[type, str]]] = {
     "show": (KeyFileFlags, "show the record of a key as JSON"),
     "disable": (KeyFileFlags, "refuse a key from now on"),
     "enable": (KeyFileFlags, "take a disabled key again"),
+    "revoke": (KeyFileFlags, "refuse a key from now on, and cut its running requests"),
     "delete": (KeyFileFlags, "remove a key"),
     "rotate": (KeyRotateFlags, "give a key a new secret, and print it once"),
 }
-_OF_ONE_KEY: Final = ("show", "disable", "enable", "delete", "rotate")
+_OF_ONE_KEY: Final = ("show", "disable", "enable", "revoke", "delete", "rotate")
 
 
 def build_parser(env: Mapping[str, str]) -> CommandParser:
@@ -230,12 +232,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _change_one(action: str, path: str, id: str) -> None:
-    """Show, disable, enable or delete a key."""
+    """Show, disable, enable, revoke or delete a key."""
     if action == "show":
         print(_json(_find(path, id)))
     elif action == "delete":
         change_key_file(path, lambda text: remove_key(text, id, is_json=_is_json(path)))
         _say(f"deleted the key {id}")
+    elif action == "revoke":
+        _change(path, id, lambda record: msgspec.structs.replace(record, enabled=False, revoke=Revocation.NOW))
+        _say(f"revoked the key {id}; frontends refuse it and cut its requests within two seconds")
     else:
         _change(path, id, lambda record: msgspec.structs.replace(record, enabled=action == "enable"))
         _say(f"{action}d the key {id}")
@@ -296,7 +301,7 @@ def _new_record(options: KeyCreateFlags) -> tuple[str | None, KeyRecord]:
         "hash": hash_of(key.encode()),
         "name": options.name,
         "project": options.project,
-        "role": "admin" if options.is_admin else "user",
+        "role": _role(options),
         "revoke": "now" if options.revokes_now else "later",
         "created": datetime.now(UTC).replace(microsecond=0),
         "expires": options.expires,
@@ -317,6 +322,12 @@ def _new_record(options: KeyCreateFlags) -> tuple[str | None, KeyRecord]:
     except msgspec.ValidationError as error:
         raise UsageError(str(error)) from None
     return None if options.is_imported else key, record
+
+
+def _role(options: KeyCreateFlags) -> str:
+    if options.is_admin and options.role not in (None, "admin"):
+        raise UsageError(f"--admin is --role admin, and --role {options.role} was given, too; give one of them")
+    return "admin" if options.is_admin else options.role or "user"
 
 
 def _rotate(options: KeyRotateFlags, id: str) -> None:

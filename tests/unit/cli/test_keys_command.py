@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.access.key_text import hash_of
-from dynamo.access.records import Budget, LimitSet, Period
+from dynamo.access.records import Budget, KeyRole, LimitSet, Period, Revocation
 from dynamo.cli import keys
 from dynamo.cli.main import main
 from dynamo.frontend.access.key_editor import change_key_file
@@ -100,6 +100,25 @@ def test_disable_enable_rotate_and_delete(path: Path, capsys: pytest.CaptureFixt
     run(path, "delete", id)
     run(path, "delete", other)
     assert load_key_file(str(path)).keys == ()
+
+
+def test_a_key_is_revoked_with_its_requests(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, id = create(path, capsys)
+    run(path, "revoke", id)
+    record = load_key_file(str(path)).find(id)
+    assert record is not None
+    assert (record.enabled, record.revoke) == (False, Revocation.NOW)
+    assert "within two seconds" in capsys.readouterr().err
+
+
+def test_a_key_has_the_role_that_was_asked_for(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for role in KeyRole:
+        _, id = create(path, capsys, "--role", role)
+        record = load_key_file(str(path)).find(id)
+        assert record is not None
+        assert record.role is role
+    assert main(["keys", "create", "--role", "viewer", "--admin", "--file", str(path)]) == 2
+    assert "give one of them" in capsys.readouterr().err
 
 
 def test_a_key_of_an_older_gateway_is_imported(

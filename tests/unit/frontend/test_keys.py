@@ -352,7 +352,7 @@ async def test_a_rotated_key_and_the_one_before_it(tmp_path: Path) -> None:
 
 
 async def test_running_streams_end_by_themselves_unless_their_key_takes_them_along(tmp_path: Path) -> None:
-    records = key("later"), key("now", revoke="now")
+    records = key("later"), key("now", revoke="now"), key("revoked")
     async with closed_cluster(tmp_path, *records) as found:
         worker = await found.worker(say("hello"))
         store, going_on = found.frontend.keys, asyncio.Event()
@@ -364,9 +364,14 @@ async def test_running_streams_end_by_themselves_unless_their_key_takes_them_alo
             sink.send_tokens(list(b" and ended"), finish_reason="stop")
 
         worker.script = slow
-        streams = {id: found.client.begin_chat(stream=True, headers=bearer(id)) for id in ("later", "now")}
+        streams = {id: found.client.begin_chat(stream=True, headers=bearer(id)) for id in ("later", "now", "revoked")}
         for stream in streams.values():
             await stream.until(lambda seen: b"begun" in seen.body)
+        write_keys(
+            tmp_path / "keys.toml", *records[:2], key("revoked", enabled=False, revoke="now")
+        )  # as the command does
+        await store.refresh()
+        assert b"revoked" in (await streams["revoked"].done()).body
         write_keys(tmp_path / "keys.toml", key("another"))
         await store.refresh()
         cut = await streams["now"].done()

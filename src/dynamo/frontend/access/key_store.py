@@ -153,9 +153,12 @@ class KeyStore:
 
     def is_gone(self, identity: Identity) -> bool:
         """Return whether a key may not be used any more, by what is known now, and its running requests are to be cut."""
-        if identity.record.revoke is not Revocation.NOW:
-            return False
         now = self._by_id.get(identity.id)
+        records = (
+            (identity.record,) if now is None else (identity.record, now.record)
+        )  # `dynamo keys revoke` changes it
+        if all(record.revoke is not Revocation.NOW for record in records):
+            return False
         return now is None or not now.record.enabled or now.is_expired(self._wall_clock())
 
     @property
