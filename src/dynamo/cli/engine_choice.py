@@ -15,12 +15,12 @@ from typing import Final
 
 from dynamo.cli.model_files import describe_model_file, has_gguf_magic
 from dynamo.cli.usage import UsageError
+from dynamo.settings.extras import install_command
 
 __all__ = ["HUB_PREFIX", "EngineChoice", "choose_engine", "fetch_from_hub", "locate_model"]
 
 HUB_PREFIX: Final = "hub:"
 DEFAULT_ENGINE: Final = "reference"
-INSTALL_LLAMA: Final = "pip install 'dynamo-unified[llamacpp]'"
 INSTALL_HUB: Final = "pip install huggingface-hub"
 FIRST_PART: Final = re.compile(r"-00001-of-\d{5}\.gguf$")
 LATER_PART: Final = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
@@ -47,7 +47,7 @@ def choose_engine(model: Path | None, *, has_tokenizer_flag: bool = False) -> En
     file = _gguf_in(model)
     if file is not None:
         if not _is_installed("xllamacpp"):
-            raise UsageError(f"{file} is a GGUF file, for which llama.cpp is needed: {INSTALL_LLAMA}")
+            raise UsageError(f"{file} is a GGUF file, for which llama.cpp is needed: {install_command('llamacpp')}")
         if has_tokenizer_flag or (file.parent / "tokenizer.json").is_file():
             return EngineChoice("llamacpp", "a GGUF file, with the model's tokenizer beside it", str(file))
         return EngineChoice("llamacpp-text", "a GGUF file alone, whose own tokenizer and template are used", str(file))

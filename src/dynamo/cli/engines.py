@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import did_you_mean
+from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
     from dynamo.contract.engine import BaseEngine
@@ -97,7 +98,7 @@ def _import(engine: str, module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            hint = f"; try: pip install 'dynamo-unified[{engine}]'" if engine in EXTRAS else ""
+            hint = f"; try: {install_command(engine)}" if engine in EXTRAS else ""
             raise UsageError(f"module {module_name!r} needs {error.name!r}, which is not installed{hint}") from error
         raise UsageError(
             f"there is no module {error.name!r}; is its package installed, or the current directory the right one?"

@@ -20,6 +20,7 @@ from dynamo.cli.inspect.plain import picture_lines
 from dynamo.cli.usage import PlainRefusal, UsageError
 from dynamo.protocol.inspector.views import VIEWS
 from dynamo.settings.command import CommandParser
+from dynamo.settings.extras import install_command
 from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import SettingReader, integer, switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
@@ -34,7 +35,7 @@ LOADS_PERIOD_SECONDS: Final = 0.25
 
 _DESCRIPTION: Final = "Show what a served system is doing: models, workers, requests in flight, caches, errors."
 _EPILOG: Final = """\
-The live screen needs the extra `inspect` (pip install 'dynamo-unified[inspect]'); --once needs nothing. Its keys are on the
+The live screen needs the package textual (the extra `inspect`); --once needs nothing. Its keys are on the
 screen, and behind ? all of them.
 
 A frontend that was started without keys on this machine is asked without a key. Elsewhere: --key, or DYN_API_KEY.
@@ -45,10 +46,6 @@ example:
   dynamo top --once --view models,errors | less -S
   dynamo top --once --json | jq .fleet.now
 """
-_NEEDS_TEXTUAL: Final = (
-    "dynamo top: the live screen needs textual: pip install 'dynamo-unified[inspect]'; "
-    "dynamo top --once works without it"
-)
 
 
 def _views(given: str) -> tuple[str, ...]:
@@ -94,7 +91,9 @@ def main(argv: list[str]) -> int:
     if not sys.stdout.isatty():
         raise UsageError("the live screen needs a terminal; use --once in a pipe")
     if importlib.util.find_spec("textual") is None:
-        raise PlainRefusal(_NEEDS_TEXTUAL)
+        raise PlainRefusal(
+            f"dynamo top: the live screen needs textual: {install_command('inspect')}; dynamo top --once works without it"
+        )
     from dynamo.cli.inspect.app import InspectorApp
 
     return InspectorApp(flags.client(), view=flags.view[0] if flags.view else "", filter=flags.filter).run() or 0

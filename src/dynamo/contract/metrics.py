@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.runtime.endpoint_metrics import endpoint_labels
 from dynamo.runtime.metrics import MetricsRegistry, TypedFamily, escape_label
+from dynamo.settings.extras import install_command
 from dynamo.settings.foreign import MULTIPROC_DIRECTORY
 
 if TYPE_CHECKING:
@@ -31,10 +32,7 @@ __all__ = [
     "register_global_registry",
 ]
 
-NOT_INSTALLED: Final = (
-    "registries of prometheus-client can be read only where that package is installed: "
-    "pip install 'dynamo-unified[prometheus]'"
-)
+NOT_INSTALLED: Final = "registries of prometheus-client can be read only where that package is installed"
 MULTIPROC_VARIABLE: Final = str(MULTIPROC_DIRECTORY.variable)
 
 
@@ -110,7 +108,7 @@ def register_global_registry(
     try:
         from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
     except ImportError as error:
-        raise ImportError(f"{NOT_INSTALLED} ({error})") from error
+        raise ImportError(f"{NOT_INSTALLED}: {install_command('prometheus')} ({error})") from error
 
     def expose(registry: CollectorRegistry, prefixes: Sequence[str]) -> None:
         register_engine_registry(metrics, registry, prefix_filters=prefixes, exclude_prefixes=exclude_prefixes)

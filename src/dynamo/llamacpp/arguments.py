@@ -17,6 +17,7 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.gguf_header import GgufHeader, read_gguf_header
 from dynamo.protocol.model_types import ModelInput
+from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
     from dynamo.llamacpp.engine import LlamaCppEngine
@@ -139,7 +140,7 @@ def check_installed() -> None:
     """Raise InvalidArgument with the command that installs what is missing."""
     if importlib.util.find_spec("xllamacpp") is None:
         raise InvalidArgument(
-            "llama.cpp is not installed in this environment: pip install 'dynamo-unified[llamacpp]' (the package xllamacpp)"
+            f"llama.cpp is not installed in this environment: {install_command('llamacpp')} (the package xllamacpp)"
         )
 
 

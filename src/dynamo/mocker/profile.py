@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.mocker.timing import LEAST_DECODE_MS
+from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,7 +77,7 @@ def read_profile(path: Path) -> ProfileTiming:
     try:
         import numpy as np
     except ImportError as error:
-        raise InvalidArgument("timing from a profile needs NumPy: pip install 'dynamo-unified[reference]'") from error
+        raise InvalidArgument(f"timing from a profile needs NumPy: {install_command('reference')}") from error
     halves = [path / f"selected_{half}_interpolation" / "raw_data.npz" for half in ("prefill", "decode")]
     if path.is_dir() and (path / "prefill_raw_data.json").is_file() and not halves[0].is_file():
         raise InvalidArgument(f"{path}: profiles in the form prefill_raw_data.json are not built in this version")

@@ -21,6 +21,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits, find_excess
 from dynamo.reference.guided_trial import GrammarRefused, GrammarTrial
 from dynamo.reference.structural_tag import WHITESPACE, structural_grammar
+from dynamo.settings.extras import install_command
 from dynamo.settings.readers import seconds
 from dynamo.settings.table import declared
 
@@ -226,7 +227,7 @@ class Guides:
             import llguidance
         except ImportError as error:
             raise InvalidArgument(
-                f"{FIELD} needs the extra `guided` on the worker: pip install 'dynamo-unified[guided]'"
+                f"{FIELD} needs the extra `guided` on the worker: {install_command('guided')}"
             ) from error
         tokenizer, trial = self._load_tokenizer()
         if spec.kind == "structural_tag":

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamo.errors import InvalidArgument
+from dynamo.settings.extras import install_command
 
 __all__ = ["MAX_PIXELS", "Pixels", "read_picture", "read_png"]
 
@@ -17,10 +18,6 @@ MAX_PIXELS: Final = 16_000_000
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHANNELS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _BY_PILLOW: Final = ("PNG", "JPEG", "WEBP", "GIF")
-_NEEDS_PILLOW: Final = (
-    "without Pillow the reference engine sees PNG images of 8 bits for each channel, not interlaced; "
-    "for JPEG, WebP, GIF and other PNG on its machine: pip install 'dynamo-unified[pictures]'"
-)
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -44,7 +41,7 @@ def _read_with_pillow(content: bytes) -> Pixels:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError  # an extra
     except ImportError:
-        raise InvalidArgument(_NEEDS_PILLOW) from None
+        raise _needs_pillow() from None
     try:
         with Image.open(io.BytesIO(content), formats=_BY_PILLOW) as image:
             _check_size(*image.size)  # before any pixel is decoded
@@ -72,7 +69,7 @@ def read_png(content: bytes) -> Pixels:
     Raises InvalidArgument for any other image.
     """
     if not content.startswith(_SIGNATURE):
-        raise InvalidArgument(_NEEDS_PILLOW)
+        raise _needs_pillow()
     header, palette, packed = b"", b"", bytearray()
     at = len(_SIGNATURE)
     while at + 12 <= len(content):
@@ -94,7 +91,7 @@ def read_png(content: bytes) -> Pixels:
     width, height = int.from_bytes(header[:4], "big"), int.from_bytes(header[4:8], "big")
     depth, colour_type, interlaced = header[8], header[9], header[12]
     if depth != 8 or colour_type not in _CHANNELS or interlaced:
-        raise InvalidArgument(_NEEDS_PILLOW)
+        raise _needs_pillow()
     _check_size(width, height)
     rows = _rows(bytes(packed), width * _CHANNELS[colour_type], height, _CHANNELS[colour_type])
     return _rgb(rows.reshape(height, width, _CHANNELS[colour_type]), colour_type, palette)
@@ -148,3 +145,10 @@ def _rgb(pixels: Pixels, colour_type: int, palette: bytes) -> Pixels:
         alpha = pixels[:, :, -1:].astype(np.uint16)
         pixels = ((pixels[:, :, :-1] * alpha + 255 * (255 - alpha)) // 255).astype(np.uint8)
     return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
+
+
+def _needs_pillow() -> InvalidArgument:
+    return InvalidArgument(
+        "without Pillow the reference engine sees PNG images of 8 bits for each channel, not interlaced; "
+        f"for JPEG, WebP, GIF and other PNG on its machine: {install_command('pictures')}"
+    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dynamo.errors import CannotConnect
 from dynamo.runtime.settings import NatsSettings
 from dynamo.runtime.tasks import first_of
+from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -131,7 +132,7 @@ def _client_class(wanted_by: str) -> type[Client]:
     try:
         from nats.aio.client import Client
     except ModuleNotFoundError as error:
-        raise CannotConnect(f"{wanted_by} needs the nats extra: pip install 'dynamo-unified[nats]'") from error
+        raise CannotConnect(f"{wanted_by} needs the nats extra: {install_command('nats')}") from error
     return Client
 
 

@@ -10,6 +10,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dynamo.runtime.settings import FromEnvironment
+from dynamo.settings.extras import install_command
 from dynamo.settings.readers import number, switch, text
 from dynamo.settings.table import setting
 
@@ -393,8 +394,9 @@ def build_tracing(settings: TracingSettings) -> Tracing | None:
     except ImportError as error:
         logger.warning(
             "OTEL_EXPORT_ENABLED is set, but the exporter is not installed (%s); no trace is exported. "
-            "Install it with: pip install 'dynamo-unified[otel]'",
+            "Install it with: %s",
             error,
+            install_command("otel"),
         )
         return None
     resource = Resource.create({"service.name": settings.service_name})

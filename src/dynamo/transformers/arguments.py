@@ -13,6 +13,7 @@ from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.pooling import MODES
 from dynamo.errors import InvalidArgument
+from dynamo.settings.extras import install_command
 from dynamo.worker.hub import served_name
 
 __all__ = ["TransformersArguments", "check_installed", "read_arguments"]
@@ -85,8 +86,8 @@ def check_installed() -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidArgument(
-            f"transformers cannot serve without the package {' and '.join(missing)}: pip install "
-            "'dynamo-unified[transformers,guided]'"
+            f"transformers cannot serve without the package {' and '.join(missing)}: "
+            + install_command("transformers", "guided")
         )
 
 

@@ -253,4 +253,4 @@ def test_a_missing_exporter_is_one_warning_and_silence(
         assert begin(Context("r")) is None
     assert tracing() is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "dynamo-unified[otel]" in caplog.text
+    assert "pip install 'opentelemetry-exporter-otlp" in caplog.text

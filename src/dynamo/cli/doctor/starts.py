@@ -25,6 +25,7 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.health_check import load_health_check_from_env
 from dynamo.runtime.logging import LoggingSettings
 from dynamo.runtime.tracing import TracingSettings
+from dynamo.settings.extras import install_command
 
 __all__ = ["START_READERS", "places", "starts"]
 
@@ -139,7 +140,7 @@ def places(examined: Examined) -> Iterator[Diagnosis]:
         if importlib.util.find_spec(package) is None:
             yield Diagnosis.bad(
                 f"{variable} needs the package {package}, which is not installed",
-                f"pip install 'dynamo-unified[{extra}]'",
+                install_command(extra),
             )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from dynamo.contract.requests.generation import OutputConstraint
 from dynamo.errors import InvalidArgument
+from dynamo.settings.extras import install_command
 
 __all__ = ["grammar_of", "is_thinking", "read_thought_markers"]
 
@@ -94,9 +95,7 @@ def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise InvalidArgument(
-            f"{FIELD} needs the extra `guided` on the worker: pip install 'dynamo-unified[guided]'"
-        ) from error
+        raise InvalidArgument(f"{FIELD} needs the extra `guided` on the worker: {install_command('guided')}") from error
     return llguidance
 
 

@@ -7,7 +7,6 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.reference.kv_transfer.base import (
-    NIXL_MISSING,
     NIXL_PACKAGES,
     BlockSource,
     KvReceiver,
@@ -15,6 +14,7 @@ from dynamo.reference.kv_transfer.base import (
     Layout,
     Ticket,
     TransferOptions,
+    nixl_missing,
 )
 from dynamo.reference.kv_transfer.tcp import TcpReceiver, TcpSender
 
@@ -59,4 +59,4 @@ def check_installed(options: TransferOptions) -> None:
     if options.transport not in TRANSPORTS:
         raise InvalidArgument(f"--kv-transfer must be one of {', '.join(TRANSPORTS)}, got {options.transport!r}")
     if options.transport == "nixl" and not any(map(find_spec, NIXL_PACKAGES)):
-        raise InvalidArgument(NIXL_MISSING)
+        raise InvalidArgument(nixl_missing())

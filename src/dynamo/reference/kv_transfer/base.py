@@ -22,15 +22,19 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 
 from dynamo.errors import InvalidArgument
+from dynamo.settings.extras import install_command
 
 __all__ = ["BlockSource", "Ended", "KvReceiver", "KvSender", "Layout", "PageSink", "Ticket", "TransferOptions"]
 
 FLOAT32_BYTES: Final = 4
 
 NIXL_PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # any of them; each is the whole of NIXL
-NIXL_MISSING: Final = (
-    "--kv-transfer nixl needs the nixl extra: pip install 'dynamo-unified[nixl]', or use --kv-transfer tcp"
-)
+
+
+def nixl_missing() -> str:
+    """Return why `--kv-transfer nixl` cannot be used, and what to do."""
+    return f"--kv-transfer nixl needs the nixl extra: {install_command('nixl')}, or use --kv-transfer tcp"
+
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

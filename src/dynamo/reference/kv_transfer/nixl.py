@@ -21,13 +21,13 @@ import numpy as np
 from dynamo.errors import Disconnected, DynamoException, InvalidArgument, StreamIncomplete
 from dynamo.reference.kv_transfer.base import (
     FLOAT32_BYTES,
-    NIXL_MISSING,
     NIXL_PACKAGES,
     BlockSource,
     Layout,
     PageSink,
     Ticket,
     TransferOptions,
+    nixl_missing,
 )
 from dynamo.reference.kv_transfer.frames import Pull, TransferKind, frame
 from dynamo.reference.kv_transfer.offers import Offer
@@ -199,4 +199,4 @@ def make_agent() -> Any:
             return api.nixl_agent(f"dynamo-{uuid.uuid4().hex}", api.nixl_agent_config(backends=["UCX"]))
         except Exception as error:
             raise InvalidArgument(f"--kv-transfer nixl: NIXL cannot start on this machine: {error}") from error
-    raise InvalidArgument(NIXL_MISSING)
+    raise InvalidArgument(nixl_missing())

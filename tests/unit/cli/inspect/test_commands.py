@@ -128,7 +128,7 @@ def test_without_textual_it_says_what_to_install(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(top.importlib.util, "find_spec", lambda name: None)
     assert main(["top"]) == 2
-    assert "pip install 'dynamo-unified[inspect]'; dynamo top --once works without it" in capsys.readouterr().err
+    assert "pip install 'textual<9,>=8'; dynamo top --once works without it" in capsys.readouterr().err
 
 
 # -- status ------------------------------------------------------------------------------------------------------------

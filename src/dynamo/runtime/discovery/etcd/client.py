@@ -22,6 +22,7 @@ import msgspec
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
 from dynamo.runtime.discovery.http_stream import Lines, watch_over
 from dynamo.runtime.settings import EtcdSettings
+from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
     import aiohttp
@@ -104,7 +105,7 @@ class EtcdClient:
             import aiohttp
         except ImportError as error:
             raise CannotConnect(
-                "the etcd discovery backend needs the extra etcd: pip install 'dynamo-unified[etcd]'; or use "
+                f"the etcd discovery backend needs the extra etcd: {install_command('etcd')}; or use "
                 "--discovery-backend file (one machine)"
             ) from error
         self._session = aiohttp.ClientSession(

@@ -18,6 +18,7 @@ import msgspec
 from dynamo.errors import CannotConnect, DynamoException
 from dynamo.runtime.discovery.http_stream import Lines, watch_over
 from dynamo.runtime.discovery.kubernetes.records import GROUP, PLURAL, VERSION
+from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
     import aiohttp
@@ -66,7 +67,7 @@ class KubernetesApi:
         except ImportError as error:
             raise CannotConnect(
                 "the kubernetes discovery backend needs the extra kubernetes: "
-                "pip install 'dynamo-unified[kubernetes]'; or choose another store with --discovery-backend"
+                f"{install_command('kubernetes')}; or choose another store with --discovery-backend"
             ) from error
         if self._configuration is None:
             found = client.Configuration()
