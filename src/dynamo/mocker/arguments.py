@@ -102,14 +102,15 @@ def read_arguments(argv: list[str] | None) -> MockFleet:
 
 
 def _fleet(settings: MockerSettings, args: argparse.Namespace) -> MockFleet:
-    if settings.model_path is None:
-        raise InvalidArgument("--model-path is needed: a model directory, or any name")
+    path = settings.model_path or settings.model_name
+    if path is None:
+        raise InvalidArgument("--model-path is needed (a model directory, or any name), or --model-name")
     args.disaggregation_mode = _role(settings, args.disaggregation_mode)
     if args.disaggregation_mode is DisaggregationMode.PREFILL and args.component == DEFAULT_COMPONENT:
         args.component = PREFILL_COMPONENT
-    directory = Path(settings.model_path).expanduser()
-    model = settings.model_name or (directory.resolve().name if directory.is_dir() else settings.model_path)
-    config = worker_config_from(args, model_name=settings.model_path, served_model_name=model)
+    directory = Path(path).expanduser()
+    model = settings.model_name or (directory.resolve().name if directory.is_dir() else path)
+    config = worker_config_from(args, model_name=path, served_model_name=model)
     document = _document(settings, args.disaggregation_mode)
     options = read_configuration(document)
     role = _ROLES[args.disaggregation_mode]

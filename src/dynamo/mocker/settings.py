@@ -63,7 +63,7 @@ class MockerSettings:
     # fmt: off
     model_path: str | None = setting(None, None, text,
         "Directory of a model (tokenizer, chat template, sizes), or only a name: then the frontend uses its byte "
-        "tokenizer. Needed", flag="--model-path", group=_MODEL)
+        "tokenizer. Needed, or `--model-name`", flag="--model-path", group=_MODEL)
     model_name: str | None = setting(None, None, text,
         "Name that clients use", flag="--model-name", group=_MODEL, shown="that of the path")
     num_workers: int = setting(1, None, integer(1, 4096),

@@ -74,7 +74,7 @@ def test_a_directory_goes_to_the_first_engine_that_is_installed_and_knows_it(
 def test_a_gguf_file_goes_to_llama_cpp(tmp_path: Path, install: Install) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(UsageError, match="pip install .*xllamacpp"):
+    with pytest.raises(UsageError, match=r"pip install .*xllamacpp"):
         choose_engine(file)
     install("xllamacpp")
     assert choose_engine(file).engine == "llamacpp-text"

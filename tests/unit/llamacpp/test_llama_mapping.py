@@ -138,7 +138,7 @@ def test_a_command_line_that_cannot_be_served_is_refused(
 def test_a_missing_package_is_one_sentence_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     file = str(write_head(tmp_path / "m.gguf", KIND))
-    with pytest.raises(InvalidArgument, match="pip install .*xllamacpp"):
+    with pytest.raises(InvalidArgument, match=r"pip install .*xllamacpp"):
         read_arguments(["--model", file, "--tokenizer", str(FILES)])
 
 

@@ -38,6 +38,11 @@ def test_the_defaults_are_the_native_ones() -> None:
     assert (worker.config.model_name, worker.config.served_model_name) == ("my-model", "my-model")
 
 
+def test_a_name_alone_is_enough() -> None:
+    (worker,) = read_arguments(["--model-name", "only-a-name"]).workers
+    assert (worker.config.model_name, worker.config.served_model_name) == ("only-a-name", "only-a-name")
+
+
 def test_sockets_are_open_to_the_network_in_a_cluster_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETCD_ENDPOINTS", raising=False)
     (worker,) = read_arguments(MODEL).workers
@@ -77,7 +82,7 @@ def test_roles_in_both_forms() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "--model-path is needed"),
+        ([], "--model-path is needed (a model directory, or any name), or --model-name"),
         ([*MODEL, "--is-prefill-worker", "--disaggregation-mode", "decode"], "give one of them"),
         ([*MODEL, "--is-prefill-worker", "--is-decode-worker"], "give one of them"),
         ([*MODEL, "--disaggregation-mode", "encode"], "no such role"),

@@ -139,7 +139,7 @@ def test_a_broken_or_oversized_image_is_refused_with_pillow_too(kind: str) -> No
 def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     for content in (JPEG, FOUR.replace(b"\x08\x02\0\0\0", b"\x10\x02\0\0\0")):
-        with pytest.raises(InvalidArgument, match="pip install .pillow"):
+        with pytest.raises(InvalidArgument, match=r"pip install .pillow"):
             read_picture(content)
 
 

@@ -161,5 +161,5 @@ async def test_a_constraint_gets_a_matcher_and_the_models_end_tokens(monkeypatch
 
 def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(InvalidArgument, match="pip install 'torch.*transformers.*llguidance"):
+    with pytest.raises(InvalidArgument, match=r"pip install 'torch.*transformers.*llguidance"):
         read_arguments(["--model", str(FILES)])
