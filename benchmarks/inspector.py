@@ -35,13 +35,13 @@ from model import Prompts, make_model
 from request_calls import counted
 from stack import HERE, Stack, stack
 
-from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.recent import RecentRequests
-from dynamo.frontend.metrics.families import FrontendFamilies
-from dynamo.frontend.metrics.requests import RequestSeries
+from dynamo.frontend.base.metrics.families import FrontendFamilies
+from dynamo.frontend.base.metrics.requests import RequestSeries
+from dynamo.frontend.base.stage_timer import StageTimer
+from dynamo.frontend.parts.inspector.clock import InspectorClock
+from dynamo.frontend.parts.inspector.recent import RecentRequests
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, Phase
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.runtime.inspector_token import find_access
 from dynamo.runtime.metrics.registry import MetricsRegistry
 from dynamo.runtime.request_plane.base import Instance
@@ -243,7 +243,7 @@ def calls_of_inspector(tokens: int) -> float:
     )
     with tempfile.TemporaryDirectory() as name:
         found, _ = counted(args, Path(name))
-    return sum(count for file, _, c_name, count in found if "/frontend/inspector/" in file and not c_name) / 100
+    return sum(count for file, _, c_name, count in found if "/frontend/parts/inspector/" in file and not c_name) / 100
 
 
 def report_requests(_args: argparse.Namespace, _model: Path) -> bool:

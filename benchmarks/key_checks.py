@@ -19,29 +19,29 @@ from typing import Any, Final, cast
 import msgspec
 from starlette.types import ASGIApp
 
-from dynamo.access.key_file import key_toml
-from dynamo.access.key_text import hash_of, key_text
-from dynamo.access.records import KeyRecord, KeyRing
-from dynamo.frontend.access.identity import Identity
-from dynamo.frontend.access.key_store import KeySources, KeyStore
-from dynamo.frontend.access.line_file import LineFile
-from dynamo.frontend.access.metering import UsageMeter
-from dynamo.frontend.access.usage_store import UsageStore
-from dynamo.frontend.admission.limit_table import LimitTable
-from dynamo.frontend.admission.quotas import Charge, Quotas, TokenUse
-from dynamo.frontend.http.access_log import EXCHANGE, AccessLog
-from dynamo.frontend.http.asgi import RESPOND_EXTENSION
+from dynamo.frontend.base.asgi import RESPOND_EXTENSION
+from dynamo.frontend.base.metrics.families import FrontendFamilies
+from dynamo.frontend.base.metrics.keys import KeyMetrics
+from dynamo.frontend.base.metrics.requests import RequestSeries
+from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
 from dynamo.frontend.http.inference_route import AsgiSink
-from dynamo.frontend.metrics.families import FrontendFamilies
-from dynamo.frontend.metrics.keys import KeyMetrics
-from dynamo.frontend.metrics.requests import RequestSeries
 from dynamo.frontend.models.length_limits import LengthLimits
+from dynamo.frontend.parts.keys.access_log import EXCHANGE, AccessLog
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.key_store import KeySources, KeyStore
+from dynamo.frontend.parts.keys.limit_table import LimitTable
+from dynamo.frontend.parts.keys.line_file import LineFile
+from dynamo.frontend.parts.keys.metering import UsageMeter
+from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenUse
+from dynamo.frontend.parts.keys.rules.key_file import key_toml
+from dynamo.frontend.parts.keys.rules.key_text import hash_of, key_text
+from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
+from dynamo.frontend.parts.keys.usage_store import UsageStore
 from dynamo.frontend.pipeline.charging import close_charge, reserve_tokens
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import bind_key
 from dynamo.frontend.pipeline.plan import Plan, Tally
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.openai.requests import ChatRequest
 from dynamo.runtime.metrics import MetricsRegistry

@@ -22,14 +22,14 @@ from typing import Any, Final
 
 import uvloop
 
-from dynamo.frontend.apis.plain import PlainOutput
+from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.http.event_stream import EventStream
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.pipeline.delivery import StreamDelivery
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.generation import SingleGeneration
+from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.sse import ChatStream
 from dynamo.router.dispatch import RoutedStream
 from dynamo.runtime.context import Context

@@ -13,9 +13,9 @@ from typing import Final
 
 from pages import write_page
 
-from dynamo.frontend.metrics.autoscale import AUTOSCALE_PREFIX
-from dynamo.frontend.metrics.autoscale import FAMILIES as AUTOSCALE
-from dynamo.frontend.metrics.table import FAMILIES as FRONTEND
+from dynamo.frontend.base.metrics.table import FAMILIES as FRONTEND
+from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX
+from dynamo.frontend.parts.scaling.gauges import FAMILIES as AUTOSCALE
 from dynamo.mocker.metrics import FAMILIES as MOCKER
 from dynamo.router.kv.metrics import FAMILIES as KV_ROUTER
 from dynamo.router.kv.queue_metrics import FAMILIES as ROUTER_QUEUE

@@ -124,7 +124,7 @@ def _statements(module: str) -> dict[int, int]:
 async def cluster(answer: Handler) -> AsyncIterator[Frontend]:
     """Run a frontend, and a worker for the model `m` in the same process; `answer` handles its requests."""
     from dynamo.frontend.app import Frontend
-    from dynamo.frontend.http.offload import InlineOffload
+    from dynamo.frontend.base.offload import InlineOffload
     from dynamo.frontend.settings import FrontendSettings
     from dynamo.runtime.distributed import DistributedRuntime
     from dynamo.worker.registration import build_card
@@ -153,7 +153,7 @@ def chat(tokens: int) -> bytes:
 
 async def trace() -> list[Call]:
     """Return every call of ours in the task of one request, in order."""
-    from dynamo.frontend.pipeline.stage_timer import StageTimer
+    from dynamo.frontend.base.stage_timer import StageTimer
 
     async def answer(body: Any, context: Any, sink: Any) -> None:
         sink.send_tokens([104, 105], finish_reason="stop")

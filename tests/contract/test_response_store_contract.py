@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.response_store.base import ResponseStore, StoredResponse, StoreLimits, StoreUnavailable
-from dynamo.frontend.response_store.memory import MemoryResponseStore
-from dynamo.frontend.response_store.opening import open_response_store, read_store_place
-from dynamo.frontend.response_store.sqlite import SqliteResponseStore
+from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoredResponse, StoreLimits, StoreUnavailable
+from dynamo.frontend.parts.stored_responses.memory import MemoryResponseStore
+from dynamo.frontend.parts.stored_responses.opening import open_response_store, read_store_place
+from dynamo.frontend.parts.stored_responses.sqlite import SqliteResponseStore
 
 LIMITS = StoreLimits(entries=3, bytes=1000, ttl_seconds=60)
 Open = Callable[[StoreLimits], ResponseStore]

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from dynamo.access.key_file import key_toml
-from dynamo.access.key_text import hash_of
-from dynamo.access.records import KeyRecord
+from dynamo.frontend.parts.keys.rules.key_file import key_toml
+from dynamo.frontend.parts.keys.rules.key_text import hash_of
+from dynamo.frontend.parts.keys.rules.records import KeyRecord
 from support.frontend_cluster import Cluster, cluster
 
 

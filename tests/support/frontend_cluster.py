@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.frontend.app import Frontend
-from dynamo.frontend.http.offload import InlineOffload
+from dynamo.frontend.base.offload import InlineOffload
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.protocol.records import ModelCard
 from dynamo.runtime.context import Context

@@ -7,8 +7,8 @@ import signal
 import sys
 
 from dynamo.frontend.__main__ import main
-from dynamo.frontend.batches import opening
-from dynamo.frontend.batches.service import BatchService
+from dynamo.frontend.parts.batches import opening
+from dynamo.frontend.parts.batches.service import BatchService
 
 
 def kill_at(step: str) -> None:

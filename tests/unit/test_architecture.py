@@ -17,7 +17,7 @@ ROOT = Path(dynamo.__file__).parent
 PURE_FORBIDDEN = frozenset({"asyncio", "socket", "ssl", "selectors", "time", "os", "threading", "subprocess", "signal"})
 
 # Each room and the rooms it may import. The longest prefix of a module's name decides.
-PURE = frozenset({"errors", "access", "settings", "protocol", "text", "kv", "placement", "scheduling", "scaling"})
+PURE = frozenset({"errors", "settings", "protocol", "text", "kv", "placement", "scheduling", "scaling"})
 CONTRACT = frozenset(
     {
         "errors",
@@ -36,7 +36,6 @@ FRONTEND = PURE | {"runtime", "router", "frontend", "prometheus_names", "supervi
 FACADE = WORKER | {"engines", "common", "llm", "_core"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "access": frozenset({"errors", "access"}),
     "settings": frozenset({"errors", "settings"}),
     "placement": frozenset({"errors", "kv", "placement"}),
     "protocol": frozenset({"errors", "settings", "protocol"}),
@@ -72,6 +71,57 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 # Imports that point the wrong way and are to be cut; nothing may be added here.
 DEBTS: frozenset[tuple[str, str]] = frozenset()
+
+# Inside the frontend: each folder and the folders that it may import. A part is `parts.NAME`; a module that stands beside the
+# folders goes by its own name.
+KERNEL = ("base", "admission", "models", "pipeline", "apis", "http")  # each may import those before it
+FRONTEND_PARTS = ("keys", "recording", "inspector", "batches", "stored_responses", "media", "scaling", "group")
+FRONTEND_TOP = frozenset({"app", "args", "settings", "native_flags", "__init__", "__main__"})
+INSIDE_FRONTEND: dict[str, frozenset[str]] = {
+    **{folder: frozenset(KERNEL[: place + 1]) for place, folder in enumerate(KERNEL)},
+    "parts": frozenset(KERNEL),
+    **{f"parts.{name}": frozenset({*KERNEL, "parts", f"parts.{name}"}) for name in FRONTEND_PARTS},
+    **{
+        name: frozenset({*KERNEL, "parts", *(f"parts.{part}" for part in FRONTEND_PARTS)}) | FRONTEND_TOP
+        for name in FRONTEND_TOP
+    },
+}
+INSIDE_FRONTEND["parts.group"] |= {"app", "args", "settings"}  # a member of a group is a whole frontend
+
+# Arrows inside the frontend that point the wrong way and are to be cut; nothing may be added here.
+FRONTEND_DEBTS: frozenset[tuple[str, str]] = frozenset(
+    {
+        ("apis", "parts.stored_responses"),
+        ("base", "parts.batches"),
+        ("base", "parts.keys"),
+        ("base", "parts.media"),
+        ("base", "parts.scaling"),
+        ("http", "app"),
+        ("http", "parts.batches"),
+        ("http", "parts.inspector"),
+        ("http", "parts.keys"),
+        ("http", "parts.media"),
+        ("http", "parts.scaling"),
+        ("http", "parts.stored_responses"),
+        ("http", "settings"),
+        ("models", "http"),
+        ("models", "settings"),
+        ("parts.batches", "parts.keys"),
+        ("parts.batches", "settings"),
+        ("parts.group", "parts.inspector"),
+        ("parts.group", "parts.keys"),
+        ("parts.inspector", "parts.keys"),
+        ("parts.inspector", "parts.recording"),
+        ("parts.inspector", "settings"),
+        ("parts.keys", "settings"),
+        ("parts.media", "parts.batches"),
+        ("parts.recording", "settings"),
+        ("pipeline", "parts.keys"),
+        ("pipeline", "parts.media"),
+        ("pipeline", "parts.recording"),
+        ("pipeline", "settings"),
+    }
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -156,7 +206,52 @@ def test_imports_point_one_way(name: str) -> None:
     assert not wrong, f"dynamo.{name} may not import {sorted(wrong)}"
 
 
-@each_case("name", [n for n, _ in MODULES if room_of(n) in PURE | {"replay"}])
+def is_pure(name: str) -> bool:
+    return room_of(name) in PURE | {"replay"} or name.startswith("frontend.parts.keys.rules")
+
+
+def frontend_folder(module: str) -> str:
+    """Return the folder of a module below `frontend`: `base`, `parts.keys`, `app`."""
+    below = module.split(".")
+    if below[0] in FRONTEND_TOP or below == [""]:
+        return below[0] or "__init__"
+    return ".".join(below[:2]) if below[0] == "parts" and len(below) > 1 and below[1] in FRONTEND_PARTS else below[0]
+
+
+def frontend_arrows() -> dict[tuple[str, str], set[str]]:
+    """Return each pair of folders of which the first imports the second, with the imports."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for name, path in MODULES:
+        if room_of(name) != "frontend":
+            continue
+        folder = frontend_folder(name[9:])
+        for module in imports(path):
+            if module == "dynamo.frontend" or module.startswith("dynamo.frontend."):
+                found.setdefault((folder, frontend_folder(module[16:])), set()).add(f"{name} -> {module[7:]}")
+    return found
+
+
+def test_arrows_inside_the_frontend_point_one_way() -> None:
+    arrows = frontend_arrows()
+    wrong = {pair: sorted(arrows[pair]) for pair in arrows if pair[1] not in INSIDE_FRONTEND[pair[0]] | {pair[0]}}
+    assert {pair: found for pair, found in wrong.items() if pair not in FRONTEND_DEBTS} == {}
+    assert wrong.keys() >= FRONTEND_DEBTS, "a debt that is paid is no debt: take it out"
+
+
+def test_no_folders_of_the_frontend_stand_in_a_circle() -> None:
+    arrows = {pair for pair in frontend_arrows() if pair[0] != pair[1] and pair not in FRONTEND_DEBTS}
+    assert circles(arrows) == []
+
+
+def circles(arrows: set[tuple[str, str]]) -> list[str]:
+    """Return the names that are left once all that lead nowhere, or to such names alone, have been taken away."""
+    left = {name for arrow in arrows for name in arrow}
+    while ends := {name for name in left if not any(a == name and b in left for a, b in arrows)}:
+        left -= ends
+    return sorted(left)
+
+
+@each_case("name", [n for n, _ in MODULES if is_pure(n)])
 def test_the_pure_rooms_do_no_io(name: str) -> None:
     roots = {module.split(".")[0] for module in imports(PATHS[name])}
     assert not roots & PURE_FORBIDDEN, f"dynamo.{name} imports {sorted(roots & PURE_FORBIDDEN)}"

@@ -17,14 +17,14 @@ from typing import Any, Final
 
 import msgspec
 
-from dynamo.access.key_file import add_key, remove_key, replace_key
-from dynamo.access.key_text import RANDOM_BYTES, check_imported, hash_of, key_text, new_id
-from dynamo.access.records import KeyRecord, KeyRole, Period, Revocation, RouteGroup
 from dynamo.cli.usage import UsageError
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.access.key_editor import change_key_file
-from dynamo.frontend.access.key_store import load_key_file
-from dynamo.frontend.access.usage_store import COUNTS, GROUPS, UsageQuery, usage_rows
+from dynamo.frontend.parts.keys.key_editor import change_key_file
+from dynamo.frontend.parts.keys.key_store import load_key_file
+from dynamo.frontend.parts.keys.rules.key_file import add_key, remove_key, replace_key
+from dynamo.frontend.parts.keys.rules.key_text import RANDOM_BYTES, check_imported, hash_of, key_text, new_id
+from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRole, Period, Revocation, RouteGroup
+from dynamo.frontend.parts.keys.usage_store import COUNTS, GROUPS, UsageQuery, usage_rows
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import SettingReader, each, integer, number, one_of, placeholder, switch, text, words

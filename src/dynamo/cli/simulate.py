@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dynamo.cli.usage import UsageError
-from dynamo.frontend.http.offload import processors
+from dynamo.frontend.base.offload import processors
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import integer, path, placeholder, switch, text

@@ -10,9 +10,9 @@ from socket import socket
 from dynamo.errors import DynamoException
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.base.offload import keep_large_blocks_apart
 from dynamo.frontend.http.admin import log_exposure
 from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
-from dynamo.frontend.http.offload import keep_large_blocks_apart
 from dynamo.frontend.http.server import PortInUse, bind, bind_admin, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             if settings.workers > 1:
-                from dynamo.frontend.http.group.supervisor import Supervisor
+                from dynamo.frontend.parts.group.supervisor import Supervisor
 
                 own_argv = sys.argv[1:] if argv is None else argv
                 return runner.run(Supervisor(settings, own_argv, listener, admin=admin).run())

@@ -19,31 +19,31 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from dynamo.errors import WorkerUnavailable
-from dynamo.frontend.access.key_store import KeyStore
-from dynamo.frontend.access.opening import open_cluster_limits, open_keys
-from dynamo.frontend.access.request_logs import RequestLogs
 from dynamo.frontend.admission.process import Admission, Stage
-from dynamo.frontend.batches.opening import open_batches
+from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.base.metrics.loop_probe import LoopProbe
+from dynamo.frontend.base.offload import Offload, ThreadOffload
 from dynamo.frontend.http.application import FrontendRoutes, OperatorParts
-from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import Peers
-from dynamo.frontend.inspector.inspector import Inspector
-from dynamo.frontend.inspector.other_frontends import open_other_frontends
-from dynamo.frontend.media.intake import MediaIntake
-from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.metrics.loop_probe import LoopProbe
 from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import Scope as NamespaceScope
 from dynamo.frontend.models.cluster_access import ClusterAccess
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.text_models import TextModelLoader
+from dynamo.frontend.parts.batches.opening import open_batches
+from dynamo.frontend.parts.inspector.inspector import Inspector
+from dynamo.frontend.parts.inspector.other_frontends import open_other_frontends
+from dynamo.frontend.parts.keys.key_store import KeyStore
+from dynamo.frontend.parts.keys.opening import open_cluster_limits, open_keys
+from dynamo.frontend.parts.keys.request_logs import RequestLogs
+from dynamo.frontend.parts.media.intake import MediaIntake
+from dynamo.frontend.parts.recording.opening import open_recording
+from dynamo.frontend.parts.scaling.signals import MANY, AutoscaleSignals
+from dynamo.frontend.parts.stored_responses.opening import open_response_store
 from dynamo.frontend.pipeline.exchange import ExchangeRegister
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.pipeline.preprocess import Preprocessor
-from dynamo.frontend.recording.opening import open_recording
-from dynamo.frontend.response_store.opening import open_response_store
-from dynamo.frontend.scaling.signals import MANY, AutoscaleSignals
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.router.stall_detector import StallDetector, StallPolicy
 from dynamo.scaling.decide import ScaleRules

@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from dynamo.access.key_text import check_imported
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.access.key_store import load_key_file
-from dynamo.frontend.metrics.buckets import check_buckets
+from dynamo.frontend.base.metrics.buckets import check_buckets
 from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
+from dynamo.frontend.parts.keys.key_store import load_key_file
+from dynamo.frontend.parts.keys.rules.key_text import check_imported
 from dynamo.frontend.settings import DUMP_CONFIG_TO, ROUTES, FrontendSettings
 from dynamo.runtime.addresses import is_loopback
 from dynamo.settings.command import CommandParser

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Final, Self
 from urllib.parse import urlsplit
 
-from dynamo.access.records import Network
-from dynamo.frontend.access.key_store import KeySources
 from dynamo.frontend.admission.model import RequestLimit
-from dynamo.frontend.inspector.settings import InspectorSettings
-from dynamo.frontend.media.settings import MediaSettings
 from dynamo.frontend.models.file_policy import FilePolicy
-from dynamo.frontend.recording.settings import RecordingSettings
-from dynamo.frontend.recording.trace_settings import RequestTraceSettings
-from dynamo.frontend.response_store.base import StoreLimits
-from dynamo.frontend.response_store.opening import IN_MEMORY, read_store_place
+from dynamo.frontend.parts.inspector.settings import InspectorSettings
+from dynamo.frontend.parts.keys.key_store import KeySources
+from dynamo.frontend.parts.keys.rules.records import Network
+from dynamo.frontend.parts.media.settings import MediaSettings
+from dynamo.frontend.parts.recording.settings import RecordingSettings
+from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
+from dynamo.frontend.parts.stored_responses.base import StoreLimits
+from dynamo.frontend.parts.stored_responses.opening import IN_MEMORY, read_store_place
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES

@@ -17,7 +17,7 @@ import pytest
 
 from dynamo.errors import Unknown
 from dynamo.frontend.http.server import HttpServer
-from dynamo.frontend.recording.settings import RecordingSettings
+from dynamo.frontend.parts.recording.settings import RecordingSettings
 from support.frontend_cluster import Cluster, cluster, say
 from support.patience import PATIENCE_SECONDS
 from support.processes import until

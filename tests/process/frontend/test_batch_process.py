@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from dynamo.frontend.batches.directory import BatchDirectory
+from dynamo.frontend.parts.batches.directory import BatchDirectory
 from support.batch_client import BOUNDARY, CHAT, FINAL, FORM_HEADERS, chat_line, jsonl
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, Frontend, Worker, wait

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.access.key_text import hash_of
-from dynamo.access.records import Budget, KeyRole, LimitSet, Period, Revocation
 from dynamo.cli import keys
 from dynamo.cli.main import main
-from dynamo.frontend.access.key_editor import change_key_file
-from dynamo.frontend.access.key_store import load_key_file
+from dynamo.frontend.parts.keys.key_editor import change_key_file
+from dynamo.frontend.parts.keys.key_store import load_key_file
+from dynamo.frontend.parts.keys.rules.key_text import hash_of
+from dynamo.frontend.parts.keys.rules.records import Budget, KeyRole, LimitSet, Period, Revocation
 
 
 @pytest.fixture(params=["keys.toml", "keys.json"])

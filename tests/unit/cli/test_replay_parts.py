@@ -17,7 +17,7 @@ from dynamo.cli.replay.filling import filled
 from dynamo.cli.replay.sending import ResentRequest
 from dynamo.engines.recorded.files import RecordedRequest, read_recordings
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.recording.request_shape import shape_of
+from dynamo.frontend.parts.recording.request_shape import shape_of
 from support.cases import each_case
 
 

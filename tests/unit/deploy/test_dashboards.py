@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from dynamo.frontend.metrics.requests import CLIENTS_AND_LOAD
+from dynamo.frontend.base.metrics.requests import CLIENTS_AND_LOAD
 from support.doc_pages import ROOT
 
 GRAFANA = ROOT / "deploy" / "grafana"

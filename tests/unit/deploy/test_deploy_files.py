@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.http.autoscale_route import AUTOSCALE_PATH
-from dynamo.frontend.metrics.autoscale import AUTOSCALE_PREFIX, FAMILIES
-from dynamo.frontend.scaling.signals import RoleSignal
+from dynamo.frontend.parts.scaling.autoscale_route import AUTOSCALE_PATH
+from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX, FAMILIES
+from dynamo.frontend.parts.scaling.signals import RoleSignal
 from dynamo.frontend.settings import default_paths
 from dynamo.runtime.discovery.kubernetes.records import GROUP, KIND, PLURAL, SELECTOR, VERSION
 from dynamo.runtime.settings import SystemSettings

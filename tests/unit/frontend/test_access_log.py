@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.access import line_file
-from dynamo.frontend.access.line_file import LineFile
 from dynamo.frontend.http.adapters import ADAPTERS_PATH
+from dynamo.frontend.parts.keys import line_file
+from dynamo.frontend.parts.keys.line_file import LineFile
 from support.access import bearer, closed_cluster, key, secret_of
 from support.asgi_client import AsgiClient
 from support.frontend_cluster import cluster, say

@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from dynamo.access.division import Division, Holding
-from dynamo.access.records import KeyRecord, KeyRing
-from dynamo.frontend.access.identity import Identity
-from dynamo.frontend.access.opening import _scope_of
-from dynamo.frontend.admission.cluster_limits import EVERY_NAMESPACE, ClusterLimits
-from dynamo.frontend.admission.limit_table import LimitTable
-from dynamo.frontend.admission.quotas import Charge, Quotas, TokenDemand, TokenUse
-from dynamo.frontend.admission.slices import Slice
+from dynamo.frontend.parts.keys.cluster_limits import EVERY_NAMESPACE, ClusterLimits
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.limit_table import LimitTable
+from dynamo.frontend.parts.keys.opening import _scope_of
+from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenDemand, TokenUse
+from dynamo.frontend.parts.keys.rules.division import Division, Holding
+from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
+from dynamo.frontend.parts.keys.slices import Slice
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub

@@ -10,8 +10,8 @@ import pytest
 
 from dynamo.errors import Overloaded, Unknown
 from dynamo.frontend.apis.chat import ChatApi
+from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.http.application import PathDialects, UnmatchedPath
-from dynamo.frontend.http.asgi import BodyBudget
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.pipeline.inference import GenerationCall
 from dynamo.protocol.dialect import Dialect

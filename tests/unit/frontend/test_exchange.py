@@ -5,10 +5,10 @@ from pathlib import Path
 
 from dynamo.errors import ResponseTimeout, WorkerUnavailable
 from dynamo.frontend.apis.chat import ChatApi
+from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.inference import GenerationCall
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.identifiers import random_uuid
 from support.frontend_cluster import Cluster, cluster, say

@@ -9,11 +9,11 @@ import pytest
 
 from dynamo.errors import Overloaded
 from dynamo.frontend.admission.process import TRANSITIONS, Admission, NotReady, Stage
+from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.base.metrics.buckets import log_buckets
+from dynamo.frontend.base.metrics.requests import RequestMetrics
+from dynamo.frontend.base.offload import keep_large_blocks_apart, takes_long
 from dynamo.frontend.http.event_stream import EventStream
-from dynamo.frontend.http.offload import keep_large_blocks_apart, takes_long
-from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.metrics.buckets import log_buckets
-from dynamo.frontend.metrics.requests import RequestMetrics
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.metrics import MetricsRegistry
 from support.cases import each_case

@@ -8,7 +8,7 @@ import pytest
 from dynamo.errors import Overloaded
 from dynamo.frontend.admission.process import NotReady, Stage
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.http.group.messages import (
+from dynamo.frontend.parts.group.messages import (
     Gather,
     Gathered,
     Message,
@@ -21,7 +21,7 @@ from dynamo.frontend.http.group.messages import (
     read,
     write,
 )
-from dynamo.frontend.http.group.places import Field, Places, SharedAdmission
+from dynamo.frontend.parts.group.places import Field, Places, SharedAdmission
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 

@@ -8,13 +8,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dynamo.frontend.http.inspect_page import INSPECT_PATH, inspect_files
+from dynamo.frontend.parts.inspector.inspect_page import INSPECT_PATH, inspect_files
 from support.access import bearer, key, write_keys
 from support.asgi_client import AsgiClient
 from support.cases import each_case
 from support.frontend_cluster import cluster
 
-FOLDER = Path(str(files("dynamo.frontend.http").joinpath("static/inspect")))
+FOLDER = Path(str(files("dynamo.frontend.parts.inspector").joinpath("static/inspect")))
 SCRIPTS = sorted(FOLDER.rglob("*.js"))
 
 # What makes text into elements or code, and what a policy would refuse anyway: found here before a browser does.

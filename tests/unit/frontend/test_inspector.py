@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.inspector.watching import MAX_VIEWERS
+from dynamo.frontend.parts.inspector.watching import MAX_VIEWERS
 from dynamo.protocol.inspector.views import VIEWS
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
@@ -366,7 +366,7 @@ async def test_roles_of_keys(tmp_path: Path) -> None:
 
 
 async def test_a_read_only_inspector_does_nothing_and_says_so(tmp_path: Path) -> None:
-    from dynamo.frontend.inspector.settings import InspectorSettings
+    from dynamo.frontend.parts.inspector.settings import InspectorSettings
 
     async with cluster(tmp_path, inspector=InspectorSettings(is_read_only=True)) as house:
         lens = Lens(house)
@@ -378,7 +378,7 @@ async def test_a_read_only_inspector_does_nothing_and_says_so(tmp_path: Path) ->
 
 
 async def test_an_inspector_that_is_switched_off_has_no_routes(tmp_path: Path) -> None:
-    from dynamo.frontend.inspector.settings import InspectorSettings
+    from dynamo.frontend.parts.inspector.settings import InspectorSettings
 
     async with cluster(tmp_path, inspector=InspectorSettings(is_on=False)) as house:
         assert house.frontend.inspector is None

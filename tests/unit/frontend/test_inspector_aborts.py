@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dynamo.frontend.http.offload import InlineOffload
+from dynamo.frontend.base.offload import InlineOffload
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink

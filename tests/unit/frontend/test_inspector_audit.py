@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamo.frontend.http.asgi import BodyBudget
+from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.http.auth import Access
-from dynamo.frontend.http.inspector_routes import INSPECTOR_PATH, InspectorRoutes
-from dynamo.frontend.inspector.settings import InspectorSettings
+from dynamo.frontend.parts.inspector.routes import INSPECTOR_PATH, InspectorRoutes
+from dynamo.frontend.parts.inspector.settings import InspectorSettings
 from support.access import bearer, closed_cluster, key
 from support.asgi_client import AsgiClient
 from support.frontend_cluster import Cluster

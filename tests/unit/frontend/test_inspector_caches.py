@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.inspector.caches import MAX_WORKERS, CacheTable, merged_caches
-from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.evictions import Evictions
-from dynamo.frontend.inspector.figures import HISTORY_SLOTS, MINUTE_SLOTS
-from dynamo.frontend.inspector.token_rates import MAX_REQUESTS, TokenRates
+from dynamo.frontend.parts.inspector.caches import MAX_WORKERS, CacheTable, merged_caches
+from dynamo.frontend.parts.inspector.clock import InspectorClock
+from dynamo.frontend.parts.inspector.evictions import Evictions
+from dynamo.frontend.parts.inspector.figures import HISTORY_SLOTS, MINUTE_SLOTS
+from dynamo.frontend.parts.inspector.token_rates import MAX_REQUESTS, TokenRates
 from dynamo.frontend.pipeline.plan import Tally
 from dynamo.kv.overlap import WorkerRank
 from dynamo.protocol.inspector.views import CacheView

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dynamo.frontend.http.asgi import BodyBudget
-from dynamo.frontend.http.inspector_routes import INSPECTOR_PATH, InspectorRoutes
-from dynamo.frontend.inspector.settings import InspectorSettings
+from dynamo.frontend.base.asgi import BodyBudget
+from dynamo.frontend.parts.inspector.routes import INSPECTOR_PATH, InspectorRoutes
+from dynamo.frontend.parts.inspector.settings import InspectorSettings
 from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
 from support.access import closed_cluster, key
 from support.asgi_client import asgi_client

@@ -18,11 +18,11 @@ import pytest
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.http.server import HttpServer
-from dynamo.frontend.inspector.members import AskAbort, AskAbortMatching, AskBundle, AskDetail, AskPicture
-from dynamo.frontend.inspector.other_frontends import PEER_HEADER, PEER_PATH, open_other_frontends, peer_code
-from dynamo.frontend.inspector.pictures import PictureQuery
-from dynamo.frontend.inspector.settings import InspectorSettings
-from dynamo.frontend.recording.settings import RecordingSettings
+from dynamo.frontend.parts.inspector.members import AskAbort, AskAbortMatching, AskBundle, AskDetail, AskPicture
+from dynamo.frontend.parts.inspector.other_frontends import PEER_HEADER, PEER_PATH, open_other_frontends, peer_code
+from dynamo.frontend.parts.inspector.pictures import PictureQuery
+from dynamo.frontend.parts.inspector.settings import InspectorSettings
+from dynamo.frontend.parts.recording.settings import RecordingSettings
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.request_plane.base import ResponseSink
@@ -35,7 +35,7 @@ from support.inspecting import Lens
 from support.patience import PATIENCE_SECONDS
 
 KEY = "all-frontends-share-this"
-MODULE = "dynamo.frontend.inspector.other_frontends"
+MODULE = "dynamo.frontend.parts.inspector.other_frontends"
 WORKER_ANSWER = "plugh"
 
 
@@ -317,7 +317,7 @@ async def test_a_question_that_another_version_does_not_know_does_not_hide_its_r
         request = await begin(other, "there")
         await serving(one)
         older = AskPicture | AskDetail | AskBundle | AskAbort | AskAbortMatching
-        monkeypatch.setattr("dynamo.frontend.http.inspector_peers.Question", older)
+        monkeypatch.setattr("dynamo.frontend.parts.inspector.peer_route.Question", older)
         held = await one.lens.post(f"workers/{worker.endpoint.connection_id():x}/drain")
         assert (held.status, held.json["partial"]) == (200, [other.url])
         picture = await one.lens.get("snapshot", views="streams")

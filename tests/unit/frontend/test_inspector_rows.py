@@ -14,22 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.access.records import KeyRole
 from dynamo.cli.inspect.store import patched
 from dynamo.errors import CannotConnect, DynamoException
-from dynamo.frontend.inspector.clock import InspectorClock
-from dynamo.frontend.inspector.pictures import MemberPicture, PictureQuery, entries_of, merge, patch_between
-from dynamo.frontend.inspector.recent import RecentRequests
-from dynamo.frontend.inspector.routing import KEPT_DECISIONS, KEPT_UNSEEN, RoutingLog
-from dynamo.frontend.inspector.stream_rows import STALLED_SECONDS
-from dynamo.frontend.inspector.streams import StreamTable
-from dynamo.frontend.inspector.visitors import Visitor
-from dynamo.frontend.inspector.watching import CpuMeter, Watching, period_of
-from dynamo.frontend.metrics.families import FrontendFamilies
-from dynamo.frontend.metrics.requests import RequestSeries
+from dynamo.frontend.base.metrics.families import FrontendFamilies
+from dynamo.frontend.base.metrics.requests import RequestSeries
+from dynamo.frontend.base.stage_timer import StageTimer
+from dynamo.frontend.parts.inspector.clock import InspectorClock
+from dynamo.frontend.parts.inspector.pictures import MemberPicture, PictureQuery, entries_of, merge, patch_between
+from dynamo.frontend.parts.inspector.recent import RecentRequests
+from dynamo.frontend.parts.inspector.routing import KEPT_DECISIONS, KEPT_UNSEEN, RoutingLog
+from dynamo.frontend.parts.inspector.stream_rows import STALLED_SECONDS
+from dynamo.frontend.parts.inspector.streams import StreamTable
+from dynamo.frontend.parts.inspector.visitors import Visitor
+from dynamo.frontend.parts.inspector.watching import CpuMeter, Watching, period_of
+from dynamo.frontend.parts.keys.rules.records import KeyRole
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.filters import parse_filter
 from dynamo.protocol.inspector.views import EventView, FrontendView, Patch, Picture, StreamView, WorkerView

@@ -25,9 +25,9 @@ SMALL_BYTES = 4096  # of the buffers of the kernel, so that they are soon full
 
 @pytest.fixture(autouse=True)
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.frontend.inspector.watching.PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr("dynamo.frontend.inspector.watching.SLOW_SECONDS", 0.05)
-    monkeypatch.setattr("dynamo.frontend.inspector.watching.CPU_SHARE", 1e9)  # however dear a picture is here
+    monkeypatch.setattr("dynamo.frontend.parts.inspector.watching.PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr("dynamo.frontend.parts.inspector.watching.SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("dynamo.frontend.parts.inspector.watching.CPU_SHARE", 1e9)  # however dear a picture is here
 
 
 async def test_no_picture_is_taken_for_a_viewer_that_does_not_read(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.access.key_store import KeySources, KeyStore
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.adapters import ADAPTERS_PATH
 from dynamo.frontend.http.application import GuardedRoute
 from dynamo.frontend.http.auth import Access, KeyDoor
-from dynamo.frontend.http.inspector_routes import TokenDoor
 from dynamo.frontend.http.routes import InferenceFirst
+from dynamo.frontend.parts.inspector.routes import TokenDoor
+from dynamo.frontend.parts.keys.key_store import KeySources, KeyStore
 from support.access import bearer, closed_cluster, key, secret_of, write_keys
 from support.asgi_client import AsgiClient
 from support.asgi_client import Exchange as Answer

@@ -11,8 +11,8 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.apis.base import Answer, RenderOptions
 from dynamo.frontend.apis.messages import MessagesApi
+from dynamo.frontend.pipeline.api import Answer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.protocol.messages import MessagesRequest, lower

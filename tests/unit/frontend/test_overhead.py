@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo.errors import Disconnected
+from dynamo.frontend.base.stage_timer import FIRST_TOKEN, PARSE, ROUTE, STAGES, WIRE, WRITE, StageTimer
 from dynamo.frontend.http.server import HttpServer
-from dynamo.frontend.pipeline.stage_timer import FIRST_TOKEN, PARSE, ROUTE, STAGES, WIRE, WRITE, StageTimer
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Script, cluster, fail, say

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.apis.plain import NumberedOutput, PlainOutput, PlainTokens
+from dynamo.frontend.pipeline.plain import NumberedOutput, PlainOutput, PlainTokens
 from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.text import ByteTokenizer, ChoiceDecoder
 from support.properties import examples

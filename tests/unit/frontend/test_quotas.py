@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.access.records import KeyRecord, KeyRing
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.access.identity import Identity
-from dynamo.frontend.admission import limit_table, shared_lock
-from dynamo.frontend.admission.limit_table import LimitTable
-from dynamo.frontend.admission.quotas import Charge, Quotas, Spent, TokenDemand, TokenUse
+from dynamo.frontend.parts.keys import limit_table, shared_lock
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.limit_table import LimitTable
+from dynamo.frontend.parts.keys.quotas import Charge, Quotas, Spent, TokenDemand, TokenUse
+from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
 from dynamo.protocol.dialect import span_text
 from dynamo.protocol.openai.errors import RequestRejected
 from support.access import bearer, closed_cluster, key

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from dynamo.access.records import KeyRecord, KeyRing
 from dynamo.cli.main import main
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.access.identity import Identity
-from dynamo.frontend.access.metering import UsageMeter
-from dynamo.frontend.access.usage_store import UsageQuery, UsageStore
-from dynamo.frontend.admission.limit_table import LimitTable
-from dynamo.frontend.admission.quotas import Quotas, TokenDemand, TokenUse
-from dynamo.frontend.metrics.families import FrontendFamilies
-from dynamo.frontend.metrics.keys import MAX_KEYS, KeyMetrics
+from dynamo.frontend.base.metrics.families import FrontendFamilies
+from dynamo.frontend.base.metrics.keys import MAX_KEYS, KeyMetrics
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.limit_table import LimitTable
+from dynamo.frontend.parts.keys.metering import UsageMeter
+from dynamo.frontend.parts.keys.quotas import Quotas, TokenDemand, TokenUse
+from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
+from dynamo.frontend.parts.keys.usage_store import UsageQuery, UsageStore
 from dynamo.runtime.metrics import MetricsRegistry
 from support.access import bearer, closed_cluster, key
 from support.frontend_cluster import fail, say

@@ -20,7 +20,7 @@ from dynamo.contract.args import flagged_settings as worker_settings
 from dynamo.errors import DynamoException
 from dynamo.frontend.args import flagged_settings as frontend_settings
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.response_store.opening import SQLITE
+from dynamo.frontend.parts.stored_responses.opening import SQLITE
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.health_check import load_health_check_from_env
 from dynamo.runtime.logging import LoggingSettings

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from dynamo.cli.replay.answers import ReplayedAnswer, take_object
 from dynamo.cli.replay.sending import ResentRequest
-from dynamo.frontend.recording.message_templates import message_template
+from dynamo.frontend.parts.recording.message_templates import message_template
 
 __all__ = ["Difference", "ReplayComparison", "as_json", "compare", "compare_all", "table"]
 

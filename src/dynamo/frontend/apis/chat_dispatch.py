@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.frontend.apis.base import RenderOptions
+from dynamo.frontend.pipeline.api import RenderOptions
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.responses import tool_call

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.frontend.apis.base import Answer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.apis.echo import PROMPT_LOGPROBS, EchoedPrompts
+from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.pipeline.api import Answer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.escaping import json_line

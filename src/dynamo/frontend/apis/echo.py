@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from dynamo.frontend.apis.base import Answer
+from dynamo.frontend.pipeline.api import Answer
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.requests import CompletionRequest

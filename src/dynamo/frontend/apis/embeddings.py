@@ -7,13 +7,13 @@ from itertools import chain
 from typing import Any, Final
 
 from dynamo.errors import Unknown
-from dynamo.frontend.apis.results import ResultAnswer, ResultApi, ResultReply
-from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.inputs import InputRules, check_served, encode_inputs, result_plan, vector_plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.result_api import ResultAnswer, ResultApi, ResultReply
 from dynamo.frontend.pipeline.result_plan import ResultPlan
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.vectors.answers import embeddings_body

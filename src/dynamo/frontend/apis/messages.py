@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from dynamo.frontend.apis.base import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.apis.messages_blocks import BlockOrder
+from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.pipeline.api import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.messages import (
     MESSAGES,
     BlockKind,

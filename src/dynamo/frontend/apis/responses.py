@@ -8,17 +8,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from dynamo.frontend.apis.base import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
-from dynamo.frontend.http.offload import LARGE_BODY_BYTES, Offload
+from dynamo.frontend.base.offload import LARGE_BODY_BYTES, Offload
+from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.parts.stored_responses.base import StoredResponse, scoped_owner
+from dynamo.frontend.parts.stored_responses.history import ResponseHistory
+from dynamo.frontend.pipeline.api import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
-from dynamo.frontend.pipeline.stage_timer import StageTimer
-from dynamo.frontend.response_store.base import StoredResponse, scoped_owner
-from dynamo.frontend.response_store.history import ResponseHistory
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, not_built

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import msgspec
 from msgspec import Struct
 
-from dynamo.frontend.http.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
+from dynamo.frontend.base.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
 from dynamo.frontend.models.adapters import AdapterKeeper, WorkerAnswer
 from dynamo.protocol.openai.errors import RequestRejected
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from typing import Final, Self
 
-from dynamo.frontend.http.asgi import Receive, Scope, Send, reply_rejected
+from dynamo.frontend.base.asgi import Receive, Scope, Send, reply_rejected
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.addresses import LOCAL_STORES, is_loopback

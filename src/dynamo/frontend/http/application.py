@@ -10,34 +10,21 @@ from typing import Any, Final
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
-from dynamo.frontend.access.identity import Identity
-from dynamo.frontend.access.key_store import KeyStore
-from dynamo.frontend.access.request_logs import RequestLogs
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.classes import ClassifyApi, PoolingApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.apis.embeddings import EmbeddingsApi
 from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
-from dynamo.frontend.apis.results import ResultApi
 from dynamo.frontend.apis.scores import RerankApi, ScoreApi
-from dynamo.frontend.batches.service import BatchService
-from dynamo.frontend.http.access_log import AccessLog, AuditedRoute, AuditLog
+from dynamo.frontend.base.asgi import RESPOND_EXTENSION, BodyBudget, Message, Receive, Scope, Send, reply
+from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.request_id import reject_route, with_request_id
 from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
-from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Message, Receive, Scope, Send, reply
 from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
-from dynamo.frontend.http.autoscale_route import AUTOSCALE_PATH, AutoscaleRoute
-from dynamo.frontend.http.batch_routes import BatchesRoute, BatchRoute, FilesAreOff
-from dynamo.frontend.http.file_routes import FileContentRoute, FileRoute, FilesRoute
 from dynamo.frontend.http.inference_route import InferenceRoute
-from dynamo.frontend.http.inspect_page import INSPECT_PATH, InspectRedirect, inspect_files
-from dynamo.frontend.http.inspector_access import uses_token
-from dynamo.frontend.http.inspector_peers import PeerRoute
-from dynamo.frontend.http.inspector_routes import InspectorRoutes, TokenDoor
-from dynamo.frontend.http.media_routes import MediaRoutes
 from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES, NotBuiltRoute
-from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.http.operations import (
     HealthRoute,
     LiveRoute,
@@ -48,20 +35,33 @@ from dynamo.frontend.http.operations import (
     ReadyRoute,
 )
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
-from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
-from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
-from dynamo.frontend.http.usage_route import UsageRoute
-from dynamo.frontend.inspector.inspector import Inspector
-from dynamo.frontend.inspector.other_frontends import PEER_PATH
 from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import BusyThresholdRoute, LoadFollower
+from dynamo.frontend.parts.batches.batch_routes import BatchesRoute, BatchRoute, FilesAreOff
+from dynamo.frontend.parts.batches.file_routes import FileContentRoute, FileRoute, FilesRoute
+from dynamo.frontend.parts.batches.service import BatchService
+from dynamo.frontend.parts.inspector.inspect_page import INSPECT_PATH, InspectRedirect, inspect_files
+from dynamo.frontend.parts.inspector.inspector import Inspector
+from dynamo.frontend.parts.inspector.other_frontends import PEER_PATH
+from dynamo.frontend.parts.inspector.peer_route import PeerRoute
+from dynamo.frontend.parts.inspector.published import uses_token
+from dynamo.frontend.parts.inspector.routes import InspectorRoutes, TokenDoor
+from dynamo.frontend.parts.keys.access_log import AccessLog, AuditedRoute, AuditLog
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.key_store import KeyStore
+from dynamo.frontend.parts.keys.request_logs import RequestLogs
+from dynamo.frontend.parts.keys.usage_route import UsageRoute
+from dynamo.frontend.parts.media.routes import MediaRoutes
+from dynamo.frontend.parts.scaling.autoscale_route import AUTOSCALE_PATH, AutoscaleRoute
+from dynamo.frontend.parts.scaling.signals import AutoscaleSignals
+from dynamo.frontend.parts.stored_responses.base import ResponseStore
+from dynamo.frontend.parts.stored_responses.history import ResponseHistory
+from dynamo.frontend.parts.stored_responses.routes import CancelRoute, InputItemsRoute, StoredResponseRoute
 from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
+from dynamo.frontend.pipeline.result_api import ResultApi
 from dynamo.frontend.pipeline.results import ResultCall
 from dynamo.frontend.pipeline.token_count import TokenCountCall
-from dynamo.frontend.response_store.base import ResponseStore
-from dynamo.frontend.response_store.history import ResponseHistory
-from dynamo.frontend.scaling.signals import AutoscaleSignals
 from dynamo.protocol.audio.schema import AUDIO_API
 from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.dialect import OPENAI, Dialect

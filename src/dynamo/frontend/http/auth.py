@@ -13,11 +13,11 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from dynamo.access.records import Network, RouteGroup
-from dynamo.frontend.access.identity import Identity, key_rejection
-from dynamo.frontend.access.key_store import KeyStore
-from dynamo.frontend.http.asgi import Receive, Scope, Send
-from dynamo.frontend.http.request_id import reject_route
+from dynamo.frontend.base.asgi import Receive, Scope, Send
+from dynamo.frontend.base.request_id import reject_route
+from dynamo.frontend.parts.keys.identity import Identity, key_rejection
+from dynamo.frontend.parts.keys.key_store import KeyStore
+from dynamo.frontend.parts.keys.rules.records import Network, RouteGroup
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 

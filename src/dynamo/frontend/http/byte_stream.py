@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo.frontend.http.asgi import Send
+from dynamo.frontend.base.asgi import Send
 from dynamo.frontend.pipeline.sink import HeaderPairs, SplicedEvents
 from dynamo.runtime.http.cycle import CUT_MESSAGE
 

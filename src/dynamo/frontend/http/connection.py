@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dynamo.frontend.http.request_id import client_request_id
+from dynamo.frontend.base.request_id import client_request_id
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.protocol.openai.errors import RequestRejected

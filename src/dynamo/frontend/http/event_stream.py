@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from dynamo.frontend.http.asgi import Send
+from dynamo.frontend.base.asgi import Send
 from dynamo.frontend.pipeline.sink import SplicedEvents
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.http.cycle import PUSH_EXTENSION, SPLICE_EXTENSION

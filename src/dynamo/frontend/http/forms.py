@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from dynamo.frontend.http.asgi import BodyBudget, Headers, Message, Receive
+from dynamo.frontend.base.asgi import BodyBudget, Headers, Message, Receive
+from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.http.multipart import FilePiece, read_form
-from dynamo.frontend.http.offload import Offload
-from dynamo.frontend.media.content import media_type
+from dynamo.frontend.parts.media.content import media_type
 from dynamo.protocol.forms import FormFile, FormShape, form_body
 from dynamo.protocol.openai.errors import RequestRejected
 

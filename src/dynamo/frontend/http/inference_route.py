@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.frontend.admission.quotas import Charge
-from dynamo.frontend.http.access_log import EXCHANGE
-from dynamo.frontend.http.asgi import (
+from dynamo.frontend.base.asgi import (
     JSON,
     RESPOND_EXTENSION,
     BodyBudget,
@@ -22,11 +20,13 @@ from dynamo.frontend.http.asgi import (
     reply,
     reply_rejected,
 )
+from dynamo.frontend.base.request_id import client_request_id, request_id_note
 from dynamo.frontend.http.auth import IDENTITY, Access
 from dynamo.frontend.http.byte_stream import ByteStream
 from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
 from dynamo.frontend.http.forms import FormDoor
-from dynamo.frontend.http.request_id import client_request_id, request_id_note
+from dynamo.frontend.parts.keys.access_log import EXCHANGE
+from dynamo.frontend.parts.keys.quotas import Charge
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs

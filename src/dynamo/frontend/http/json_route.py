@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from dynamo.frontend.http.asgi import ClientGone, Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.base.asgi import ClientGone, Receive, Scope, Send, reply, reply_rejected
 from dynamo.protocol.openai.errors import RequestRejected
 
 __all__ = ["JsonRoute"]

@@ -9,7 +9,7 @@ from msgspec import Struct
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from dynamo.frontend.http.asgi import ClientGone, Headers, Receive
+from dynamo.frontend.base.asgi import ClientGone, Headers, Receive
 from dynamo.protocol.openai.errors import RequestRejected
 
 __all__ = ["FilePiece", "FormField", "read_form"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.frontend.http.asgi import Receive, Scope, Send, reply_rejected
+from dynamo.frontend.base.asgi import Receive, Scope, Send, reply_rejected
 from dynamo.protocol.openai.errors import not_built
 
 __all__ = ["NOT_BUILT_ROUTES", "NotBuiltRoute"]

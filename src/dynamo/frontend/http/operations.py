@@ -10,16 +10,16 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from dynamo.frontend.admission.limit_table import LimitTable
 from dynamo.frontend.admission.model import Reason, Urgency
 from dynamo.frontend.admission.process import Admission, Stage
-from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply
+from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
+from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.request_id import reject_route
 from dynamo.frontend.http.auth import identity_of, is_closed
-from dynamo.frontend.http.offload import Offload
-from dynamo.frontend.http.request_id import reject_route
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER

@@ -16,7 +16,7 @@ from dynamo.errors import CannotConnect
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
 from dynamo.frontend.http.connection import render_rejection
-from dynamo.frontend.http.inspector_access import published_access
+from dynamo.frontend.parts.inspector.published import published_access
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.addresses import bound_socket, http_url
 from dynamo.runtime.http import HttpService

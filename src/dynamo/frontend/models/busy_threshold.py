@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from dynamo.errors import DynamoException
-from dynamo.frontend.http.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
+from dynamo.frontend.base.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
 from dynamo.frontend.http.operations import Peers
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.settings import FrontendSettings

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
-from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import MAX_MODELS, CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.models.changes import Changes
 from dynamo.frontend.models.encode_pools import EncodePools

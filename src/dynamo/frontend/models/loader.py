@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dynamo.errors import DynamoException
-from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import CardBook, Group, GroupKey
 from dynamo.frontend.models.changes import Changes
 from dynamo.frontend.models.endpoint_clients import EndpointClients

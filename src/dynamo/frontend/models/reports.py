@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from dynamo.frontend.admission.model import AdmissionPolicy
-from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import CardBook, Group, GroupKey
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.served import ServedModel

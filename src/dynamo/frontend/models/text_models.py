@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from time import thread_time
 
-from dynamo.frontend.http.offload import Offload, ThreadOffload
+from dynamo.frontend.base.offload import Offload, ThreadOffload
 from dynamo.frontend.models.files import ModelFiles
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.records import IMAGE_PROCESSOR, ModelCard

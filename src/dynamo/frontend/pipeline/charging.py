@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from dynamo.frontend.admission.quotas import Charge, TokenDemand, TokenUse
 from dynamo.frontend.models.length_limits import LengthLimits
+from dynamo.frontend.parts.keys.quotas import Charge, TokenDemand, TokenUse
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.result_plan import ResultPlan

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from dynamo.errors import Unknown, revive
-from dynamo.frontend.apis.plain import PlainOutput, PlainTokens
+from dynamo.frontend.pipeline.plain import PlainOutput, PlainTokens
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.worker_request import WorkerRequest

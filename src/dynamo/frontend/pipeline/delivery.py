@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import cast
 
-from dynamo.frontend.apis.base import Answer, Renderer
-from dynamo.frontend.apis.plain import NumberedOutput, PlainOutput
+from dynamo.frontend.base.stage_timer import PARSE
+from dynamo.frontend.pipeline.api import Answer, Renderer
 from dynamo.frontend.pipeline.choice import Delta
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, TokenSource
@@ -16,9 +16,9 @@ from dynamo.frontend.pipeline.exchange import Phase
 from dynamo.frontend.pipeline.generation import SingleGeneration, generate
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.parsing_stage import ParsingStage
+from dynamo.frontend.pipeline.plain import NumberedOutput, PlainOutput
 from dynamo.frontend.pipeline.routing_answer import routing_event, routing_headers
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
-from dynamo.frontend.pipeline.stage_timer import PARSE
 from dynamo.frontend.pipeline.text_generation import TextSource, TextTally
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event

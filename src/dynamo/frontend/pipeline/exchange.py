@@ -14,13 +14,13 @@ from typing import Final
 from msgspec import Struct, field
 
 from dynamo.errors import Cancelled, DynamoException
-from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.admission.model import AdmissionSlot
-from dynamo.frontend.admission.quotas import Charge
-from dynamo.frontend.http.asgi import ClientGone
-from dynamo.frontend.metrics.requests import RequestMetrics
+from dynamo.frontend.base.asgi import ClientGone
+from dynamo.frontend.base.metrics.requests import RequestMetrics
+from dynamo.frontend.base.stage_timer import StageTimer
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.quotas import Charge
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.request_ids import uuid_in
 from dynamo.runtime.context import Context

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 
-from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.pipeline.choice import Choice, Delta, TokenChoice
+from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.frontend.pipeline.text_generation import TextPlan, TextStream
 from dynamo.router.fan_out import FanOut

@@ -15,19 +15,23 @@ from typing import Any, Final
 from msgspec import Struct
 
 from dynamo.errors import DynamoException, Overloaded, ResponseTimeout, RouterQueueLimitExceeded, WorkerUnavailable
-from dynamo.frontend.access.identity import Identity
-from dynamo.frontend.access.key_store import KeyStore
-from dynamo.frontend.access.metering import UsageMeter
 from dynamo.frontend.admission.model import Shed, cap_priority, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
-from dynamo.frontend.admission.quotas import Quotas
-from dynamo.frontend.apis.base import Answer, Api, FailureRenderer, GenerationApi, Renderer, RenderOptions
-from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
-from dynamo.frontend.media.intake import MediaIntake
-from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.metrics.requests import UNKNOWN_MODEL, RequestType
+from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.base.metrics.requests import UNKNOWN_MODEL, RequestType
+from dynamo.frontend.base.offload import LARGE_BODY_BYTES, takes_long
+from dynamo.frontend.base.stage_timer import QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.key_store import KeyStore
+from dynamo.frontend.parts.keys.metering import UsageMeter
+from dynamo.frontend.parts.keys.quotas import Quotas
+from dynamo.frontend.parts.media.intake import MediaIntake
+from dynamo.frontend.parts.recording.bundles import FailureNotes
+from dynamo.frontend.parts.recording.recorder import RequestRecorder, open_tap
+from dynamo.frontend.parts.recording.recording import Recording
+from dynamo.frontend.pipeline.api import Answer, Api, FailureRenderer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.charging import close_charge, reserve_tokens
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events, send_placement
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
@@ -38,10 +42,6 @@ from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, end_record, log_declined
 from dynamo.frontend.pipeline.routing_answer import routing_headers
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
-from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
-from dynamo.frontend.recording.bundles import FailureNotes
-from dynamo.frontend.recording.recorder import RequestRecorder, open_tap
-from dynamo.frontend.recording.recording import Recording
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits

@@ -7,7 +7,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
-from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.stage_timer import PARSE, QUEUE, TOKENISE, StageTimer
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.preprocess import (
     CHARACTERS_PER_TOKEN,
@@ -17,7 +18,6 @@ from dynamo.frontend.pipeline.preprocess import (
     least_tokens,
 )
 from dynamo.frontend.pipeline.result_plan import ResultPlan
-from dynamo.frontend.pipeline.stage_timer import PARSE, QUEUE, TOKENISE, StageTimer
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.vectors.requests import ResultRequest, refuse
 from dynamo.router.failover import DispatchLimits, pinned_instance

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from msgspec import Struct
 
 from dynamo.errors import DynamoException
+from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.pipeline.parsing import OutputPlan
-from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.router.dispatch import Dispatcher
 from dynamo.router.failover import DispatchLimits, DispatchRequest
@@ -18,7 +18,7 @@ from dynamo.router.stall_detector import StallDetector
 from dynamo.text.model import TextModel
 
 if TYPE_CHECKING:
-    from dynamo.frontend.recording.tap import RequestTap
+    from dynamo.frontend.parts.recording.tap import RequestTap
 
 __all__ = ["GenerationModel", "MovableStream", "Plan", "Tally", "WorkRequest"]
 

@@ -11,13 +11,13 @@ import msgspec
 import msgspec.structs
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.http.offload import Offload
-from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENISE, StageTimer
 from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.plan import Plan
-from dynamo.frontend.pipeline.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENISE, StageTimer
 from dynamo.frontend.pipeline.text_generation import text_plan, text_prompts
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess

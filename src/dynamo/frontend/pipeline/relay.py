@@ -7,15 +7,15 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
 
-from dynamo.frontend.apis.relayed import Planning, Relayed, RelayedApi, RelayWriter
-from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.stage_timer import PARSE
 from dynamo.frontend.pipeline.charging import reserve_tokens
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline, Resolved
 from dynamo.frontend.pipeline.plan import WorkRequest
+from dynamo.frontend.pipeline.relay_api import Planning, Relayed, RelayedApi, RelayWriter
 from dynamo.frontend.pipeline.results import object_of
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
-from dynamo.frontend.pipeline.stage_timer import PARSE
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch import RoutedStream
 from dynamo.router.failover import DispatchRequest

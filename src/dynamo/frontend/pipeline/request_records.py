@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+from dynamo.frontend.base.stage_timer import ROUTE
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.gen_ai import GenAi, content_attributes, output_messages, request_attributes
 from dynamo.frontend.pipeline.plan import Tally
-from dynamo.frontend.pipeline.stage_timer import ROUTE
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.router.kv.explain import ExplainedChoice, explain_placement
 from dynamo.runtime.log_site import LogSite

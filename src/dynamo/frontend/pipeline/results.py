@@ -12,13 +12,13 @@ from typing import Any, Final, cast
 from msgspec import Struct
 
 from dynamo.errors import Unknown, revive
-from dynamo.frontend.apis.results import ResultAnswer, ResultApi
+from dynamo.frontend.base.stage_timer import PARSE
 from dynamo.frontend.pipeline.charging import reserve_tokens
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline, Resolved
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
+from dynamo.frontend.pipeline.result_api import ResultAnswer, ResultApi
 from dynamo.frontend.pipeline.result_plan import ResultPlan
-from dynamo.frontend.pipeline.stage_timer import PARSE
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
 from dynamo.router.fan_out import FanOut

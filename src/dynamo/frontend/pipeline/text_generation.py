@@ -13,9 +13,9 @@ from typing import Any, Final, cast
 import msgspec
 
 from dynamo.errors import DynamoException, Unknown, revive
-from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.pipeline.choice import Choice, Delta
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
+from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import GenerationModel, Plan, Tally, WorkRequest
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected

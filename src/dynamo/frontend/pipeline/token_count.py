@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from dynamo.frontend.apis.base import CountingApi
+from dynamo.frontend.pipeline.api import CountingApi
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.failures import classify
 from dynamo.frontend.pipeline.inference import Call, Pipeline

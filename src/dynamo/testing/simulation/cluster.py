@@ -12,7 +12,7 @@ from typing import Any, Final
 from dynamo.contract.config import WorkerConfig
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.app import Frontend
-from dynamo.frontend.http.offload import InlineOffload
+from dynamo.frontend.base.offload import InlineOffload
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.memory import MemoryHub

@@ -14,4 +14,4 @@ def fast_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model_gate", "FIRST_HOLD_SECONDS", 0.05),
         ("run", "LOOK_AGAIN_SECONDS", 0.02),
     ):
-        monkeypatch.setattr(f"dynamo.frontend.batches.{module}.{name}", seconds)
+        monkeypatch.setattr(f"dynamo.frontend.parts.batches.{module}.{name}", seconds)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.batches.directory import BatchDirectory
-from dynamo.frontend.batches.service import BatchService
+from dynamo.frontend.parts.batches.directory import BatchDirectory
+from dynamo.frontend.parts.batches.service import BatchService
 from support.batch_client import begin, chat_line, poll, results, upload
 from support.frontend_cluster import cluster, say
 from support.patience import PATIENCE_SECONDS
@@ -143,7 +143,7 @@ async def test_one_process_runs_a_directory_and_the_other_takes_over(tmp_path: P
 async def test_a_disk_that_is_full_pauses_the_batch_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.frontend.batches.group_commit.TRY_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("dynamo.frontend.parts.batches.group_commit.TRY_AGAIN_SECONDS", 0.05)
     async with house_of(tmp_path) as house:
         await house.worker()
         refusals = 0
@@ -154,7 +154,7 @@ async def test_a_disk_that_is_full_pauses_the_batch_and_loses_nothing(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("dynamo.frontend.batches.journal._write_all", full)
+            patched.setattr("dynamo.frontend.parts.batches.journal._write_all", full)
             batch = await begin(house, [chat_line(f"line-{number}") for number in range(20)])
             await until(lambda: asyncio.sleep(0, refusals > 2))
             assert (await house.client.get(f"/v1/batches/{batch['id']}")).json["status"] == "in_progress"
@@ -195,7 +195,7 @@ async def test_files_expire_and_ranges_of_them_are_read(tmp_path: Path) -> None:
 
 
 def test_a_directory_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.frontend.batches.directory._file_system", lambda path: "nfs4")
+    monkeypatch.setattr("dynamo.frontend.parts.batches.directory._file_system", lambda path: "nfs4")
     with pytest.raises(Exception, match="DYN_FILES_DIR_FORCE"):
         BatchDirectory(tmp_path)
     BatchDirectory(tmp_path, allow_network=True)

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission, Urgency
-from dynamo.frontend.batches.fair_slots import FairSlots
-from dynamo.frontend.batches.group_commit import GroupCommit
-from dynamo.frontend.batches.input_check import LineReader, check_input
-from dynamo.frontend.batches.journal import LineResult, ResultJournal
-from dynamo.frontend.batches.model_gate import ModelGates
 from dynamo.frontend.http.multipart import FilePiece, FormField, read_form
+from dynamo.frontend.parts.batches.fair_slots import FairSlots
+from dynamo.frontend.parts.batches.group_commit import GroupCommit
+from dynamo.frontend.parts.batches.input_check import LineReader, check_input
+from dynamo.frontend.parts.batches.journal import LineResult, ResultJournal
+from dynamo.frontend.parts.batches.model_gate import ModelGates
 from dynamo.protocol.batches.lines import line_number_of, line_request_id, result_line
 from dynamo.protocol.batches.status import TRANSITIONS, BatchStatus
 from dynamo.protocol.openai.errors import RequestRejected
@@ -93,7 +93,7 @@ def test_what_the_disk_did_not_take_whole_is_taken_back(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("dynamo.frontend.batches.journal.os.write", full)
+        patched.setattr("dynamo.frontend.parts.batches.journal.os.write", full)
         with pytest.raises(OSError, match="No space"):
             journal.append([result(1)])
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.batches.fair_slots import FairSlots
-from dynamo.frontend.batches.line_pace import QUIET_SECONDS, LinePace, Metered
+from dynamo.frontend.parts.batches.fair_slots import FairSlots
+from dynamo.frontend.parts.batches.line_pace import QUIET_SECONDS, LinePace, Metered
 from dynamo.testing.simulation.loop import VirtualLoop, run_virtual
 
 

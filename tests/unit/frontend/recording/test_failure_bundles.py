@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo.errors import Disconnected, Unknown
-from dynamo.frontend.recording.failures import FailureRing
-from dynamo.frontend.recording.settings import RecordingSettings
+from dynamo.frontend.parts.recording.failures import FailureRing
+from dynamo.frontend.parts.recording.settings import RecordingSettings
 from support.frontend_cluster import Cluster, cluster, fail, say
 
 PROMPT = "a marker that nothing else contains"

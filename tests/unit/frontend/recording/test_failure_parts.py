@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.recording.failures import MAX_GROUPS, FailedRequest, FailureRing
-from dynamo.frontend.recording.log_lines import MAX_LINES, RequestLogLines
-from dynamo.frontend.recording.message_templates import MAX_TEMPLATE_CHARACTERS, message_template
-from dynamo.frontend.recording.request_shape import shape_of
-from dynamo.frontend.recording.scrubber import ContentScrubber
+from dynamo.frontend.parts.recording.failures import MAX_GROUPS, FailedRequest, FailureRing
+from dynamo.frontend.parts.recording.log_lines import MAX_LINES, RequestLogLines
+from dynamo.frontend.parts.recording.message_templates import MAX_TEMPLATE_CHARACTERS, message_template
+from dynamo.frontend.parts.recording.request_shape import shape_of
+from dynamo.frontend.parts.recording.scrubber import ContentScrubber
 from dynamo.runtime.log_text import is_safe
 from dynamo.runtime.logging import log_span
 from support.cases import each_case

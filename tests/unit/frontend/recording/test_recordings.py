@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument, Unknown
-from dynamo.frontend.recording.redaction import load_redaction
-from dynamo.frontend.recording.settings import RecordingSettings
-from dynamo.frontend.recording.trace_files import open_sinks
-from dynamo.frontend.recording.trace_settings import RequestTraceSettings
-from dynamo.frontend.recording.trace_writer import TraceWriter
+from dynamo.frontend.parts.recording.redaction import load_redaction
+from dynamo.frontend.parts.recording.settings import RecordingSettings
+from dynamo.frontend.parts.recording.trace_files import open_sinks
+from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
+from dynamo.frontend.parts.recording.trace_writer import TraceWriter
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.content_key import content_key
 from dynamo.settings.table import read_settings

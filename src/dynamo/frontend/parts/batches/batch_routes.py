@@ -1,0 +1,68 @@
+"""`/v1/batches`: make, list, look at and cancel batches; and the answer of both APIs where they are switched off."""
+
+from __future__ import annotations
+
+from typing import Final
+from urllib.parse import parse_qs
+
+from dynamo.frontend.base.asgi import (
+    BodyBudget,
+    Receive,
+    Scope,
+    Send,
+    check_content_type,
+    first_headers,
+    read_body,
+    reply_rejected,
+)
+from dynamo.frontend.http.auth import identity_of
+from dynamo.frontend.http.json_route import JsonRoute
+from dynamo.frontend.parts.batches.file_routes import owner_of
+from dynamo.frontend.parts.batches.service import BatchService
+from dynamo.protocol.batches.objects import encode_object, list_page
+from dynamo.protocol.batches.requests import batch_page_query, decode_create_batch
+from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected
+
+__all__ = ["BatchRoute", "BatchesRoute", "FilesAreOff"]
+
+MAX_BODY_BYTES: Final = 64 * 1024
+
+
+class BatchesRoute(JsonRoute):
+    """POST and GET `/v1/batches`."""
+
+    def __init__(self, service: BatchService, budget: BodyBudget) -> None:
+        self._service, self._budget = service, budget
+
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
+        owner = owner_of(scope)
+        if scope["method"] == "POST":
+            headers = first_headers(scope)
+            check_content_type(headers)
+            request = decode_create_batch(await read_body(headers, receive, MAX_BODY_BYTES, self._budget))
+            identity = identity_of(scope)
+            key_id = "" if identity is None else identity.id
+            return encode_object(await self._service.create(request, owner, key_id))
+        query = batch_page_query(parse_qs(scope["query_string"].decode("latin-1")))
+        found, has_more = await self._service.page(owner, query)
+        return list_page(found, has_more=has_more)
+
+
+class BatchRoute(JsonRoute):
+    """GET `/v1/batches/{id}`, and POST `/v1/batches/{id}/cancel`."""
+
+    def __init__(self, service: BatchService) -> None:
+        self._service = service
+
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
+        act = self._service.cancel if scope["method"] == "POST" else self._service.get
+        return encode_object(await act(scope["path_params"]["batch_id"], owner_of(scope)))
+
+
+class FilesAreOff:
+    """Answers every route of both APIs of a frontend without a directory for them."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        text = "Files and batches are switched off: start the frontend with --files-dir DIR (or DYN_FILES_DIR)"
+        rejected = RequestRejected(501, text, stream_type="not_implemented", code=NOT_BUILT_CODE)
+        await reply_rejected(send, rejected, ((b"x-should-retry", b"false"), (b"connection", b"close")))

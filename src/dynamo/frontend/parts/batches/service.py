@@ -1,0 +1,223 @@
+"""Files and batches of one frontend: what its routes call, and the work behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, ParamSpec, TypeVar
+
+from msgspec import Struct
+
+from dynamo.frontend.admission.process import OPEN
+from dynamo.frontend.parts.batches.conductor import BatchConductor
+from dynamo.frontend.parts.batches.directory import BatchDirectory
+from dynamo.frontend.parts.batches.fair_slots import FairSlots
+from dynamo.frontend.parts.batches.finishing import Step
+from dynamo.frontend.parts.batches.index import BatchIndex
+from dynamo.frontend.parts.batches.line_call import LineCalls
+from dynamo.frontend.parts.batches.line_pace import LinePace
+from dynamo.frontend.parts.batches.model_gate import ModelGates
+from dynamo.frontend.parts.batches.records import BatchRecord
+from dynamo.frontend.parts.batches.run import RunParts
+from dynamo.frontend.parts.batches.stored_files import FileLimits, StoredFiles, no_such_file
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.pipeline.exchange import Exchange
+from dynamo.frontend.pipeline.inference import Call, Pipeline
+from dynamo.protocol.batches.objects import BatchObject
+from dynamo.protocol.batches.requests import CreateBatch, PageQuery
+from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
+from dynamo.protocol.openai.errors import RequestRejected, not_built
+from dynamo.runtime.tasks import Background
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = ["BatchService", "BatchSettings", "no_such_batch"]
+
+WINDOW_SECONDS: Final = 24 * 3600
+THREADS: Final = 4
+MAX_OPEN_BATCHES: Final = 256  # that have not ended; each holds a window of its lines
+CONCURRENCY_SHARE: Final = 4  # of the requests in flight, batches may have one in so many
+CANCEL: Final = "Cannot cancel a batch with status '{status}'."
+
+
+class BatchSettings(Struct, frozen=True):
+    """Where files and batches lie, and what they may cost."""
+
+    directory: Path
+    limits: FileLimits
+    allow_network: bool = False
+    concurrency: int | None = None  # lines at once; None: a quarter of the requests in flight
+    model_wait_seconds: float = (
+        30.0  # after the start: until then a model that is not there may not have been found yet
+    )
+
+
+def no_such_batch(id: str) -> RequestRejected:
+    """Return the 404 for a batch."""
+    text = f"No batch found with id '{id[:128]}'."
+    return RequestRejected(404, text, param="batch_id", stream_type="invalid_request_error")
+
+
+class BatchService:
+    """The files and batches of a directory; several processes may share it."""
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        pipeline: Pipeline,
+        *,
+        now: Callable[[], float] = time.time,
+        after_step: Step = lambda _name: None,
+    ) -> None:
+        """`now`: seconds since the epoch; `after_step` is told each durable step, which tests use to stop there.
+
+        Raises InvalidArgument when the directory cannot be used.
+        """
+        self._settings, self._pipeline, self._now, self._after_step = settings, pipeline, now, after_step
+        self._directory = BatchDirectory(settings.directory, allow_network=settings.allow_network)
+        self._index = BatchIndex(self._directory.index)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dynamo-batches")
+        self.files = StoredFiles(self._directory, self._index, self._disk, settings.limits, now=now)
+        self._work = Background()
+        self._calls: Mapping[str, Call] = {}
+        self._conductor: BatchConductor | None = None
+
+    def serve(self, calls: Mapping[str, Call]) -> None:
+        """Execute lines by these calls, by endpoint. Called once, before `start`."""
+        self._calls = calls
+
+    def start(self) -> None:
+        """Run the batches of the directory as soon as no other process does."""
+        pipeline, settings = self._pipeline, self._settings
+        loop = asyncio.get_running_loop()
+        settled_at = loop.time() + settings.model_wait_seconds
+        concurrency = settings.concurrency or max(1, pipeline.settings.max_requests_in_flight // CONCURRENCY_SHARE)
+        rng = random.Random()
+        calls = LineCalls(self._calls, overload_status=pipeline.settings.overload_status)
+        pace = LinePace(lambda: pipeline.admission.in_flight > calls.running)
+        pipeline.register.on_end.append(lambda exchange: _note_wait(pace, calls, exchange))
+        parts = RunParts(
+            calls,
+            pipeline.models,
+            ModelGates(rng),
+            FairSlots(concurrency, pace.begin),
+            pace,
+            self._disk,
+            pipeline.metrics.batches,
+            lambda: pipeline.admission.stage in OPEN,
+            lambda: loop.time() >= settled_at,
+            set(),
+            self._identity,
+            rng,
+        )
+        self._conductor = BatchConductor(
+            self._directory,
+            self._index,
+            self.files,
+            parts,
+            max_line_bytes=pipeline.settings.limits.body_limit_bytes,
+            now=self._now,
+            after_step=self._after_step,
+            is_revoked=self._is_revoked,
+        )
+        self._work.start(self._conductor.run(), "batches")
+
+    async def aclose(self) -> None:
+        """Stop: what runs is executed again by the next runner. Idempotent."""
+        if not self._work.is_closed:
+            await self._work.close()
+            self._threads.shutdown()
+            self._index.close()
+            self._directory.unlock()
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    async def create(self, request: CreateBatch, owner: str, key_id: str = "") -> BatchObject:
+        """Make a batch. Raises RequestRejected."""
+        if request.endpoint not in self._calls:
+            raise not_built(f"Batches of {request.endpoint} are not built in this version", "endpoint")
+        now = self._now()
+        batch = BatchObject(
+            id=f"batch_{uuid.uuid4().hex}",
+            endpoint=request.endpoint,
+            input_file_id=request.input_file_id,
+            created_at=int(now),
+            expires_at=int(now) + WINDOW_SECONDS,
+            metadata=request.metadata,
+        )
+        record = BatchRecord(
+            batch=batch, owner=owner, key_id=key_id, output_expires_seconds=request.output_expires_seconds
+        )
+        problem = await self._disk(partial(self._index.add_batch, record, now, limit=MAX_OPEN_BATCHES))
+        if problem == "missing":
+            raise no_such_file(request.input_file_id)
+        if problem == "full":
+            text = f"There are {MAX_OPEN_BATCHES} batches that have not ended; wait for one of them, or cancel it"
+            raise RequestRejected(429, text, code="too_many_batches", retry_after_seconds=60)
+        self._look()
+        return batch
+
+    async def get(self, id: str, owner: str) -> BatchObject:
+        """Return a batch. Raises RequestRejected."""
+        record: BatchRecord | None = await self._disk(self._index.batch, id, owner)
+        if record is None:
+            raise no_such_batch(id)
+        return record.batch
+
+    async def page(self, owner: str, query: PageQuery) -> tuple[list[BatchObject], bool]:
+        """Return one page of the batches, the newest first, and whether there are more. Raises RequestRejected."""
+        found = await self._disk(self._index.list_batches, owner, query)
+        if found is None:
+            raise RequestRejected(400, f"after names no batch: {query.after}", param="after")
+        return [record.batch for record in found[0]], found[1]
+
+    async def cancel(self, id: str, owner: str) -> BatchObject:
+        """Cancel a batch; one that is being cancelled stays so. Raises RequestRejected: 409 when it has ended."""
+        await self.get(id, owner)
+        record: BatchRecord | None = await self._disk(self._index.change_batch, id, self._cancel)
+        if record is None:
+            raise no_such_batch(id)
+        self._look()
+        return record.batch
+
+    def _cancel(self, record: BatchRecord) -> BatchRecord:
+        if record.status is not BatchStatus.CANCELLING:
+            if record.ending is not None or record.status not in CANCELLABLE:
+                raise RequestRejected(409, CANCEL.format(status=record.batch.status), param="batch_id")
+            record.enter(BatchStatus.CANCELLING, self._now())
+        return record
+
+    def _identity(self, key_id: str) -> Identity | None:
+        keys = self._pipeline.keys
+        return None if keys is None or not key_id else keys.identity(key_id)
+
+    def _is_revoked(self, key_id: str) -> bool:
+        """Return whether a key that made a batch may not be used any more."""
+        keys = self._pipeline.keys
+        if keys is None or not key_id:
+            return False
+        identity = keys.identity(key_id)
+        return identity is None or not identity.record.enabled or identity.is_expired(keys.now())
+
+    def _look(self) -> None:
+        if self._conductor is not None:
+            self._conductor.look()
+
+    async def _disk(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
+
+
+def _note_wait(pace: LinePace, calls: LineCalls, exchange: Exchange) -> None:
+    """Tell the pace how long a person has waited for a request that was answered."""
+    counters = exchange.counters
+    if counters is None or calls.is_line(exchange) or exchange.is_client_gone or exchange.early_end.outcome is not None:
+        return
+    first = counters.first_token_seconds if counters.key[2] == "stream" else None
+    pace.waited(exchange.now() - exchange.arrival.at if first is None else first)

@@ -1,0 +1,231 @@
+"""Files: taken in piece by piece, listed, read and deleted; those whose time is over are removed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from dynamo.frontend.parts.batches.directory import BatchDirectory, sync_directory
+from dynamo.frontend.parts.batches.group_commit import Disk
+from dynamo.frontend.parts.batches.index import BatchIndex
+from dynamo.frontend.parts.batches.records import FileRecord
+from dynamo.protocol.batches.objects import BATCH_INPUT, FileObject
+from dynamo.protocol.batches.requests import FileForm, PageQuery
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["FileLimits", "StoredFiles", "Upload", "no_such_file"]
+
+logger = logging.getLogger(__name__)
+
+WRITE_BYTES: Final = 1024 * 1024  # are collected before they are handed to a thread
+BATCH_EXPIRY_SECONDS: Final = 30 * 86_400
+ORPHAN_SECONDS: Final = 60.0  # a stored file without a row that is younger may be one of another process, on its way
+
+
+class FileLimits(Struct, frozen=True):
+    """How large files may be."""
+
+    file_bytes: int
+    batch_file_bytes: int  # of the input of a batch
+    owner_bytes: int  # all files of one project
+
+
+def no_such_file(id: str) -> RequestRejected:
+    """Return the 404 for a file."""
+    return RequestRejected(404, f"No such File object: {id[:128]}", param="id", stream_type="invalid_request_error")
+
+
+class Upload:
+    """A file on its way in. Ended by `StoredFiles.keep` or by `discard`."""
+
+    def __init__(self, path: Path, limits: FileLimits, disk: Disk) -> None:
+        """Raises OSError."""
+        self.path = path
+        self.size = 0
+        self._limits, self._disk = limits, disk
+        self._digest = hashlib.sha256()
+        self._parts = bytearray()
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    async def write(self, data: bytes, *, is_batch: bool) -> None:
+        """Take further bytes. Raises RequestRejected: 413 when the file is too large, 507 when the disk is full."""
+        limit = self._limits.batch_file_bytes if is_batch else self._limits.file_bytes
+        if self.size + len(self._parts) + len(data) > limit:
+            what = "The input of a batch" if is_batch else "A file"
+            raise RequestRejected(413, f"{what} may have at most {limit // (1024 * 1024)} MB", param="file")
+        self._parts += data
+        if len(self._parts) >= WRITE_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what was collected. Raises as `write`."""
+        parts, self._parts = self._parts, bytearray()
+        try:
+            await self._disk(self._write, parts)
+        except OSError as error:
+            raise storage_failed(error) from error
+
+    def seal(self) -> str:
+        """Wait until the disk has all of it; return its SHA-256. Runs in a thread. Raises OSError."""
+        os.fsync(self._file)
+        self.close()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def discard(self) -> None:
+        """Leave nothing of it; idempotent."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def _write(self, data: bytearray) -> None:
+        self._digest.update(data)
+        self.size += len(data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+
+
+class StoredFiles:
+    """The files of one directory."""
+
+    def __init__(
+        self,
+        directory: BatchDirectory,
+        index: BatchIndex,
+        disk: Disk,
+        limits: FileLimits,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory, self._index, self._disk, self._limits, self._now = directory, index, disk, limits, now
+
+    async def begin(self) -> Upload:
+        """Begin to take a file in. Raises RequestRejected."""
+        name = f"{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            return Upload(self._directory.uploads() / name, self._limits, self._disk)
+        except OSError as error:
+            raise storage_failed(error) from error
+
+    async def keep(self, upload: Upload, filename: str, form: FileForm, owner: str) -> FileObject:
+        """Make an upload a file. Raises RequestRejected, and nothing of it is left then."""
+        try:
+            await upload.flush()
+            return await self._disk(self._keep, upload, filename, form, owner)
+        except OSError as error:
+            raise storage_failed(error) from error
+        finally:
+            upload.discard()
+
+    async def get(self, id: str, owner: str) -> FileObject:
+        """Return a file. Raises RequestRejected."""
+        record = await self._disk(self._index.file, id, owner, self._now())
+        if record is None:
+            raise no_such_file(id)
+        return record.file
+
+    async def page(self, owner: str, query: PageQuery) -> tuple[list[FileObject], bool]:
+        """Return one page of the files and whether there are more. Raises RequestRejected."""
+        found = await self._disk(self._index.list_files, owner, query, self._now())
+        if found is None:
+            raise RequestRejected(400, f"after names no file: {query.after}", param="after")
+        return [record.file for record in found[0]], found[1]
+
+    async def delete(self, id: str, owner: str) -> None:
+        """Delete a file. Raises RequestRejected: 409 while a batch reads it."""
+        is_gone = await self._disk(self._index.delete_file, id, owner, self._now())
+        if is_gone is None:
+            raise no_such_file(id)
+        if not is_gone:
+            raise RequestRejected(
+                409, f"File {id} is the input of a batch that has not ended; cancel the batch first", param="id"
+            )
+        await self._disk(self._directory.discard_blob, id)
+
+    async def open(self, id: str, owner: str) -> tuple[int, FileObject]:
+        """Open a file for reading; return its descriptor, which the caller closes. Raises RequestRejected."""
+        found = await self.get(id, owner)
+        try:
+            return await self._disk(os.open, self._directory.blob(id), os.O_RDONLY | os.O_CLOEXEC), found
+        except FileNotFoundError:
+            raise no_such_file(id) from None
+
+    async def remove_expired(self) -> None:
+        """Remove some of the files whose time is over."""
+        for id in await self._disk(self._index.expired_files, self._now()):
+            await self._disk(self._directory.discard_blob, id)
+            logger.info("file %s has expired and was removed", id)
+
+    def sweep(self, keep: frozenset[str]) -> None:
+        """Remove what crashed processes left: half-arrived uploads, and bytes that no row names. Runs in a thread.
+
+        `keep`: ids of files whose rows come later.
+        """
+        for path in self._directory.uploads().iterdir():
+            owner_pid = path.name.partition("-")[0]
+            if not owner_pid.isdecimal() or not _is_alive(int(owner_pid)):
+                path.unlink(missing_ok=True)
+        for id, path in self._directory.blobs():
+            if id in keep or self._index.knows_file(id):
+                continue
+            try:
+                if time.time() - path.stat().st_mtime > ORPHAN_SECONDS:
+                    path.unlink()
+            except FileNotFoundError:
+                continue
+
+    def _keep(self, upload: Upload, filename: str, form: FileForm, owner: str) -> FileObject:
+        sha256 = upload.seal()
+        now = int(self._now())
+        seconds = form.expires_seconds
+        if seconds is None and form.purpose == BATCH_INPUT:
+            seconds = BATCH_EXPIRY_SECONDS
+        file = FileObject(
+            id=f"file-{uuid.uuid4().hex}", bytes=upload.size, created_at=now, filename=filename, purpose=form.purpose
+        )
+        if seconds is not None:
+            file.expires_at = now + seconds
+        target = self._directory.blob(file.id)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        os.rename(upload.path, target)
+        sync_directory(target.parent)
+        sync_directory(target.parent.parent)
+        record = FileRecord(file=file, owner=owner, sha256=sha256)
+        if not self._index.add_file(record, owner_limit_bytes=self._limits.owner_bytes):
+            target.unlink()
+            megabytes = self._limits.owner_bytes // (1024 * 1024)
+            text = f"All files together may have {megabytes} MB (DYN_FILES_TOTAL_MB); delete some first"
+            raise RequestRejected(413, text, param="file", code="storage_limit_exceeded")
+        return file
+
+
+def storage_failed(error: OSError) -> RequestRejected:
+    """Return the answer to a request that the disk refused."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return RequestRejected(507, "There is no room for the file on the server's disk", param="file")
+    logger.error("the directory of files failed: %s", error)
+    return RequestRejected(500, "The server could not store the file")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

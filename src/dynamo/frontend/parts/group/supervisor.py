@@ -1,0 +1,250 @@
+"""The parent of a group: it owns the socket, deals connections out, and keeps its members running.
+
+It reads no HTTP. A connection goes to the member that has the fewest, and stays there (`dealer.py`). Metrics pass through
+here (`scrapes.py`), and so do values that hold for all members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from dynamo.frontend.parts.group.dealer import ConnectionDealer
+from dynamo.frontend.parts.group.member_process import MemberProcess
+from dynamo.frontend.parts.group.messages import (
+    Gather,
+    MemberAnswer,
+    MemberQuestion,
+    Ready,
+    Share,
+    Shared,
+    Snapshot,
+    Standing,
+    read,
+)
+from dynamo.frontend.parts.group.places import Places
+from dynamo.frontend.parts.group.questions import GroupQuestions
+from dynamo.frontend.parts.group.scrapes import GroupScrapes
+from dynamo.frontend.parts.inspector.members import TOKEN_KEY
+from dynamo.frontend.parts.inspector.published import published_access
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.inspector_token import new_token
+
+__all__ = ["Supervisor"]
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARED: Final = 4096  # values that hold for all; the oldest goes first
+KILL_RESERVE_SECONDS: Final = 4.0  # for a member that cannot keep its own limit; `dynamo serve` kills after 5
+
+
+class _SharedValues:
+    """What one member tells all the others, and those that start later."""
+
+    def __init__(self, members: Sequence[MemberProcess]) -> None:
+        self._members = members
+        self._values: dict[str, bytes] = {}
+        self.questions = GroupQuestions(members)
+
+    def share(self, teller: MemberProcess, message: Share) -> None:
+        """Pass a value on; the newest of each key is kept."""
+        self._values.pop(message.key, None)
+        self._values[message.key] = message.value
+        if len(self._values) > MAX_SHARED:
+            del self._values[next(iter(self._values))]
+        for member in self._members:
+            if member is not teller:
+                member.send(Share(0, message.key, message.value))
+        teller.send(Shared(message.number))
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a value of the parent's own, for members that start from now on."""
+        self._values[key] = value
+
+    def tell_all(self, member: MemberProcess) -> None:
+        """Send a process that starts what was shared before."""
+        for key, value in self._values.items():
+            member.send(Share(0, key, value))
+
+
+class Supervisor:
+    """`await Supervisor(settings, argv, listener).run()` serves until a signal; its result is the exit status."""
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        argv: Sequence[str],
+        listener: socket.socket,
+        *,
+        admin: socket.socket | None = None,
+    ) -> None:
+        """`listener` is bound and not listening yet; it is closed at the end. `argv`: the command line, for the members.
+
+        `admin` is bound for the admin routes. All members accept from it themselves: any of them answers for all, and this
+        process keeps the port while members come and go.
+        """
+        self._settings, self._argv = settings, tuple(argv)
+        self._admin = admin
+        self._places = Places.create(settings.workers, with_limits=settings.key_sources.exist)
+        self._members = [MemberProcess(row) for row in range(settings.workers)]
+        self._dealer = ConnectionDealer(listener, self._members, self._places)
+        self._scrapes = GroupScrapes(self._members, metrics_prefix=settings.metrics_prefix)
+        self._shared = _SharedValues(self._members)
+        self._stopping = asyncio.Event()
+        self._was_serving = False
+        self._failure = 0
+        self._signal: signal.Signals | None = None
+
+    async def run(self) -> int:
+        """Run the group; return 0 after a clean end, else the status of the member without which the group cannot
+        run.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._hear, number)
+        token = new_token()  # of the inspector: every member lets it in
+        self._shared.put(TOKEN_KEY, token.encode())
+        admin_port = None if self._admin is None else self._admin.getsockname()[1]
+        try:
+            with published_access(self._settings, self._dealer.port, admin_port, token):
+                async with asyncio.TaskGroup() as group:
+                    for member in self._members:
+                        group.create_task(self._keep(member), name=member.name)
+        finally:
+            self._dealer.close()
+            if self._admin is not None:
+                self._admin.close()
+            await self._scrapes.close()
+            await self._shared.questions.close()
+            self._places.close()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        if self._signal is not None:
+            signal.signal(self._signal, signal.SIG_DFL)
+            os.kill(os.getpid(), self._signal)  # it was asked twice: end as a process without handlers would
+        return self._failure
+
+    # -- signals -----------------------------------------------------------------------------------------------------
+
+    def _hear(self, number: signal.Signals) -> None:
+        if self._stopping.is_set():
+            self._signal = number
+            self._each(lambda process: process.kill())
+            return
+        logger.info("%s: draining, no new requests (again to leave at once)", number.name)
+        self._stop()
+
+    def _stop(self) -> None:
+        """Members drain side by side; connections are dealt to them until the last one has ended, and answered 503."""
+        self._stopping.set()
+        self._each(lambda process: process.terminate())
+        settings = self._settings
+        limit = settings.grace_period_seconds + settings.graceful_shutdown_seconds + KILL_RESERVE_SECONDS
+        asyncio.get_running_loop().call_later(limit, self._each, lambda process: process.kill())
+
+    def _each(self, do: Callable[[asyncio.subprocess.Process], None]) -> None:
+        for member in self._members:
+            if member.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    do(member.process)
+
+    # -- members -----------------------------------------------------------------------------------------------------
+
+    async def _keep(self, member: MemberProcess) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            status = await self._live(member)
+            since, member.ready_since = member.ready_since, None
+            self._places.clear(member.row)
+            self._scrapes.keep_counts(member)
+            self._tell_standing()
+            if self._stopping.is_set():
+                return
+            delay = member.policy.after_death(status, healthy_seconds=None if since is None else loop.time() - since)
+            if delay is None or (not self._was_serving and status > 0):  # it has said why, and would say it again
+                logger.error("%s ended with status %d and cannot be kept running", member.name, status)
+                self._failure = self._failure or (status if status > 0 else 1)
+                self._stop()
+                return
+            logger.error("%s ended with status %d; starting it again in %g s", member.name, status, delay)
+            self._scrapes.restarts.inc()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def _live(self, member: MemberProcess) -> int:
+        """Run one incarnation; return its status as `subprocess` gives it (-9: SIGKILL)."""
+        ours, control = socket.socketpair()
+        member.deliveries, deliveries = socket.socketpair()
+        with control, deliveries:
+            inherited = {"control": control.fileno(), "deliveries": deliveries.fileno(), "places": self._places.fd}
+            if self._places.limits is not None:
+                inherited["limits"] = self._places.limits.fd
+            if self._admin is not None:
+                inherited["admin"] = self._admin.fileno()
+            flags = [f"--{name}={fd}" for name, fd in inherited.items()]
+            process = member.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "dynamo.frontend.parts.group.member"),
+                *(*flags, f"--row={member.row}", f"--rows={len(self._members)}", "--", *self._argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=tuple(inherited.values()),
+                preexec_fn=_ignore_interrupts,
+            )
+        if self._stopping.is_set():  # asked while it was being started
+            process.terminate()
+        reader, member.writer = await asyncio.open_unix_connection(sock=ours)
+        member.deliveries.setblocking(False)
+        self._shared.tell_all(member)
+        try:
+            while (message := await read(reader)) is not None:
+                self._take(member, message)
+            self._leave(member)
+            return await process.wait()
+        finally:
+            self._leave(member)
+            member.writer.close()
+            member.writer = member.process = None
+
+    def _leave(self, member: MemberProcess) -> None:
+        """Send no more connections to this process, and wait for none of its answers."""
+        self._dealer.remove(member)
+        self._scrapes.leave(member)
+
+    def _take(self, member: MemberProcess, message: object) -> None:
+        match message:
+            case Ready():
+                member.ready_since = asyncio.get_running_loop().time()
+                self._dealer.add(member)
+                self._tell_standing()
+                if not self._was_serving:
+                    self._was_serving = True
+                    logger.info("serving HTTP on %s:%d", self._settings.http_host, self._dealer.port)
+                logger.info("%s (pid %d) serves", member.name, member.process.pid if member.process else 0)
+            case Snapshot(number, encoded):
+                self._scrapes.on_snapshot(member, number, encoded)
+            case Gather(number, encoded):
+                self._scrapes.begin(member, number, encoded)
+            case Share():
+                self._shared.share(member, message)
+            case MemberQuestion():
+                self._shared.questions.begin(member, message)
+            case MemberAnswer():
+                self._shared.questions.on_answer(member, message)
+            case _:
+                raise RuntimeError(f"a member does not say {message!r}")
+
+    def _tell_standing(self) -> None:
+        standing = Standing(sum(each.takes for each in self._members), len(self._members))
+        for member in self._members:
+            member.send(standing)
+
+
+def _ignore_interrupts() -> None:
+    """Ignore Ctrl-C, which reaches every process of a terminal; only the parent reacts to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

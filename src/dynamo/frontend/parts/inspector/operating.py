@@ -1,0 +1,116 @@
+"""Workers that an operator keeps from new requests: in all processes of the port, and at the other frontends of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from dynamo.frontend.models.directory import ModelDirectory
+from dynamo.frontend.parts.inspector.clock import InspectorClock
+from dynamo.frontend.parts.inspector.members import AskHold, Members
+from dynamo.frontend.parts.inspector.stream_rows import worker_name
+from dynamo.frontend.parts.inspector.visitors import Visitor
+from dynamo.protocol.inspector.actions import WorkerActionRequest
+from dynamo.router.operator_desk import WorkerHold
+
+__all__ = ["WorkerOperator"]
+
+HOLD_KEY: Final = "inspector/hold/"
+QUARANTINE_SECONDS: Final = 60.0  # where no time is given
+
+_KINDS: Final = {"drain": "drain", "undrain": "", "quarantine": "quarantine"}
+
+
+class _SharedHold(Struct):
+    """A hold as the processes tell each other. One that starts later gets it, too, and may not begin its time anew."""
+
+    hold: WorkerHold
+    ends_ms: int | None  # since the epoch
+
+
+class WorkerOperator:
+    """Holds workers, and lets them go. Used on the event loop only."""
+
+    def __init__(self, models: ModelDirectory, members: Members, clock: InspectorClock) -> None:
+        self._models, self._members, self._peers, self._clock = models, members, members.peers, clock
+        self._ends: dict[int, asyncio.TimerHandle] = {}  # of the holds with an end, by worker
+        if self._peers is not None:
+            self._peers.on_shared(self._take)
+
+    def knows(self, id: str) -> bool:
+        """Return whether a worker with this id, in hexadecimal digits, is there."""
+        return any(worker_name(entry.instance_id) == id for group in self._models.groups() for entry in group.accepted)
+
+    async def act(self, action: str, id: str, asked: WorkerActionRequest, visitor: Visitor) -> list[str]:
+        """Do "drain", "undrain" or "quarantine"; return the names of the other frontends that did not do so.
+
+        Raises TimeoutError where the other processes of this frontend do not answer.
+        """
+        kind = _KINDS[action]
+        seconds = QUARANTINE_SECONDS if kind == "quarantine" and asked.seconds is None else asked.seconds
+        ends_ms = None if seconds is None else self._clock.now_ms() + round(seconds * 1000)
+        hold = WorkerHold(int(id, 16), kind, visitor.shown_name, asked.reason, seconds)
+        question = AskHold(id, kind, hold.by, hold.reason, ends_ms)
+        _, silent = await asyncio.gather(self._hold(id, hold, ends_ms), self._members.ask_frontends(question))
+        return silent
+
+    async def take(self, asked: AskHold) -> str | None:
+        """Do what an operator has asked another frontend to do; return why not, where it is not done.
+
+        A worker that is not known here is refused: a hold on it would not last until it comes.
+        """
+        if not self.knows(asked.worker):
+            return f"knows no worker {asked.worker[:64]}"
+        seconds = None if asked.ends_ms is None else max(0.0, (asked.ends_ms - self._clock.now_ms()) / 1000)
+        hold = WorkerHold(int(asked.worker, 16), asked.kind, asked.by, asked.reason, seconds)
+        try:
+            await self._hold(asked.worker, hold, asked.ends_ms)
+        except TimeoutError:
+            return "its other processes did not answer"
+        return None
+
+    async def _hold(self, id: str, hold: WorkerHold, ends_ms: int | None) -> None:
+        self._put(hold)
+        if self._peers is not None:
+            await self._peers.share(HOLD_KEY + id, msgspec.msgpack.encode(_SharedHold(hold, ends_ms)))
+
+    def close(self) -> None:
+        """Wait for no end of a hold any more. Idempotent."""
+        for handle in self._ends.values():
+            handle.cancel()
+        self._ends.clear()
+
+    def _take(self, key: str, value: bytes) -> None:
+        if not key.startswith(HOLD_KEY):
+            return
+        shared = msgspec.msgpack.decode(value, type=_SharedHold)
+        hold = shared.hold
+        if shared.ends_ms is not None:
+            left = (shared.ends_ms - self._clock.now_ms()) / 1000
+            hold = msgspec.structs.replace(hold, seconds=max(0.0, left))
+        self._put(hold)
+
+    def _put(self, hold: WorkerHold) -> None:
+        desk = self._models.desk
+        present = frozenset(entry.instance_id for group in self._models.groups() for entry in group.accepted)
+        desk.keep_only(present)
+        desk.put(hold, self._clock.now())
+        for id in [id for id in self._ends if id == hold.instance_id or id not in present]:
+            self._ends.pop(id).cancel()
+        if hold.kind and hold.seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._ends[hold.instance_id] = loop.call_later(hold.seconds, self._end, hold.instance_id)
+        self._look_again()
+
+    def _end(self, instance_id: int) -> None:
+        """Let requests that wait for a worker know that its hold is over."""
+        self._ends.pop(instance_id, None)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        for pool in self._models.pools():
+            if pool.gate is not None:
+                pool.gate.changed()

@@ -1,0 +1,245 @@
+"""The keys in service: read from their files, read again when a file changes, found by the hash of what a client sends.
+
+A file that cannot be read, or that vanishes, keeps the keys that it had, and is an error in the log that names the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.parts.keys.identity import ENVIRONMENT_ID, Identity
+from dynamo.frontend.parts.keys.rules.key_file import KeyFileError, read_key_ring
+from dynamo.frontend.parts.keys.rules.key_text import HASH_PREFIX, check_imported, hash_of
+from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing, Revocation
+from dynamo.runtime.tasks import Background
+
+__all__ = ["KeySources", "KeyStore", "load_key_file"]
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 1.0  # a key that was removed is refused after so long, and the time to read the file
+MAX_FILE_BYTES: Final = 64 * 1024 * 1024
+
+Version = tuple[int, int, int, int]
+"""What tells one state of a file from another: device, inode, size and time of change."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySources:
+    """Where the keys of a frontend come from; all None: there are none, and nothing is asked for one."""
+
+    file: str | None = None
+    admin_file: str | None = None
+    key: str | None = None
+    """A key in the environment: it may do everything on the routes of the API."""
+
+    @property
+    def protect_clients(self) -> bool:
+        """Whether the routes of the API need a key."""
+        return self.file is not None or self.key is not None
+
+    @property
+    def exist(self) -> bool:
+        return self.protect_clients or self.admin_file is not None
+
+
+def load_key_file(path: str) -> KeyRing:
+    """Read a key file: JSON where its name ends in .json, else TOML. Raises InvalidArgument that names it."""
+    return _load(path)[1]
+
+
+def _load(path: str) -> tuple[Version, KeyRing]:
+    try:
+        with Path(path).open("rb") as file:
+            version = _version_of(os.fstat(file.fileno()))
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise KeyFileError(f"it has more than {MAX_FILE_BYTES // 2**20} MiB")
+        return version, read_key_ring(data.decode(), is_json=path.endswith(".json"))
+    except OSError as error:
+        raise InvalidArgument(f"the key file {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # KeyFileError is one, and so is an error of UTF-8
+        raise InvalidArgument(f"the key file {path} cannot be used: {error}") from error
+
+
+def _version_of(status: os.stat_result) -> Version:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class _KeyFile:
+    """One file, and what it held when it was last read well."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._version: Version | None
+        self._version, self.ring = _load(path)
+        self._trouble: str | None = None
+
+    def look(self) -> bool:
+        """Read the file again if it has changed; return whether its keys are others now. Blocks: call it in a thread."""
+        try:
+            version = _version_of(Path(self.path).stat())
+        except OSError as error:
+            self._version = None
+            self._report(f"the key file {self.path} cannot be read: {error.strerror or error}")
+            return False
+        if version == self._version:
+            return False
+        try:
+            self._version, ring = _load(self.path)
+        except InvalidArgument as error:
+            self._version = version
+            self._report(str(error))
+            return False
+        is_other, self.ring, self._trouble = ring != self.ring, ring, None
+        logger.info("the key file %s was read again: %d key(s)", self.path, len(ring.keys))
+        return is_other
+
+    def _report(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            logger.error("%s; the keys that were read before stay in service", trouble)
+
+
+class KeyStore:
+    """The keys of one frontend process. Used on the event loop only, but for the reading of files."""
+
+    def __init__(self, sources: KeySources, *, wall_clock: Callable[[], float] = time.time) -> None:
+        """Raises InvalidArgument for a file or key that cannot be used."""
+        self.sources = sources
+        self._wall_clock = wall_clock
+        self._clients = None if sources.file is None else _KeyFile(sources.file)
+        self._admins = None if sources.admin_file is None else _KeyFile(sources.admin_file)
+        self._fixed: Sequence[Identity] = () if sources.key is None else (_environment_identity(sources.key),)
+        self._by_hash: dict[bytes, tuple[bytes, Identity]] = {}
+        self._cuts = False
+        self._by_id: dict[str, Identity] = {}
+        self._work = Background()
+        self.protects_admin = sources.admin_file is not None
+        """Whether an admin key exists, or existed: then the admin routes need one, on every port."""
+        self.on_look: list[Callable[[], None]] = []
+        """Called after each look at the files, whether they have changed or not."""
+        self._take_over()
+
+    @property
+    def ring(self) -> KeyRing:
+        """What the key file of the clients holds; its prices and projects, too."""
+        return KeyRing() if self._clients is None else self._clients.ring
+
+    @property
+    def identities(self) -> Iterable[Identity]:
+        """Every key in service, each once."""
+        return self._by_id.values()
+
+    def identity(self, id: str) -> Identity | None:
+        """Return the key with this id: for work that runs for a key without a connection. None once it was removed."""
+        return self._by_id.get(id)
+
+    def authenticate(self, presented: bytes) -> Identity | None:
+        """Return the key that a client sent; None for one that is not known. It takes as long for either."""
+        digest = hashlib.sha256(presented).digest()
+        stored, identity = self._by_hash.get(digest, _NOBODY)
+        return identity if hmac.compare_digest(digest, stored) else None
+
+    def is_gone(self, identity: Identity) -> bool:
+        """Return whether a key may not be used any more, by what is known now, and its running requests are to be cut."""
+        now = self._by_id.get(identity.id)
+        records = (
+            (identity.record,) if now is None else (identity.record, now.record)
+        )  # `dynamo keys revoke` changes it
+        if all(record.revoke is not Revocation.NOW for record in records):
+            return False
+        return now is None or not now.record.enabled or now.is_expired(self._wall_clock())
+
+    @property
+    def cuts_requests(self) -> bool:
+        """Whether any key, now or a moment ago, takes its running requests with it."""
+        return self._cuts
+
+    def now(self) -> float:
+        """Return the time that keys expire by, in seconds since the epoch."""
+        return self._wall_clock()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Look at the files from now on."""
+        if self._clients is not None or self._admins is not None:
+            self._work.start(self._follow(), "frontend: key files")
+
+    async def aclose(self) -> None:
+        await self._work.close()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Look at the files once, in a thread, and take over what has changed."""
+        loop = asyncio.get_running_loop()
+        changes = [
+            await loop.run_in_executor(None, file.look) for file in (self._clients, self._admins) if file is not None
+        ]
+        if any(changes):
+            self._take_over()
+        for looked in self.on_look:
+            looked()
+
+    def _take_over(self) -> None:
+        clients = () if self._clients is None else tuple(_identities(self._clients.ring.keys, is_admin=False))
+        admins = () if self._admins is None else tuple(_identities(self._admins.ring.keys, is_admin=True))
+        found: dict[bytes, tuple[bytes, Identity]] = {}
+        by_id: dict[str, Identity] = {}
+        # Admins last: a key that stands in both files is an admin's, with what the file of admins says of it.
+        for digest, identity, is_current in (*_hashed(self._fixed), *clients, *admins):
+            found[digest] = digest, identity
+            if is_current:
+                by_id[identity.id] = identity
+        self._cuts = any(
+            identity.record.revoke is Revocation.NOW for identity in (*by_id.values(), *self._by_id.values())
+        )
+        self._by_hash, self._by_id = found, by_id
+        self.protects_admin = self.protects_admin or any(identity.is_admin for identity in by_id.values())
+        if not found:
+            logger.warning("there are no API keys: every request is refused until one is created (dynamo keys create)")
+
+
+_NOBODY: Final[tuple[bytes, Identity | None]] = (b"\0" * 32, None)
+_Hashed = tuple[bytes, Identity, bool]
+"""A hash, the key that it stands for, and whether it is the one of its last rotation."""
+
+
+def _identities(records: Iterable[KeyRecord], *, is_admin: bool) -> Iterator[_Hashed]:
+    for record in records:
+        yield _digest(record.hash), Identity(record, is_admin=is_admin), True
+        if record.previous_hash is not None and record.previous_expires is not None:
+            until = record.previous_expires.timestamp()
+            yield _digest(record.previous_hash), Identity(record, is_admin=is_admin, expires_at=until), False
+
+
+def _hashed(identities: Iterable[Identity]) -> Iterator[_Hashed]:
+    for identity in identities:
+        yield _digest(identity.record.hash), identity, True
+
+
+def _digest(written: str) -> bytes:
+    return bytes.fromhex(written.removeprefix(HASH_PREFIX))
+
+
+def _environment_identity(key: str) -> Identity:
+    try:
+        check_imported(key)
+    except ValueError as error:
+        raise InvalidArgument(f"DYN_API_KEY: {error}") from None
+    return Identity(KeyRecord(id=ENVIRONMENT_ID, hash=hash_of(key.encode()), name="DYN_API_KEY"))

@@ -1,0 +1,207 @@
+"""The numbers of all limits in one block of memory, which the processes of a group share.
+
+Each limit has a record: a value, the period that it belongs to, and one column for each process with what that process
+holds: requests in flight, or tokens that are reserved. What a process holds is forgotten with it; a value never is.
+Where frontends divide their limits (`cluster_limits.py`) a record also has what this frontend was granted of the limit,
+the most units that were refused since somebody looked, what the other frontends have spent, and what they know of this one:
+all of it is in the table, as another process of the group may go on with it at any moment.
+Between `lock` and `unlock` a caller reads and writes any record, and no other process does meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Final, Self
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.parts.keys.shared_lock import LOCK_BYTES, SharedLock, create_lock, open_lock
+
+__all__ = ["ELSEWHERE", "GRANTED", "NOT_REPORTED", "PERIOD", "REFUSED", "UNDIVIDED", "VALUE", "LimitTable"]
+
+MAX_LIMITS: Final = 65_536  # of all keys, projects and pairs of key and model
+SLOTS: Final = 2 * MAX_LIMITS  # twice as many, so that a search ends soon
+UNDIVIDED: Final = float("inf")
+"""What is granted of a limit that no other frontend shares."""
+
+_NAME, VALUE, PERIOD, GRANTED, REFUSED, ELSEWHERE, _BASE, _REPORTED, _COLUMNS = range(9)
+"""Where a record has what in `LimitTable.cells`, for those who read and write it for each request."""
+NOT_REPORTED: Final = -1.0
+_LEADER_BYTE: Final = 1  # of the file: its lock is held by the process that divides limits with other frontends
+
+
+class LimitTable:
+    """A table for `members` processes, of which this one is number `member`."""
+
+    def __init__(self, members: int = 1, *, member: int = 0, fd: int = -1) -> None:
+        """`fd`: a file that `create` has made, for the processes that share it; -1: this process is alone."""
+        self._width, self._fd = _COLUMNS + members, fd
+        self._map = mmap.mmap(fd, self.size_of(members))
+        self._own = _COLUMNS + member
+        self._lock_at = self.size_of(members) - LOCK_BYTES
+        self.cells = memoryview(self._map)[: self._lock_at].cast("d")
+        """The numbers of all records, each from the place that `record` returns."""
+        self._lock: SharedLock | None = None if fd < 0 else open_lock(self._map, self._lock_at, fd)
+        self.lock: Callable[[], bool] = _needs_no_lock if self._lock is None else self._lock.acquire
+        """Keeps the other processes from the table; returns what `unlock` is to be given."""
+
+    @staticmethod
+    def size_of(members: int) -> int:
+        """Return the bytes of a table; pages that no limit uses take no memory."""
+        return SLOTS * (_COLUMNS + members) * 8 + LOCK_BYTES
+
+    @classmethod
+    def create(cls, members: int) -> Self:
+        """Create an empty table in a file without a name; `fd` goes to the children."""
+        size = cls.size_of(members)
+        with tempfile.TemporaryFile() as file:
+            file.truncate(size)
+            with mmap.mmap(file.fileno(), size) as memory:
+                create_lock(memory, size - LOCK_BYTES, file.fileno()).close()
+            return cls(members, fd=os.dup(file.fileno()))
+
+    @property
+    def fd(self) -> int:
+        """The file that the processes share; -1: none."""
+        return self._fd
+
+    def unlock(self, is_locked: bool) -> None:
+        """Let the other processes in again."""
+        if is_locked and self._lock is not None:
+            self._lock.release()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock for a block, where that is not hot."""
+        is_locked = self.lock()
+        try:
+            yield
+        finally:
+            self.unlock(is_locked)
+
+    def leads(self) -> bool:
+        """Try to become the one process of the group that divides limits with other frontends; whether it is this one."""
+        if self._fd < 0:
+            return True
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LEADER_BYTE)
+        except OSError:
+            return False
+        return True
+
+    def record(self, name: str, *, value: float = 0.0, period: int = 0, granted: float = UNDIVIDED) -> int:
+        """Return the place of a limit's record, which is made with these numbers where there is none.
+
+        Raises InvalidArgument when there are too many limits.
+        """
+        wanted = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+        packed = struct.unpack("d", struct.pack("Q", _finite(wanted)))[0]
+        slot = wanted % SLOTS
+        with self.locked():
+            for _ in range(SLOTS // 2):
+                at = slot * self._width
+                found = self.cells[at + _NAME]
+                if found == packed:
+                    return at
+                if found == 0.0:
+                    self.cells[at + _NAME] = packed
+                    self.cells[at + VALUE], self.cells[at + PERIOD] = value, float(period)
+                    self.cells[at + GRANTED], self.cells[at + _REPORTED] = granted, NOT_REPORTED
+                    return at
+                slot = (slot + 1) % SLOTS
+        raise InvalidArgument(f"there are more than {MAX_LIMITS} limits")
+
+    # -- one record, under the lock --------------------------------------------------------------------------------
+
+    def value(self, at: int) -> float:
+        return self.cells[at + VALUE]
+
+    def set_value(self, at: int, value: float) -> None:
+        self.cells[at + VALUE] = value
+
+    def period(self, at: int) -> int:
+        return int(self.cells[at + PERIOD])
+
+    def set_period(self, at: int, period: int) -> None:
+        self.cells[at + PERIOD] = float(period)
+
+    def granted(self, at: int) -> float:
+        """Return what this frontend may use of a limit; `UNDIVIDED`: all of it."""
+        return self.cells[at + GRANTED]
+
+    def grant(self, at: int, units: float) -> None:
+        self.cells[at + GRANTED] = units
+
+    def elsewhere(self, at: int) -> float:
+        """Return what the other frontends have spent of a budget in its period."""
+        return self.cells[at + ELSEWHERE]
+
+    def set_elsewhere(self, at: int, units: float) -> None:
+        self.cells[at + ELSEWHERE] = units
+
+    def base(self, at: int) -> float:
+        """Return the value of a budget from which on the other frontends are told what this one spends."""
+        return self.cells[at + _BASE]
+
+    def set_base(self, at: int, value: float) -> None:
+        self.cells[at + _BASE] = value
+
+    def reported(self, at: int) -> float:
+        """Return the value that the other frontends know; `NOT_REPORTED`: they know none."""
+        return self.cells[at + _REPORTED]
+
+    def set_reported(self, at: int, value: float) -> None:
+        self.cells[at + _REPORTED] = value
+
+    def note_refused(self, at: int, units: float) -> None:
+        """Keep the number of units that a request was refused for, until `take_refused`."""
+        if units > self.cells[at + REFUSED]:
+            self.cells[at + REFUSED] = units
+
+    def take_refused(self, at: int) -> float:
+        """Return the most units that were refused since the last call."""
+        units, self.cells[at + REFUSED] = self.cells[at + REFUSED], 0.0
+        return units
+
+    def held(self, at: int) -> float:
+        """Return what all processes hold."""
+        if self._width == _COLUMNS + 1:
+            return self.cells[at + _COLUMNS]
+        return sum(self.cells[at + _COLUMNS : at + self._width])
+
+    def hold(self, at: int, units: float) -> None:
+        """Add to what this process holds; a negative number gives back."""
+        self.cells[at + self._own] += units
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def clear(self, member: int) -> None:
+        """Forget what a process held that has ended. Needs no lock: nobody else writes its column."""
+        for at in range(0, SLOTS * self._width, self._width):
+            if self.cells[at + _NAME] != 0.0:
+                self.cells[at + _COLUMNS + member] = 0.0
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._map.closed:
+            self.cells.release()
+            if self._lock is not None:
+                self._lock.close()
+            self._map.close()
+            if self._fd >= 0:
+                os.close(self._fd)
+
+
+def _needs_no_lock() -> bool:
+    return False
+
+
+def _finite(name: int) -> int:
+    """Return the bits of a number that is not NaN, infinite or zero: those do not compare as names have to."""
+    return name & ~(1 << 62)  # an exponent that is neither all ones nor, with the lowest bit set, a zero

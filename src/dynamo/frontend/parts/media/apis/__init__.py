@@ -1,0 +1,3 @@
+"""The APIs whose answers are made media: pictures, sound and videos."""
+
+__all__: list[str] = []

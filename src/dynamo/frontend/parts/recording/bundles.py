@@ -1,0 +1,244 @@
+"""From a request that failed to its line in the `FailureRing` and its bundle there.
+
+A bundle tells what an operator needs to understand a failure without having been there, and what `dynamo replay` needs to
+send the request again. It holds no key, no header that could carry one, and no text of the request unless that was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from dynamo.frontend.base.stage_timer import STAGES
+from dynamo.frontend.parts.recording.failures import BUNDLE_SCHEMA, FailedRequest, FailureRing
+from dynamo.frontend.parts.recording.log_lines import RequestLogLines
+from dynamo.frontend.parts.recording.redaction import Redact
+from dynamo.frontend.parts.recording.request_shape import content_texts, decode_body, shape_of
+from dynamo.frontend.parts.recording.scrubber import ContentScrubber
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.headers import SERVING_HEADERS
+from dynamo.router.kv.explain import explain_placement
+
+if TYPE_CHECKING:
+    from dynamo.frontend.pipeline.exchange import Exchange
+    from dynamo.frontend.pipeline.plan import Tally
+
+__all__ = ["FailureNotes"]
+
+logger = logging.getLogger(__name__)
+
+SHAPED_BODY_BYTES: Final = 64 * 1024
+"""A longer body is not held until the request ends; of a failure, its bundle has the size alone."""
+
+CONTENT_BODY_BYTES: Final = 256 * 1024  # where content is kept
+MAX_MESSAGE_CHARACTERS: Final = 1000
+_HEADERS: Final = frozenset({"anthropic-beta", "anthropic-version", "user-agent"}) | SERVING_HEADERS
+_MAX_HEADER: Final = 256
+_PHASES: Final = ("received", "admitted", "preprocessed", "dispatched", "streaming", "ended")
+
+
+class FailureNotes:
+    """What the pipeline reports failures to."""
+
+    def __init__(self, ring: FailureRing, redact: Redact | None = None, *, keeps_content: bool = False) -> None:
+        """`keeps_content`: bundles hold the whole body of their request, as far as `redact` leaves it."""
+        self.ring, self._redact = ring, redact
+        self.log_lines = RequestLogLines()
+        self._keeps_content = keeps_content
+        self._held_bytes = CONTENT_BODY_BYTES if keeps_content else SHAPED_BODY_BYTES
+
+    def holds(self, body: bytes) -> bool:
+        """Return whether a body is to be held until its request ends."""
+        return len(body) <= self._held_bytes
+
+    def declined(self, endpoint: str, rejected: RequestRejected, error_type: str, model: str = "") -> None:
+        """Count a request that was turned away before anything was done for it."""
+        self.ring.count(
+            FailedRequest(
+                id="",
+                request_id="",
+                at_ms=self.ring.now_ms(),
+                status=rejected.status,
+                error_type=error_type,
+                code=rejected.code or "",
+                endpoint=endpoint,
+                model=model,
+                message=rejected.message[:MAX_MESSAGE_CHARACTERS],
+            )
+        )
+
+    def failed(
+        self, exchange: Exchange, endpoint: str, error: BaseException, rejected: RequestRejected, error_type: str
+    ) -> None:
+        """Note a request that failed; call it before the exchange ends. Never raises: the client still waits for its answer."""
+        try:
+            self._note(exchange, endpoint, error, rejected, error_type)
+        except Exception:
+            logger.exception("no bundle was made of the failed request %s", exchange.name)
+
+    def _note(
+        self, exchange: Exchange, endpoint: str, error: BaseException, rejected: RequestRejected, error_type: str
+    ) -> None:
+        body = exchange.arrival.held if self.holds(exchange.arrival.held) else b""
+        decoded = decode_body(body) if body else None
+        clean = _as_it_is if self._keeps_content else ContentScrubber(content_texts(decoded)).clean
+        tally = exchange.tally
+        failure = FailedRequest(
+            id=exchange.response_id,
+            request_id=exchange.request_id,
+            at_ms=self.ring.now_ms(),
+            status=rejected.status,
+            error_type=error_type,
+            code=rejected.code or "",
+            endpoint=endpoint,
+            model=exchange.model or "",
+            worker=_worker_of(tally),
+            key_id="" if exchange.identity is None else exchange.identity.id,
+            message=clean(_what_went_wrong(error, rejected))[:MAX_MESSAGE_CHARACTERS],
+        )
+        lines = self.log_lines.take(exchange.context.id())
+
+        def make() -> dict[str, Any] | None:
+            bundle = self._bundle(exchange, failure, rejected, decoded, lines, clean)
+            return self._redacted(bundle) if self._redact is not None and self._keeps_content else bundle
+
+        self.ring.add(failure, make)
+
+    def _redacted(self, bundle: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what the operator's function leaves of a bundle with content; None: it is not kept."""
+        assert self._redact is not None
+        try:
+            return self._redact(bundle)
+        except Exception as error:
+            # Whatever it meant to take out is still in there, and may be in the error's text, too.
+            logger.error("a bundle was dropped, because the redaction failed for it with %s", type(error).__name__)
+            return None
+
+    def _bundle(
+        self,
+        exchange: Exchange,
+        failure: FailedRequest,
+        rejected: RequestRejected,
+        decoded: Any,
+        lines: Iterable[str],
+        clean: Callable[[str], str],
+    ) -> dict[str, Any]:
+        arrival, began, now = exchange.arrival, exchange.arrival.at, exchange.now()
+        found: dict[str, Any] = {
+            "schema": BUNDLE_SCHEMA,
+            "id": failure.id,
+            "request_id": failure.request_id,
+            "at_ms": failure.at_ms,
+            "elapsed_ms": _ms(now - began),
+            "error": {
+                "status": failure.status,
+                "code": failure.code or None,
+                "type": failure.error_type,
+                "message": failure.message,
+                "answered": clean(rejected.message)[:MAX_MESSAGE_CHARACTERS],
+            },
+            "request": {
+                "path": arrival.path,
+                "endpoint": failure.endpoint,
+                "model": exchange.model,
+                "key_id": failure.key_id or None,
+                "body_bytes": arrival.body_bytes,
+                "headers": _headers(arrival.header_pairs),
+                **self._body(decoded, arrival.held if self.holds(arrival.held) else b""),
+            },
+            "phases_ms": {
+                name: _ms(at - began)
+                for name, at in zip(_PHASES, exchange.phase_times, strict=True)
+                if at is not None
+            },
+            "stages_ms": {
+                name: _ms(seconds) for name, seconds in zip(STAGES, exchange.timer.seconds, strict=True) if seconds
+            },
+            "log": [clean(line) for line in lines],
+        }  # fmt: skip
+        if exchange.context.trace_id:
+            found["trace_id"] = exchange.context.trace_id
+        if (tally := exchange.tally) is not None:
+            found |= _what_came(tally, began, clean)
+        return found
+
+    def _body(self, decoded: Any, held: bytes) -> dict[str, Any]:
+        """Return the body as far as it may be kept, and how far that is."""
+        if not held:
+            return {"content": "too_long"}
+        if self._keeps_content:
+            if decoded is not None:
+                return {"content": "whole", "body": decoded}
+            return {"content": "whole", "body_text": held.decode("utf-8", "replace")}
+        shape = shape_of(decoded)
+        return {"content": "not_json"} if shape is None else {"content": "omitted", "body": shape}
+
+
+def _what_came(tally: Tally, began: float, clean: Callable[[str], str]) -> dict[str, Any]:
+    """Return the tokens, the workers that were tried, and why these were chosen."""
+    attempts: list[dict[str, Any]] = [
+        {
+            "stage": failed.stage,
+            "worker": f"{failed.placement.candidate.instance_id:x}",
+            "outcome": "failed",
+            "at_ms": _ms(failed.at - began),
+            "error": f"{failed.error_kind}: {clean(failed.error_message)[:MAX_MESSAGE_CHARACTERS]}",
+            "tokens": failed.tokens,
+        }
+        for failed in tally.failed_attempts
+    ]
+    chosen: dict[str, Any] = {
+        stage: explain_placement(made)
+        for stage, made in (("prefill", tally.prefill_placement), ("generate", tally.placement))
+        if made is not None
+    }
+    for failed in tally.failed_attempts:
+        chosen.setdefault(failed.stage, explain_placement(failed.placement))
+    found: dict[str, Any] = {
+        "tokens": {"input": tally.prompt_tokens, "output": tally.completion_tokens, "cached": tally.cached_tokens},
+        "workers": [f"{instance.instance_id:x}" for instance in tally.instances],
+        "attempts": attempts,
+        "moves": [
+            {"after_first_token": move.is_ongoing, "outcome": move.outcome, "ms": _ms(move.seconds)}
+            for move in tally.moves
+        ],
+        "routing": chosen,
+    }  # fmt: skip
+    if tally.queued_seconds:
+        found["queued_ms"] = _ms(tally.queued_seconds)
+    return found
+
+
+def _what_went_wrong(error: BaseException, rejected: RequestRejected) -> str:
+    """Return the failure in the words of an operator: clients are not told what went wrong inside."""
+    if isinstance(error, RequestRejected):
+        return rejected.message
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _worker_of(tally: Tally | None) -> str:
+    """Return the worker that failed last, or else the one that answered last; empty where no worker had the request."""
+    if tally is None:
+        return ""
+    if tally.failed_attempts:
+        return f"{tally.failed_attempts[-1].placement.candidate.instance_id:x}"
+    return f"{tally.instances[-1].instance_id:x}" if tally.instances else ""
+
+
+def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
+    """Return the headers that decide how a request is served, and name its client's library. Never one with a key."""
+    return {
+        name: value[:_MAX_HEADER].decode("latin-1")
+        for name, value in ((name.decode("latin-1"), value) for name, value in pairs)
+        if name in _HEADERS
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _as_it_is(text: str) -> str:
+    return text

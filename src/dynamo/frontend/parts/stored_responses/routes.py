@@ -1,0 +1,113 @@
+"""The routes below `/v1/responses/{id}`: what is stored of a response."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
+from dynamo.frontend.http.auth import identity_of
+from dynamo.frontend.parts.stored_responses.base import scoped_owner
+from dynamo.frontend.parts.stored_responses.history import ResponseHistory, not_found
+from dynamo.protocol.openai.errors import RequestRejected, not_built
+from dynamo.protocol.openai.escaping import json_line
+
+__all__ = ["CancelRoute", "InputItemsRoute", "StoredResponseRoute"]
+
+DEFAULT_PAGE: Final = 20
+LARGEST_PAGE: Final = 100
+TENANT: Final = b"x-tenant-id"  # who stored a response with it finds it with it
+
+Query = dict[str, list[str]]
+
+
+class _StoredRoute:
+    """A route for one stored response."""
+
+    def __init__(self, history: ResponseHistory | None, *, knows_tenants: bool = True) -> None:
+        """`history`: None where nothing is stored. `knows_tenants`: as the requests whose answers are stored."""
+        self._history, self._knows_tenants = history, knows_tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        id: str = scope["path_params"]["response_id"]
+        query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        identity = identity_of(scope)
+        tenant = first_headers(scope).get(TENANT, b"").decode("latin-1") if self._knows_tenants else ""
+        owner = scoped_owner(None if identity is None else identity.owner, tenant)
+        try:
+            if self._history is None:
+                raise not_found(id)
+            body = await self._answer(self._history, scope["method"], id, owner, query)
+        except RequestRejected as error:
+            await reply_rejected(send, error)
+        else:
+            await reply(send, 200, body)
+
+    @abstractmethod
+    async def _answer(self, history: ResponseHistory, method: str, id: str, owner: str, query: Query) -> bytes:
+        """Return the body. Raises RequestRejected."""
+
+
+class StoredResponseRoute(_StoredRoute):
+    """GET and DELETE `/v1/responses/{id}`."""
+
+    async def _answer(self, history: ResponseHistory, method: str, id: str, owner: str, query: Query) -> bytes:
+        if method == "DELETE":
+            await history.delete(id, owner)
+            return json_line({"id": id, "object": "response", "deleted": True})
+        if _one(query, "stream") in ("true", "1"):
+            raise not_built("Validation: `stream` is not supported: the events of a response are not kept", "stream")
+        return (await history.find(id, owner)).response
+
+
+class InputItemsRoute(_StoredRoute):
+    """GET `/v1/responses/{id}/input_items`, in pages."""
+
+    async def _answer(self, history: ResponseHistory, method: str, id: str, owner: str, query: Query) -> bytes:
+        order, after = _one(query, "order") or "desc", _one(query, "after")
+        if order not in ("asc", "desc"):
+            raise _refused(f"order must be asc or desc, got '{order[:64]}'", "order")
+        limit = _one(query, "limit") or str(DEFAULT_PAGE)
+        if not limit.isdecimal() or len(limit) > 4 or not 1 <= int(limit) <= LARGEST_PAGE:
+            raise _refused(f"limit must be between 1 and {LARGEST_PAGE}, got '{limit[:64]}'", "limit")
+        stored = await history.find(id, owner)
+        items: Sequence[Any] = msgspec.json.decode(stored.input_items)
+        if order == "desc":
+            items = items[::-1]
+        if after:
+            place = next((place for place, item in enumerate(items) if item["id"] == after), None)
+            if place is None:
+                raise _refused(f"there is no input item '{after[:64]}'", "after")
+            items = items[place + 1 :]
+        page = items[: int(limit)]
+        return json_line(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > len(page),
+            }
+        )
+
+
+class CancelRoute(_StoredRoute):
+    """POST `/v1/responses/{id}/cancel`: what is stored here has ended."""
+
+    async def _answer(self, history: ResponseHistory, method: str, id: str, owner: str, query: Query) -> bytes:
+        await history.find(id, owner)
+        raise RequestRejected(
+            400, "Only a response that runs in the background can be cancelled, and this one has ended"
+        )
+
+
+def _one(query: Query, name: str) -> str | None:
+    return query[name][-1] if name in query else None
+
+
+def _refused(message: str, param: str) -> RequestRejected:
+    return RequestRejected(400, f"Validation: {message}", param=param)

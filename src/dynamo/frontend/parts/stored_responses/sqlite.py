@@ -1,0 +1,132 @@
+"""Responses in a file of SQLite, which the processes of one machine share and which outlives them.
+
+The database is used in one thread of its own: a call waits for the disk, and the event loop does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.base.sqlite_file import open_database, writing
+from dynamo.frontend.parts.stored_responses.base import (
+    StoredResponse,
+    StoreLimits,
+    StoreUnavailable,
+    StoreUsage,
+    stem_of,
+)
+
+__all__ = ["SqliteResponseStore"]
+
+T = TypeVar("T")
+
+VERSION: Final = 1  # of the table; a file of another version is not touched
+
+_TABLE: Final = """
+CREATE TABLE IF NOT EXISTS responses (
+    stem TEXT PRIMARY KEY, id TEXT NOT NULL, owner TEXT NOT NULL, previous_id TEXT, used_at REAL NOT NULL,
+    size INTEGER NOT NULL, response BLOB NOT NULL, input_items BLOB NOT NULL
+) WITHOUT ROWID
+"""
+_INDEX: Final = "CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at, size)"
+_FIND: Final = (
+    "SELECT id, response, input_items, previous_id, owner FROM responses WHERE stem = ? AND owner = ? AND used_at >= ?"
+)
+
+
+class SqliteResponseStore:
+    """One file, opened at once: a mistake in its path ends the start, not a request."""
+
+    def __init__(self, path: Path, limits: StoreLimits, *, now: Callable[[], float] = time.time) -> None:
+        """Raises InvalidArgument when the file cannot be opened, or is not such a store."""
+        self._limits, self._now = limits, now
+        self._is_closed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamo-response-store")
+        try:
+            self._database = open_database(path, "the store of responses", VERSION, (_TABLE, _INDEX))
+        except InvalidArgument:
+            self._thread.shutdown()
+            raise
+
+    async def put(self, stored: StoredResponse) -> StoreUsage | None:
+        return None if stored.size > self._limits.bytes else await self._run(partial(self._put, stored))
+
+    async def get(self, id: str, owner: str = "") -> StoredResponse | None:
+        return await self._run(partial(self._get, id, owner))
+
+    async def delete(self, id: str, owner: str = "") -> bool:
+        return await self._run(partial(self._delete, id, owner))
+
+    async def usage(self) -> StoreUsage:
+        return await self._run(self._usage)
+
+    async def aclose(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+            self._thread.shutdown()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (sqlite3.Error, RuntimeError) as error:  # RuntimeError: the store was closed
+            raise StoreUnavailable(f"the store of responses failed: {error}") from error
+
+    # -- in the thread of the store --------------------------------------------------------------------------------------
+
+    def _put(self, stored: StoredResponse) -> StoreUsage:
+        row = (stem_of(stored.id), stored.id, stored.owner, stored.previous_id, self._now(), stored.size)
+        with writing(self._database) as database:
+            database.execute(
+                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (*row, stored.response, stored.input_items),
+            )
+            return self._sweep(database)
+
+    def _get(self, id: str, owner: str) -> StoredResponse | None:
+        with writing(self._database) as database:
+            found = self._find(database, id, owner)
+            if found is not None:
+                database.execute("UPDATE responses SET used_at = ? WHERE stem = ?", (self._now(), stem_of(id)))
+        return found
+
+    def _delete(self, id: str, owner: str) -> bool:
+        with writing(self._database) as database:
+            found = self._find(database, id, owner)
+            if found is None or found.id != id:
+                return False
+            database.execute("DELETE FROM responses WHERE stem = ?", (stem_of(id),))
+        return True
+
+    def _usage(self) -> StoreUsage:
+        with writing(self._database) as database:
+            return self._sweep(database)
+
+    def _find(self, database: sqlite3.Connection, id: str, owner: str) -> StoredResponse | None:
+        oldest = self._now() - self._limits.ttl_seconds
+        row = database.execute(_FIND, (stem_of(id), owner, oldest)).fetchone()
+        if row is None or (id.startswith("resp_") and row[0] != id):
+            return None
+        return StoredResponse(*row)
+
+    def _sweep(self, database: sqlite3.Connection) -> StoreUsage:
+        """Forget what is too old, and what is too much; return what is left."""
+        database.execute("DELETE FROM responses WHERE used_at < ?", (self._now() - self._limits.ttl_seconds,))
+        entries, size = database.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM responses").fetchone()
+        oldest_first = database.execute("SELECT stem, size FROM responses ORDER BY used_at")
+        gone: list[tuple[Any]] = []
+        while entries > self._limits.entries or size > self._limits.bytes:
+            stem, taken = oldest_first.fetchone()
+            gone.append((stem,))
+            entries, size = entries - 1, size - taken
+        oldest_first.close()
+        database.executemany("DELETE FROM responses WHERE stem = ?", gone)
+        return StoreUsage(entries, size)
