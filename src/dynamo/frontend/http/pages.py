@@ -91,7 +91,7 @@ class DocsPage:
     _BODY: Final = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>API reference</title>'
         f'<script src="{SCRIPT_PATH}"></script>'
-        '<rapi-doc spec-url="/openapi.json" load-fonts="false" render-style="read" show-header="false" theme="light" '
+        '<rapi-doc spec-url="/openapi.json" load-fonts="false" render-style="focused" schema-expand-level="1" show-header="false" theme="light" '
         'allow-authentication="true" allow-server-selection="false"></rapi-doc></html>\n'
     ).encode()
 
