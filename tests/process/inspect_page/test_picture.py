@@ -370,6 +370,21 @@ def test_every_view_fits_its_screen(browser: Browser, fake: FakeInspector, schem
         assert (label == '"Model"') is (width == 400)  # cards name their figures themselves
 
 
+@pytest.mark.parametrize("width", [1280, 1440])
+def test_the_tables_fit_the_screen_of_a_laptop(browser: Browser, fake: FakeInspector, width: int) -> None:
+    fake.show("workers", *[a_worker(f"{number:x}" * 12) for number in range(1, 5)])
+    fake.show("streams", *[a_stream(f"chatcmpl-{number:036d}") for number in range(5)])
+    fake.show("models", a_model("m"))
+    with watched(browser, fake.url.removesuffix("/inspect/"), viewport={"width": width, "height": 900}) as page:
+        for view in ("models", "workers", "streams", "recent"):
+            shown = opened(page, fake, f"#/{view}")
+            until(shown, "document.querySelectorAll('main table, main .empty').length > 0")
+            cut = shown.evaluate(
+                "[...document.querySelectorAll('.table')].map((one) => one.scrollWidth - one.clientWidth).filter((by) => by > 2)"
+            )
+            assert cut == [], (view, cut)
+
+
 def test_light_and_dark_can_be_turned_and_stay(page: Watched, fake: FakeInspector) -> None:
     shown = opened(page, fake)
     before = shown.evaluate("getComputedStyle(document.body).backgroundColor")
