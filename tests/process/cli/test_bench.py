@@ -488,6 +488,17 @@ def test_a_busy_load_generator_says_so() -> None:
     assert remark.startswith("The load generator was the bottleneck: it used 85 % of one core")
 
 
+def test_the_last_interval_ends_with_the_run_and_one_without_a_sample_has_no_latency() -> None:
+    recorder = Recorder()
+    recorder.begun, recorder.ended = 0.0, 0.6
+    for at in (0.1, 0.4, 0.55):
+        recorder.timeline.at(at).answered += 10
+    recorder.timeline.at(0.1).first_tokens, recorder.timeline.at(0.1).first_token_total = 2, 0.01
+    timeline = results_of(recorder, {}, 0.1, False)["timeline"]
+    assert [row["seconds"] for row in timeline] == [0.25, 0.25, 0.1]
+    assert [row["mean_ttft_ms"] for row in timeline] == [5.0, None, None]
+
+
 def test_the_html_report_is_one_file_with_plots_and_escapes_what_it_was_told() -> None:
     recorder = Recorder(begun=0.0, ended=2.0, answered=2)
     for seconds in (0.01, 0.1, 1.0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from dynamo.cli.bench.results import LATENCIES, Results
@@ -16,6 +16,7 @@ __all__ = ["COLOURS", "STYLE", "Point", "html_report", "nice", "plot", "thinned"
 WIDTH: Final = 720
 HEIGHT: Final = 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34
+LABEL_ROOM: Final = 30  # half of the widest label
 MAX_POINTS: Final = 400  # more than a screen shows
 COLOURS: Final = ("#2563eb", "#d97706", "#059669", "#9333ea")
 
@@ -51,7 +52,6 @@ def html_report(results: Results, recorder: Recorder) -> str:
         parts.append(plot(curves, is_log=True, y_top=1.0, x_unit="ms"))
     timeline = results["timeline"]
     if len(timeline) > 1:
-        middle = [row["from_seconds"] + row["seconds"] / 2 for row in timeline]
         for title, key, is_rate in (
             ("Answers per second", "answered", True),
             ("Output tokens per second, of the answers that ended then", "tokens", True),
@@ -59,16 +59,23 @@ def html_report(results: Results, recorder: Recorder) -> str:
             ("Slowest answer, ms", "slowest_ms", False),
             ("Failures per second", "failed", True),
         ):
-            values = [row[key] / (row["seconds"] if is_rate else 1) for row in timeline]
-            if any(values):
+            points = list(_points(timeline, key, is_rate=is_rate))
+            if any(value for _, value in points):
                 parts.append(f"<h2>{title}</h2>")
-                points = list(zip(middle, values, strict=True))
                 parts.append(plot({title: points}, x_unit="s", has_legend=False))
     settings = "\n".join(f"{name}: {value}" for name, value in results["settings"].items() if value is not None)
     parts.append(f"<details><summary>Settings</summary><pre>{html.escape(settings)}</pre></details>")
     parts.append(f"<p>dynamo-unified {html.escape(results['version'])}, Python {html.escape(results['python'])}</p>")
     parts.append("</body></html>\n")
     return "\n".join(parts)
+
+
+def _points(timeline: Iterable[dict[str, float | None]], key: str, *, is_rate: bool) -> Iterator[Point]:
+    """Yield a figure of each interval at its middle; an interval without a sample has no point."""
+    for row in timeline:
+        value, seconds = row[key], row["seconds"] or 1.0
+        if value is not None:
+            yield (row["from_seconds"] or 0.0) + seconds / 2, value / seconds if is_rate else value
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -131,7 +138,10 @@ def plot(
         x = x_at(tick)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#f3f4f6"/>')
         label = f"{short(tick)} {x_unit}"
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
+        is_last = x + LABEL_ROOM > WIDTH  # its right half would be cut off
+        anchor = "end" if is_last else "middle"
+        at = WIDTH - 2 if is_last else x
+        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="{anchor}">{label}</text>')
     for number, (title, points) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in points)

@@ -66,7 +66,7 @@ class Results(TypedDict):
     load_generator_cpu_share: float
     load_generator_us_per_token: float
     was_load_generator_the_bottleneck: bool
-    timeline: list[dict[str, float]]
+    timeline: list[dict[str, float | None]]
 
 
 def results_of(recorder: Recorder, settings: dict[str, Any], cpu_seconds: float, was_interrupted: bool) -> Results:
@@ -107,16 +107,23 @@ def results_of(recorder: Recorder, settings: dict[str, Any], cpu_seconds: float,
         "timeline": [
             {
                 "from_seconds": round(index * width, 3),
-                "seconds": width,
+                "seconds": _length(index * width, width, seconds),
                 "answered": interval.answered,
                 "failed": interval.failed,
                 "tokens": interval.tokens,
-                "mean_ttft_ms": _ms(interval.first_token_total / max(interval.first_tokens, 1)),
-                "slowest_ms": _ms(interval.slowest),
+                "mean_ttft_ms": _ms(interval.first_token_total / interval.first_tokens)
+                if interval.first_tokens
+                else None,
+                "slowest_ms": _ms(interval.slowest) if interval.answered else None,
             }
             for index, interval in enumerate(recorder.timeline.intervals)
         ],
     }
+
+
+def _length(begin: float, width: float, end: float) -> float:
+    """Return how long an interval lasted: the last one ends with the run, and its rates are of that time."""
+    return round(min(width, end - begin), 3) if end > begin else width
 
 
 def _latency(found: SampleHistogram) -> Latency:
