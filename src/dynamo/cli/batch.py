@@ -207,6 +207,7 @@ def _bar() -> Iterator[Any]:
             counts = batch["request_counts"]
             done = counts["completed"] + counts["failed"]
             text = batch["status"] + (f", {counts['failed']} failed" if counts["failed"] else "")
+            text += f", paused: {batch['paused']}" if batch.get("paused") else ""
             progress.update(task, description=text, completed=done, total=counts["total"] or None)
 
         yield update
@@ -248,3 +249,5 @@ def _list(client: ApiClient, limit: int, *, as_json: bool) -> None:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
         done = counts["completed"] + counts["failed"]
         print(f"{batch['id']}  {made}  {batch['status']:11}  {done}/{counts['total']}  {counts['failed']} failed")
+        if batch.get("paused"):
+            print(f"  paused: {batch['paused']}")

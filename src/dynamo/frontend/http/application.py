@@ -214,12 +214,7 @@ class FrontendRoutes:
             *self._files_and_batches(),
             GuardedRoute(paths["models"], catalogue, "GET", access=Access.ANY_KEY),
             GuardedRoute(paths["models"] + "/{model:path}", catalogue, "GET", access=Access.ANY_KEY),
-            GuardedRoute(
-                paths["health"],
-                HealthRoute(pipeline.admission, self._pipeline.models, pipeline.metrics, self._operators.peers),
-                "GET",
-                access=Access.OPEN,
-            ),
+            GuardedRoute(paths["health"], _health(pipeline, self._operators, self._batches), "GET", access=Access.OPEN),
             GuardedRoute(paths["live"], LiveRoute(pipeline.admission), "GET", access=Access.OPEN),
             GuardedRoute(paths["ready"], ReadyRoute(pipeline.admission, pipeline.models), "GET", access=Access.OPEN),
             GuardedRoute(
@@ -537,3 +532,8 @@ class UnmatchedPath:
             return
         path: str = scope["path"]
         await reject_route(scope, send, route_not_found(scope["method"], path), self._dialects.of(path))
+
+
+def _health(pipeline: Pipeline, operators: OperatorParts, batches: BatchService | None) -> HealthRoute:
+    troubles = tuple if batches is None else batches.troubles
+    return HealthRoute(pipeline.admission, pipeline.models, pipeline.metrics, operators.peers, troubles)

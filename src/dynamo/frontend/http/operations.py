@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import unquote_to_bytes
 
@@ -70,9 +70,16 @@ class HealthRoute:
     """
 
     def __init__(
-        self, admission: Admission, models: ModelDirectory, metrics: FrontendMetrics, peers: Peers | None = None
+        self,
+        admission: Admission,
+        models: ModelDirectory,
+        metrics: FrontendMetrics,
+        peers: Peers | None = None,
+        troubles: Callable[[], Iterable[str]] = tuple,
     ) -> None:
+        """`troubles`: what the parts of the frontend are short of, a sentence each."""
         self._admission, self._models, self._metrics, self._peers = admission, models, metrics, peers
+        self._troubles = troubles
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._admission.stage is not Stage.SERVING:
@@ -96,7 +103,7 @@ class HealthRoute:
         if busy:
             healthy["load"] = [_load_of(model, now) for model in busy]
         queues = filter(None, [_queue_trouble(model, now) for model in busy])
-        if degraded := [*self._loop_trouble(), *self._store_trouble(), *queues]:
+        if degraded := [*self._loop_trouble(), *self._store_trouble(), *queues, *self._troubles()]:
             healthy["degraded"] = degraded
         await reply(send, 200, _encode(healthy))
 

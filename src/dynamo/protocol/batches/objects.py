@@ -107,6 +107,7 @@ class BatchObject(Struct, kw_only=True):
     request_counts: BatchRequestCounts = msgspec.field(default_factory=BatchRequestCounts)
     usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
     metadata: dict[str, str] | None = None
+    paused: str | None = None  # ours: why no line is executed now, as the process that runs the batch sees it
 
 
 def encode_object(value: Any) -> bytes:

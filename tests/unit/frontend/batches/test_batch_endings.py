@@ -157,11 +157,17 @@ async def test_a_disk_that_is_full_pauses_the_batch_and_loses_nothing(
             patched.setattr("dynamo.frontend.parts.batches.journal._write_all", full)
             batch = await begin(house, [chat_line(f"line-{number}") for number in range(20)])
             await until(lambda: asyncio.sleep(0, refusals > 2))
-            assert (await house.client.get(f"/v1/batches/{batch['id']}")).json["status"] == "in_progress"
+            shown = (await house.client.get(f"/v1/batches/{batch['id']}")).json
+            why = "its results cannot be written (No space left on device)"
+            assert (shown["status"], shown["paused"]) == ("in_progress", why)
+            assert (await house.client.get("/v1/batches")).json["data"][0]["paused"] == why
+            assert (await house.client.get("/health")).json["degraded"] == [f"batch {batch['id']} is paused: {why}"]
             await until(lambda: asyncio.sleep(0, house.metric("dynamo_frontend_batch_paused_jobs") == 1))
         ended = await poll(house, batch["id"])
         assert ended["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+        assert ended["paused"] is None
         assert len(await results(house, ended)) == 20
+        assert "degraded" not in (await house.client.get("/health")).json
 
 
 async def test_the_size_of_files_is_bounded(tmp_path: Path) -> None:

@@ -54,7 +54,13 @@ class BatchConductor:
         self._is_revoked = is_revoked
         self._max_line_bytes, self._now, self._after_step = max_line_bytes, now, after_step
         self._conducted: dict[str, BatchRun | None] = {}  # None: it does not execute lines now
+        self._stuck: dict[str, str] = {}  # of batches that cannot go on for now: why
         self._look = asyncio.Event()
+
+    def troubles(self) -> dict[str, str]:
+        """Return why batches of this process stand still, by their ids."""
+        runs = {id: run.trouble for id, run in self._conducted.items() if run is not None and run.trouble is not None}
+        return {**self._stuck, **{id: f"its results cannot be written ({why})" for id, why in runs.items()}}
 
     def look(self) -> None:
         """Look at the index at once: something in it has changed."""
@@ -118,7 +124,9 @@ class BatchConductor:
                 try:
                     ended = await self._carry_out(id)
                 except (OSError, sqlite3.Error, msgspec.DecodeError) as error:
-                    logger.error("batch %s cannot go on: %s; trying again in %g s", id, error, TRY_AGAIN_SECONDS)
+                    if self._stuck.get(id) != str(error):  # once for each cause, and not every few seconds of a night
+                        logger.error("batch %s cannot go on: %s; trying again every %g s", id, error, TRY_AGAIN_SECONDS)
+                    self._stuck[id] = str(error)
                     await asyncio.sleep(TRY_AGAIN_SECONDS)
                     continue
                 if ended is not None:
@@ -134,6 +142,7 @@ class BatchConductor:
                 return
         finally:
             self._conducted.pop(id, None)
+            self._stuck.pop(id, None)
             self._parts.slots.forget(record.owner, id)
 
     async def _carry_out(self, id: str) -> BatchRecord | None:
@@ -184,6 +193,7 @@ class BatchConductor:
             journal: ResultJournal = await disk(ResultJournal, work, len(reader))
             try:
                 run = self._conducted[batch.id] = BatchRun(record, journal, reader, self._parts)
+                self._stuck.pop(batch.id, None)
                 if (early := self._ending_of(record)) is not None:
                     run.end(early)
                 ending = await run.execute()

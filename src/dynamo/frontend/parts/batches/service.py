@@ -6,12 +6,13 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from dynamo.frontend.admission.process import OPEN
@@ -169,14 +170,14 @@ class BatchService:
         record: BatchRecord | None = await self._disk(self._index.batch, id, owner)
         if record is None:
             raise no_such_batch(id)
-        return record.batch
+        return self._shown(record)
 
     async def page(self, owner: str, query: PageQuery) -> tuple[list[BatchObject], bool]:
         """Return one page of the batches, the newest first, and whether there are more. Raises RequestRejected."""
         found = await self._disk(self._index.list_batches, owner, query)
         if found is None:
             raise RequestRejected(400, f"after names no batch: {query.after}", param="after")
-        return [record.batch for record in found[0]], found[1]
+        return [self._shown(record) for record in found[0]], found[1]
 
     async def cancel(self, id: str, owner: str) -> BatchObject:
         """Cancel a batch; one that is being cancelled stays so. Raises RequestRejected: 409 when it has ended."""
@@ -186,6 +187,16 @@ class BatchService:
             raise no_such_batch(id)
         self._look()
         return record.batch
+
+    def _shown(self, record: BatchRecord) -> BatchObject:
+        """Return a batch as it is shown, with what stops it now."""
+        why = None if self._conductor is None else self._conductor.troubles().get(record.batch.id)
+        return record.batch if why is None else msgspec.structs.replace(record.batch, paused=why)
+
+    def troubles(self) -> Iterator[str]:
+        """Name the batches of this process that stand still, a sentence each."""
+        if self._conductor is not None:
+            yield from (f"batch {id} is paused: {why}" for id, why in self._conductor.troubles().items())
 
     def _cancel(self, record: BatchRecord) -> BatchRecord:
         if record.status is not BatchStatus.CANCELLING:

@@ -41,7 +41,14 @@ const COLUMNS = [
     cell: (row) => link(address("batches", row.id), line(row.id), { class: "id" }),
   },
   { id: "endpoint", label: "Endpoint", isWide: true, isLong: true, text: (row) => line(row.endpoint) },
-  { id: "status", label: "Status", width: 120, text: (row) => line(row.status), cell: (row) => state(row.status) },
+  {
+    id: "status",
+    label: "Status",
+    width: 120,
+    text: (row) => (row.paused ? `paused: ${line(row.paused)}` : line(row.status)),
+    tone: (row) => (row.paused ? "bad" : ""),
+    cell: (row) => (row.paused ? h("span", { title: line(row.paused) }, "paused") : state(row.status)),
+  },
   {
     id: "done",
     label: "Done",
