@@ -143,6 +143,23 @@ async def test_several_choices_of_one_stream_pass_through(house: Cluster) -> Non
     assert (worker.requests[0]["n"], worker.requests[0]["seed"]) == (2, 5)
 
 
+@pytest.mark.parametrize("wrong", [-1, -(2**63), 2**63, 2**40, 1.5, "7", True, None, [1]])
+async def test_a_count_that_cannot_be_one_is_not_believed(house: Cluster, wrong: object) -> None:
+    usage = {
+        "prompt_tokens": wrong,
+        "completion_tokens": wrong,
+        "prompt_tokens_details": {"cached_tokens": wrong},
+        "completion_tokens_details": {"reasoning_tokens": wrong},
+    }
+    await serve(house, chunk(one({"content": "a"}, "stop")), chunk(usage=usage))
+    answer = (await house.client.chat("hi")).json
+    assert answer["choices"][0]["message"]["content"] == "a"
+    assert 0 <= answer["usage"]["prompt_tokens"] < 1000
+    assert 0 <= answer["usage"]["completion_tokens"] < 1000
+    (model,) = house.frontend.models.served()
+    assert (model.admission.in_flight, house.frontend.admission.in_flight) == (0, 0)
+
+
 async def test_the_id_the_usage_and_log_probabilities_are_the_workers(house: Cluster) -> None:
     worker = await serve(
         house,

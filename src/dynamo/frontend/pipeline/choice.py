@@ -5,12 +5,12 @@ A reader wakes once for everything that has arrived and gets one `Delta` per cho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.pipeline.plain import PlainOutput, PlainTokens
-from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
+from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest, reported_count
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
@@ -195,7 +195,8 @@ class TokenChoice(Choice):
 
     def _absorb_usage(self, usage: dict[str, Any]) -> None:
         details = usage.get("prompt_tokens_details")
-        if details and (cached := details.get("cached_tokens")) is not None:
+        cached = reported_count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+        if cached is not None:
             # A worker that went on for another one may have found more than the prompt in its cache.
             tally, prompt = self._work.tally, len(self._request.prompt)
             tally.note_cached(

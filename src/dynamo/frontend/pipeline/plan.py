@@ -20,7 +20,7 @@ from dynamo.text.model import TextModel
 if TYPE_CHECKING:
     from dynamo.frontend.parts.recording.tap import RequestTap
 
-__all__ = ["GenerationModel", "MovableStream", "Plan", "Tally", "WorkRequest"]
+__all__ = ["GenerationModel", "MovableStream", "Plan", "Tally", "WorkRequest", "reported_count"]
 
 _DEFAULT_LIMITS: Final = DispatchLimits()
 
@@ -50,6 +50,17 @@ class MovableStream(Protocol):
         """The worker that has it now; None: none has."""
 
     def fail_over(self, error: DynamoException) -> bool: ...
+
+
+MAX_REPORTED_TOKENS: Final = 2**31 - 1
+
+
+def reported_count(value: object) -> int | None:
+    """Return a count of tokens that a worker reports, or None for what cannot be one.
+
+    Places, budgets and metrics are reckoned with it: a negative or an endless count would be believed by all of them.
+    """
+    return value if type(value) is int and 0 <= value <= MAX_REPORTED_TOKENS else None
 
 
 class Tally(DispatchRecord):

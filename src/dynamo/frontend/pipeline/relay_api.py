@@ -16,7 +16,7 @@ from dynamo.errors import Unknown
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.parts.media.intake import MediaIntake
 from dynamo.frontend.pipeline.api import Api
-from dynamo.frontend.pipeline.plan import Tally
+from dynamo.frontend.pipeline.plan import Tally, reported_count
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.result_api import ResultReply
 from dynamo.frontend.pipeline.result_plan import ResultPlan
@@ -111,8 +111,8 @@ def note_usage(tally: Tally, usage: Any) -> None:
     if not isinstance(usage, Mapping):
         return
     for member, counter in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
-        value = usage.get(member)
-        if type(value) is int and value >= 0:
+        value = reported_count(usage.get(member))
+        if value is not None:
             setattr(tally, counter, value)
 
 

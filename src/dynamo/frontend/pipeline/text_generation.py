@@ -16,7 +16,7 @@ from dynamo.errors import DynamoException, Unknown, revive
 from dynamo.frontend.pipeline.choice import Choice, Delta
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.frontend.pipeline.plain import PlainOutput
-from dynamo.frontend.pipeline.plan import GenerationModel, Plan, Tally, WorkRequest
+from dynamo.frontend.pipeline.plan import GenerationModel, Plan, Tally, WorkRequest, reported_count
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
@@ -56,13 +56,15 @@ class TextTally(Tally):
     def note_usage(self, prompt_index: int, usage: Mapping[str, Any]) -> None:
         """Take over what the worker reports of a prompt, but for the tokens of its answer."""
         self._reported.add(prompt_index)
-        prompt = usage.get("prompt_tokens")
-        if isinstance(prompt, int):
+        prompt = reported_count(usage.get("prompt_tokens"))
+        if prompt is not None:
             self.prompt_tokens += prompt - self._prompt_counts[prompt_index]
             self._prompt_counts[prompt_index] = prompt
-        if isinstance(cached := _detail(usage, "prompt_tokens_details", "cached_tokens"), int):
-            self.note_cached(prompt_index, cached)
-        if isinstance(reasoning := _detail(usage, "completion_tokens_details", "reasoning_tokens"), int):
+        cached = reported_count(_detail(usage, "prompt_tokens_details", "cached_tokens"))
+        if cached is not None:
+            self.note_cached(prompt_index, min(cached, self._prompt_counts[prompt_index]))
+        reasoning = reported_count(_detail(usage, "completion_tokens_details", "reasoning_tokens"))
+        if reasoning is not None:
             is_only = len(self._prompt_counts) == 1
             self.reasoning_tokens = reasoning if is_only else (self.reasoning_tokens or 0) + reasoning
 
@@ -288,8 +290,8 @@ class TextStream(Choice):
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
         self._tally.note_usage(self._prompt_index, usage)
-        completion = usage.get("completion_tokens")
-        if isinstance(completion, int):
+        completion = reported_count(usage.get("completion_tokens"))
+        if completion is not None:
             self._tally.completion_tokens += completion - self._request.text_tokens
             self._request.text_tokens = completion
 
