@@ -16,9 +16,9 @@ from pathlib import Path
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.router import KvEventFeed
+from dynamo.runtime.base.settings import EventPlaneSettings, RuntimeSettings
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.settings import EventPlaneSettings, RuntimeSettings
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
 

@@ -42,9 +42,9 @@ from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.parts.inspector.recent import RecentRequests
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, Phase
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
-from dynamo.runtime.inspector_token import find_access
-from dynamo.runtime.metrics.registry import MetricsRegistry
-from dynamo.runtime.request_plane.base import Instance
+from dynamo.runtime.calls.request_plane.base import Instance
+from dynamo.runtime.http.inspector_token import find_access
+from dynamo.runtime.observe.metrics.registry import MetricsRegistry
 from support.frontend_cluster import cluster
 
 VIEWER_BAR: Final = 0.5  # percent of a core

@@ -44,7 +44,7 @@ from dynamo.frontend.pipeline.inference import bind_key
 from dynamo.frontend.pipeline.plan import Plan, Tally
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.openai.requests import ChatRequest
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.observe.metrics import MetricsRegistry
 
 BAR: Final = 15.0  # microseconds for all that a key costs, without the access log
 ROUNDS: Final = 60

@@ -32,13 +32,13 @@ from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.protocol.openai.sse import ChatStream
 from dynamo.router.dispatch import RoutedStream
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
+from dynamo.runtime.calls.request_plane.mux.frames import step_frames
+from dynamo.runtime.calls.request_plane.mux.stream import MuxStream
 from dynamo.runtime.http.cycle import Cycle
 from dynamo.runtime.http.gate import Gate
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.request_plane.mux.connection import MuxConnection
-from dynamo.runtime.request_plane.mux.frames import step_frames
-from dynamo.runtime.request_plane.mux.stream import MuxStream
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.text.tokenizer import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))

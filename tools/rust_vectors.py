@@ -13,7 +13,7 @@ from typing import Any
 from dynamo import errors
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.mocker.configuration import read_configuration
-from dynamo.runtime.request_plane.native.frames import (
+from dynamo.runtime.calls.request_plane.native.frames import (
     KILL,
     PROLOGUE_OK,
     SENTINEL,
@@ -29,7 +29,7 @@ from dynamo.runtime.request_plane.native.frames import (
     handshake,
     response_at,
 )
-from dynamo.runtime.request_plane.native.items import FINAL_ITEM, append_item, error_item
+from dynamo.runtime.calls.request_plane.native.items import FINAL_ITEM, append_item, error_item
 from dynamo.scheduling import ScheduledRequest, make_core
 
 RUST = Path(__file__).parent.parent / "rust"

@@ -42,10 +42,10 @@ from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.router.conditional import ConditionalSettings
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.standalone.settings import RouterServiceSettings
-from dynamo.runtime import settings as runtime
-from dynamo.runtime.logging import LoggingVariables
-from dynamo.runtime.settings import RuntimeSettings
-from dynamo.runtime.tracing import TracingVariables
+from dynamo.runtime.base import settings as runtime
+from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.observe.logging import LoggingVariables
+from dynamo.runtime.observe.tracing import TracingVariables
 from dynamo.settings.foreign import FOREIGN, NO_COLOR
 from dynamo.settings.table import Setting, Status, settings_of
 from dynamo.text.template_sandbox import BudgetSpec

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dynamo.frontend.app import Frontend
-    from dynamo.runtime.request_plane.base import Handler
+    from dynamo.runtime.calls.request_plane.base import Handler
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SOURCE: Final = ROOT / "src" / "dynamo"

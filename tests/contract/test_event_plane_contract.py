@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo.runtime.event_plane.base import EventScope
+from dynamo.runtime.calls.event_plane.base import EventScope
 from support.event_planes import KINDS, WALL, Counted, World, heard, world
 from support.nats_server import NatsServer, shared_nats
 from support.patience import PATIENCE_SECONDS

@@ -27,9 +27,10 @@ from dynamo.errors import (
     Unknown,
     WorkerUnavailable,
 )
-from dynamo.runtime.context import Context
-from dynamo.runtime.nats_connection import NatsConnection
-from dynamo.runtime.request_plane.base import (
+from dynamo.runtime.base.settings import NatsSettings, RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.nats_connection import NatsConnection
+from dynamo.runtime.calls.request_plane.base import (
     INITIAL_CREDITS,
     OBJECT_INDEX,
     Handler,
@@ -40,15 +41,14 @@ from dynamo.runtime.request_plane.base import (
     ResponseStream,
     StreamItem,
 )
-from dynamo.runtime.request_plane.listener import Listener
-from dynamo.runtime.request_plane.memory import MemoryPlane
-from dynamo.runtime.request_plane.mux.client import MuxClient
-from dynamo.runtime.request_plane.native.call_home import CallHomeListener
-from dynamo.runtime.request_plane.native.client import NativeClient
-from dynamo.runtime.request_plane.native.nats_client import NatsClient
-from dynamo.runtime.request_plane.native.nats_server import NatsServer
-from dynamo.runtime.settings import NatsSettings, RequestPlaneSettings
-from dynamo.runtime.tracing import TraceContext
+from dynamo.runtime.calls.request_plane.listener import Listener
+from dynamo.runtime.calls.request_plane.memory import MemoryPlane
+from dynamo.runtime.calls.request_plane.mux.client import MuxClient
+from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
+from dynamo.runtime.calls.request_plane.native.client import NativeClient
+from dynamo.runtime.calls.request_plane.native.nats_client import NatsClient
+from dynamo.runtime.calls.request_plane.native.nats_server import NatsServer
+from dynamo.runtime.observe.tracing import TraceContext
 from support.nats_server import NatsServer as NatsServerProcess
 from support.nats_server import shared_nats
 from support.patience import PATIENCE_SECONDS
@@ -608,7 +608,7 @@ async def test_finishing_with_the_terminal_chunk_lets_the_worker_end_in_its_own_
 async def test_a_worker_that_does_not_end_after_its_terminal_chunk_is_told(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.request_plane.stream.FINISH_SECONDS", 0.01)
+    monkeypatch.setattr("dynamo.runtime.calls.request_plane.stream.FINISH_SECONDS", 0.01)
     killed = asyncio.Event()
 
     async def handler(body: Any, context: Context, sink: ResponseSink) -> None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 import dynamo.reference.demo
 from dynamo.reference.engine import Options, ReferenceEngine
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 FILES: Final[Path] = dynamo.reference.demo.DIRECTORY
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo.mocker.configuration import MockOptions
 from dynamo.mocker.engine import MockEngine
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.http_client import COMPLETIONS, DONE, exchange
 from support.processes import Cluster, Frontend, Worker, until
 

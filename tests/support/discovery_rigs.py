@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
+from dynamo.runtime.base.settings import EtcdSettings, KubernetesSettings
 from dynamo.runtime.discovery import Change, Discovery, FileDiscovery, MemoryDiscovery, MemoryHub
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
 from dynamo.runtime.discovery.keys import encode_name, split_key
 from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
-from dynamo.runtime.settings import EtcdSettings, KubernetesSettings
 from support.etcd_server import EtcdServer
 from support.fake_kubernetes import NAMESPACE, FakeKubernetes
 from support.patience import PATIENCE_SECONDS

@@ -10,13 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import zmq
 
+from dynamo.runtime.base.settings import EventPlaneSettings, NatsSettings, ZmqBroker
+from dynamo.runtime.calls.event_plane.base import Event, EventCounts, EventPlane, EventPublisher, NoCounts
+from dynamo.runtime.calls.event_plane.memory import MemoryEventPlane
+from dynamo.runtime.calls.event_plane.nats import NatsEventPlane
+from dynamo.runtime.calls.event_plane.zmq import ZmqEventPlane
+from dynamo.runtime.calls.nats_connection import NatsConnection
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
-from dynamo.runtime.event_plane.base import Event, EventCounts, EventPlane, EventPublisher, NoCounts
-from dynamo.runtime.event_plane.memory import MemoryEventPlane
-from dynamo.runtime.event_plane.nats import NatsEventPlane
-from dynamo.runtime.event_plane.zmq import ZmqEventPlane
-from dynamo.runtime.nats_connection import NatsConnection
-from dynamo.runtime.settings import EventPlaneSettings, NatsSettings, ZmqBroker
 from support.patience import PATIENCE_SECONDS
 
 KINDS = ("mem", "zmq", "zmq broker", "nats")

@@ -13,9 +13,9 @@ from dynamo.frontend.app import Frontend
 from dynamo.frontend.base.offload import InlineOffload
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.protocol.records import ModelCard
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.worker.registration import build_card, read_model_directory
 from support.asgi_client import AsgiClient
 from support.patience import PATIENCE_SECONDS

@@ -33,7 +33,7 @@ from dynamo.protocol.inspector.views import (
     StreamView,
     WorkerView,
 )
-from dynamo.runtime.http import HttpService
+from dynamo.runtime.http.service import HttpService
 from support.patience import PATIENCE_SECONDS
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from dynamo.runtime import process_guard
-from dynamo.runtime.process_guard import descendants, shared_memory_of
+from dynamo.runtime.base import process_guard
+from dynamo.runtime.base.process_guard import descendants, shared_memory_of
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, Worker, wait
 

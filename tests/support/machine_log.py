@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.observe.logging import configure_dynamo_logging
 
 
 class MachineLog:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from dynamo.runtime.tasks import first_of
+from dynamo.runtime.base.tasks import first_of
 
 Answer = bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]
 

@@ -26,11 +26,11 @@ from support.processes import PATIENCE_SECONDS, SCRIPTED_ENGINE, Cluster, Worker
 
 PRELOADED = (
     "dynamo.worker.run",
-    "dynamo.runtime.request_plane.listener",
+    "dynamo.runtime.calls.request_plane.listener",
     "dynamo.runtime.discovery.etcd",
-    "dynamo.runtime.event_plane.zmq",
-    "dynamo.runtime.chaos.admission",
-    "dynamo.runtime.chaos.worker",
+    "dynamo.runtime.calls.event_plane.zmq",
+    "dynamo.runtime.calls.chaos.admission",
+    "dynamo.runtime.calls.chaos.worker",
     "uvloop",
 )
 

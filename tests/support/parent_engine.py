@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, LLMEngine
-from dynamo.runtime.process_guard import note_shared_memory, private_directory
+from dynamo.runtime.base.process_guard import note_shared_memory, private_directory
 from dynamo.worker.run import run
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]

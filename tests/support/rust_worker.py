@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.runtime.request_plane.base import Instance
+from dynamo.runtime.calls.request_plane.base import Instance
 from support.processes import Process, get
 
 ENGINE = os.environ.get("RUST_SAMPLE_ENGINE", "")

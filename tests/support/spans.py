@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dynamo.runtime.tracing import Tracing, install_tracing, reset_tracing
+from dynamo.runtime.observe.tracing import Tracing, install_tracing, reset_tracing
 
 __all__ = ["exported"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.runtime.request_plane.base import ResponseStream, StreamItem
+from dynamo.runtime.calls.request_plane.base import ResponseStream, StreamItem
 
 __all__ = ["read_all"]
 

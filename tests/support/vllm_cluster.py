@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from openai import OpenAI
 
-from dynamo.runtime.context import Context
+from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.settings import RuntimeSettings
 from support.demo_model import FILES
 from support.leftovers import cluster_apart
 from support.patience import PATIENCE_SECONDS

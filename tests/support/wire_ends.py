@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.errors import DynamoException
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Handler, Instance, RequestPlaneClient, ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Handler, Instance, RequestPlaneClient, ResponseSink
 
 PATH = "1f/ns/c/e"
 INSTANCE_ID = 31
@@ -61,7 +61,7 @@ def tell(line: str) -> None:
 
 
 async def work() -> None:
-    from dynamo.runtime.request_plane.listener import Listener
+    from dynamo.runtime.calls.request_plane.listener import Listener
 
     listener = Listener("127.0.0.1")
     listener.register(PATH, handler(tell, lambda: os.kill(os.getpid(), signal.SIGKILL)))
@@ -71,7 +71,7 @@ async def work() -> None:
 
 
 async def ask() -> None:
-    from dynamo.runtime.request_plane.mux import MuxClient, heartbeat
+    from dynamo.runtime.calls.request_plane.mux import MuxClient, heartbeat
 
     heartbeat.PING_SECONDS = 0.1  # type: ignore[misc]
     client = MuxClient()

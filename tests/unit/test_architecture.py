@@ -123,6 +123,10 @@ FRONTEND_DEBTS: frozenset[tuple[str, str]] = frozenset(
     }
 )
 
+# Inside the runtime: each folder and the folders that it may import. What stands beside them is what `dynamo.runtime` exports.
+RUNTIME_FOLDERS = ("base", "observe", "discovery", "calls", "http")  # each may import those before it
+INSIDE_RUNTIME = {folder: frozenset(RUNTIME_FOLDERS[: place + 1]) for place, folder in enumerate(RUNTIME_FOLDERS)}
+
 
 def modules() -> Iterator[tuple[str, Path]]:
     for path in sorted(ROOT.rglob("*.py")):
@@ -241,6 +245,22 @@ def test_arrows_inside_the_frontend_point_one_way() -> None:
 def test_no_folders_of_the_frontend_stand_in_a_circle() -> None:
     arrows = {pair for pair in frontend_arrows() if pair[0] != pair[1] and pair not in FRONTEND_DEBTS}
     assert circles(arrows) == []
+
+
+def test_arrows_inside_the_runtime_point_one_way() -> None:
+    """Holds for the folders; a module beside them may import all of them, and no folder may import such a module."""
+    wrong = set()
+    for name, path in MODULES:
+        _, _, below = name.partition("runtime.")
+        folder = below.split(".")[0]
+        if room_of(name) != "runtime" or folder not in INSIDE_RUNTIME:
+            continue
+        for module in imports(path):
+            if module.startswith("dynamo.runtime."):
+                target = module.split(".")[2]
+                if target not in INSIDE_RUNTIME[folder]:
+                    wrong.add(f"{name} -> {module[7:]}")
+    assert sorted(wrong) == []
 
 
 def circles(arrows: set[tuple[str, str]]) -> list[str]:

@@ -28,10 +28,10 @@ from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime import Client, DistributedRuntime, Endpoint, PyAsyncRequestStream
-from dynamo.runtime.context import Context, ContextMetadata
-from dynamo.runtime.instances import RouterMode
-from dynamo.runtime.log_message import log_message
-from dynamo.runtime.tracing import SpanProxy
+from dynamo.runtime.calls.context import Context, ContextMetadata
+from dynamo.runtime.calls.instances import RouterMode
+from dynamo.runtime.observe.log_message import log_message
+from dynamo.runtime.observe.tracing import SpanProxy
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetricsPublisher
 from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints
 

@@ -49,7 +49,7 @@ ABSENT: Final[dict[str, str]] = {
     "TransportType": "an instance's transport is dynamo.runtime.client.TransportView",
     "AsyncResponseStream": "a client's answers are dynamo.runtime.client.ClientStream",
     "ResponseSender": "answer by yielding from a handler; see docs/writing-a-backend.md",
-    "RuntimeMetrics": "use endpoint.metrics, or dynamo.runtime.metrics for metrics of your own",
+    "RuntimeMetrics": "use endpoint.metrics, or dynamo.runtime.observe.metrics for metrics of your own",
     "EngineConfig": "an engine's configuration is dynamo.common.backend.EngineConfig",
     "with_engine_data": "put `engine_data` into a chunk: it reaches clients that ask for it in nvext.extra_fields",
 }

@@ -19,7 +19,7 @@ from dynamo.contract.health_check import HEALTH_CHECK_KEY
 from dynamo.contract.metrics import EngineMetrics
 from dynamo.contract.modes import NativeDisaggregationMode as DisaggregationMode
 from dynamo.protocol.model_types import ModelInput
-from dynamo.runtime.settings import RuntimeSettings
+from dynamo.runtime.base.settings import RuntimeSettings
 from dynamo.settings.table import setting_of
 from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 from dynamo.worker.worker import Worker as _Worker

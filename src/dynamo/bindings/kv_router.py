@@ -38,8 +38,8 @@ from dynamo.router.standalone.routed_endpoint import (
     routed_endpoint,
 )
 from dynamo.router.standalone.service import overlap_scores
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.client import ClientStream
-from dynamo.runtime.context import Context
 from dynamo.runtime.endpoint import Endpoint
 
 __all__ = ["ChunkStream", "EndpointKvRouter"]

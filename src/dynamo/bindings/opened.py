@@ -7,8 +7,8 @@ import weakref
 from contextlib import AbstractAsyncContextManager
 from typing import Generic, TypeVar
 
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.tasks import Background
 
 __all__ = ["Opened"]
 

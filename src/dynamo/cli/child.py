@@ -114,7 +114,7 @@ def _be_worker(engine_spec: str, argv: list[str], report: Reports, lifeline: Lif
 
     from dynamo.errors import DynamoException, InvalidArgument, text_of
     from dynamo.runtime.distributed import DistributedRuntime
-    from dynamo.runtime.log_text import one_line
+    from dynamo.runtime.observe.log_text import one_line
     from dynamo.worker.run import exit_at_once, exit_status, run_engine
 
     path = ""

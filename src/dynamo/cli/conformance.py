@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         run_raw_conformance,
     )
     from dynamo.contract.engine import RawEngine
-    from dynamo.runtime.process_guard import guard_this_process
+    from dynamo.runtime.base.process_guard import guard_this_process
 
     if engine_cls.has_child_processes:
         guard_this_process()  # an engine that breaks the contract may leave them

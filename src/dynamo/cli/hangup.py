@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["hangups"]
 

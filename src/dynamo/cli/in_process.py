@@ -21,9 +21,9 @@ from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.admin import log_exposure
 from dynamo.frontend.http.server import HttpServer
+from dynamo.runtime.base.settings import RuntimeSettings, SystemSettings
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.logging import configure_dynamo_logging
-from dynamo.runtime.settings import RuntimeSettings, SystemSettings
+from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.settings.command import EXIT_USAGE
 from dynamo.worker.run import event_loop_factory
 from dynamo.worker.signals import Deadline

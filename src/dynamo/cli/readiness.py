@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from dynamo.cli.console import Console
 from dynamo.cli.usage import PlainRefusal, UsageError
-from dynamo.runtime.addresses import bound_socket
+from dynamo.runtime.base.addresses import bound_socket
 from dynamo.supervise.newcomer import POLL_SECONDS, WorkerRefused
 from dynamo.supervise.scaling import LoadReading
 
@@ -171,7 +171,9 @@ def say_inspector(console: Console, port: int) -> None:
 
     The token stands behind `#`, so that no browser sends it in an address and no log gets it.
     """
-    from dynamo.runtime.inspector_token import find_access  # here: whoever only waits for a frontend does not need it
+    from dynamo.runtime.http.inspector_token import (
+        find_access,  # here: whoever only waits for a frontend does not need it
+    )
 
     access = find_access(port)
     if access is not None:

@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
 def _logs_jsonl(env: Mapping[str, str]) -> bool:
     if not env.get("DYN_LOGGING_CONSOLE_FORMAT") and not env.get("DYN_LOGGING_JSONL"):
         return False  # without an import that the supervisor can do without
-    from dynamo.runtime.logging import LoggingSettings
+    from dynamo.runtime.observe.logging import LoggingSettings
 
     return LoggingSettings.from_env(env).jsonl
 
@@ -231,7 +231,7 @@ def _chaos(flags: ServeFlags, engine_args: list[str]) -> Path | None:
     if flags.in_process:
         raise UsageError("--chaos has no meaning with --in-process: a fault would end everything")
     from dynamo.errors import InvalidArgument
-    from dynamo.runtime.chaos.admission import admitted
+    from dynamo.runtime.calls.chaos.admission import admitted
 
     try:
         admitted(str(flags.chaos), flags.allow_chaos)

@@ -14,7 +14,7 @@ from dynamo.health_check import PAYLOAD_VARIABLE
 from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
 from dynamo.protocol.structural_tag import TAG_SCHEMAS, TAG_SCOPES, check_structural_tag
-from dynamo.runtime.settings import RESPONSE_PLANES, RuntimeSettings
+from dynamo.runtime.base.settings import RESPONSE_PLANES, RuntimeSettings
 from dynamo.settings.readers import SettingReader, file_path, one_of, switch, text, words
 from dynamo.settings.table import declared, metadata_of, setting, settings_of
 

@@ -9,7 +9,7 @@ from dynamo.contract.chunks import Routing
 from dynamo.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from dynamo.runtime.context import Context
+    from dynamo.runtime.calls.context import Context
 
 __all__ = ["EmbedRequest", "Embedding", "Embeds", "embedding"]
 

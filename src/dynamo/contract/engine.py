@@ -40,7 +40,7 @@ from dynamo.contract.requests.logits import (
     logits_processors_for_request,
     serialize_logits_processor_entries,
 )
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 if TYPE_CHECKING:
     from dynamo.contract.config import WorkerConfig

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dynamo.runtime.endpoint_metrics import endpoint_labels
-from dynamo.runtime.metrics import MetricsRegistry, TypedFamily, escape_label
+from dynamo.runtime.observe.endpoint_metrics import endpoint_labels
+from dynamo.runtime.observe.metrics import MetricsRegistry, TypedFamily, escape_label
 from dynamo.settings.extras import install_command
 from dynamo.settings.foreign import MULTIPROC_DIRECTORY
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from dynamo.runtime.context import Context
-from dynamo.runtime.tracing import NO_SPAN, RequestSpan, SpanProxy, start_request_span
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.tracing import NO_SPAN, RequestSpan, SpanProxy, start_request_span
 
 __all__ = ["GenerateSpan", "current_span", "engine_trace_kwargs", "start_span", "trace_headers"]
 

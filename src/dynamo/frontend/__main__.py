@@ -16,7 +16,7 @@ from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
 from dynamo.frontend.http.server import PortInUse, bind, bind_admin, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.observe.logging import configure_dynamo_logging
 
 __all__ = ["main"]
 
@@ -76,8 +76,8 @@ def _plan_chaos(settings: FrontendSettings, runtime: DistributedRuntime) -> None
     chaos = settings.runtime.chaos
     if chaos.plan is None:
         return
-    from dynamo.runtime.chaos.admission import Role, admitted, faults_of
-    from dynamo.runtime.chaos.frontend import FrontendChaos
+    from dynamo.runtime.calls.chaos.admission import Role, admitted, faults_of
+    from dynamo.runtime.calls.chaos.frontend import FrontendChaos
 
     name = chaos.name or str(Role.FRONTEND)
     faults = faults_of(Role.FRONTEND, name, admitted(chaos.plan, chaos.is_allowed) or ())

@@ -17,7 +17,7 @@ from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
 from dynamo.frontend.parts.keys.key_store import load_key_file
 from dynamo.frontend.parts.keys.rules.key_text import check_imported
 from dynamo.frontend.settings import DUMP_CONFIG_TO, ROUTES, FrontendSettings
-from dynamo.runtime.addresses import is_loopback
+from dynamo.runtime.base.addresses import is_loopback
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import Setting, settings_of, without_secrets
@@ -162,7 +162,7 @@ def _check_chaos(settings: FrontendSettings) -> None:
     chaos = settings.runtime.chaos
     if chaos.plan is None:
         return
-    from dynamo.runtime.chaos.admission import admitted  # a frontend without a plan does without this
+    from dynamo.runtime.calls.chaos.admission import admitted  # a frontend without a plan does without this
 
     try:
         admitted(chaos.plan, chaos.is_allowed)

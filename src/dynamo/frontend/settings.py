@@ -27,9 +27,9 @@ from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_stat
 from dynamo.router.busy_settings import BusySettings
 from dynamo.router.conditional import ConditionalSettings
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.runtime.addresses import LOOPBACK, bind_host
-from dynamo.runtime.http_limits import HttpLimits
-from dynamo.runtime.settings import FromEnvironment, RuntimeSettings, discovery_store
+from dynamo.runtime.base.addresses import LOOPBACK, bind_host
+from dynamo.runtime.base.http_limits import HttpLimits
+from dynamo.runtime.base.settings import FromEnvironment, RuntimeSettings, discovery_store
 from dynamo.settings.readers import (
     SettingReader,
     above_zero,

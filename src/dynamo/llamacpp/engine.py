@@ -26,7 +26,7 @@ from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.llamacpp.answers import LlamaAnswer, completion_body
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
 from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["LlamaCppEngine"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from dynamo.errors import EngineShutdown
 from dynamo.llamacpp.connection import LlamaConnection, call_llama, open_llama
-from dynamo.runtime.process_guard import private_directory
+from dynamo.runtime.base.process_guard import private_directory
 
 __all__ = ["LlamaProcess"]
 

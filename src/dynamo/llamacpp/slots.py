@@ -13,7 +13,7 @@ from dynamo.errors import EngineShutdown, HttpError, InvalidArgument, Unknown
 from dynamo.llamacpp.arguments import LlamaArguments
 from dynamo.llamacpp.connection import LlamaConnection, LlamaRefusal
 from dynamo.llamacpp.process import LlamaProcess
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.calls.context import Context, on_loop
 
 __all__ = ["LlamaSlots", "LoadedLlama", "map_llama_error"]
 

@@ -13,7 +13,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
 from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
 from dynamo.protocol.model_types import ModelInput
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["LlamaCppTextEngine"]
 

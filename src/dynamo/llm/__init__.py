@@ -9,7 +9,7 @@ from dynamo.protocol.lora import lora_name_to_id
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.runtime.instances import RouterMode
+from dynamo.runtime.calls.instances import RouterMode
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetricsPublisher
 from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints
 

@@ -9,7 +9,7 @@ from dynamo.errors import DynamoException, InvalidArgument, text_of
 from dynamo.mocker.arguments import MockFleet, read_arguments
 from dynamo.mocker.engine import MockEngine
 from dynamo.mocker.fleet import run_fleet
-from dynamo.runtime.log_text import one_line
+from dynamo.runtime.observe.log_text import one_line
 from dynamo.worker.run import event_loop_factory, exit_status, run
 
 __all__ = ["main"]

@@ -22,8 +22,8 @@ from dynamo.mocker.configuration import (
 )
 from dynamo.mocker.model_shape import kv_bytes_per_token
 from dynamo.mocker.settings import REFUSED_FLAGS, MockerSettings
-from dynamo.runtime.addresses import bind_host
-from dynamo.runtime.settings import RuntimeSettings, discovery_store
+from dynamo.runtime.base.addresses import bind_host
+from dynamo.runtime.base.settings import RuntimeSettings, discovery_store
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dynamo.errors import CannotConnect, Disconnected, InvalidArgument, Overloaded, ResponseTimeout
-from dynamo.runtime.addresses import bound_socket
-from dynamo.runtime.listening import start_listening
-from dynamo.runtime.tasks import first_of
+from dynamo.runtime.base.addresses import bound_socket
+from dynamo.runtime.base.listening import start_listening
+from dynamo.runtime.base.tasks import first_of
 
 __all__ = ["HandoffDesk", "fetch_prompt", "room_of"]
 

@@ -18,7 +18,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.mocker.output import ReasoningShape
 from dynamo.mocker.profile import read_profile
 from dynamo.mocker.timing import FixedTiming, PolynomialTiming
-from dynamo.runtime.addresses import LOOPBACK
+from dynamo.runtime.base.addresses import LOOPBACK
 from dynamo.scheduling import HostTierOptions, PassTiming, SchedulerOptions, SglangOptions
 
 __all__ = [

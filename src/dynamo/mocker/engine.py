@@ -39,9 +39,9 @@ from dynamo.mocker.pass_loop import PassLoop
 from dynamo.mocker.reports import MockReports
 from dynamo.mocker.settings import BOOTSTRAP_HOST
 from dynamo.mocker.stream import MockStream
-from dynamo.runtime.addresses import LOOPBACK, detect_host
-from dynamo.runtime.context import Context, on_loop
-from dynamo.runtime.tasks import first_of
+from dynamo.runtime.base.addresses import LOOPBACK, detect_host
+from dynamo.runtime.base.tasks import first_of
+from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.scheduling import PassPlan, PassResult, RankGroup, ScheduledRequest, make_core
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import zmq
 
 from dynamo.errors import CannotConnect
 from dynamo.mocker.stream import MockStream
-from dynamo.runtime.event_plane.zmq import SocketReader
+from dynamo.runtime.calls.event_plane.zmq import SocketReader
 from dynamo.scheduling import DEVICE_TIER, HOST_TIER, BlockRun, EvictedBlocks
 
 __all__ = ["EngineWire"]

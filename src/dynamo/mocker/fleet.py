@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dynamo.mocker.arguments import MockFleet
 from dynamo.mocker.engine import MockEngine
-from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.worker.signals import Deadline, SignalGuard
 from dynamo.worker.worker import Worker, shutdown_times
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from dynamo.runtime.metrics import Family, MetricsRegistry
+from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 from dynamo.scheduling import ScheduledRequest, SchedulerCore
 
 __all__ = ["FAMILIES", "MockMetrics"]

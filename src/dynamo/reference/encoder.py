@@ -18,9 +18,9 @@ from dynamo.errors import EngineShutdown
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.flags import read_arguments
 from dynamo.reference.media import EncodedMedia, MediaItem, MediaOptions
-from dynamo.runtime.context import Context
-from dynamo.runtime.metrics import TypedFamily
-from dynamo.runtime.tasks import SingleFlight
+from dynamo.runtime.base.tasks import SingleFlight
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.metrics import TypedFamily
 
 __all__ = ["EncodedCache", "ReferenceEncoder"]
 

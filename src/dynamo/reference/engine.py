@@ -32,8 +32,8 @@ from dynamo.reference.request import Limits, read_request
 from dynamo.reference.roles import DecodeRole, PrefillRole, RoleOptions
 from dynamo.reference.step_thread import StepThread
 from dynamo.reference.vector_stream import VectorStream
-from dynamo.runtime.context import Context
-from dynamo.runtime.metrics import TypedFamily
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.metrics import TypedFamily
 from dynamo.worker.kv_publishing.publisher import KvEventSource, PushSource, SnapshotPublisher
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dynamo.reference.kv_transfer import TRANSPORTS, TransferOptions, check_inst
 from dynamo.reference.loading import Options
 from dynamo.reference.media import DEFAULT_PART_TOKENS, MediaOptions
 from dynamo.reference.roles import RoleOptions
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.settings.table import read_settings
 
 __all__ = ["read_arguments"]

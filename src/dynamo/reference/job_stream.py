@@ -10,7 +10,7 @@ from dynamo.contract.engine import GenerateChunk, final_chunk, usage
 from dynamo.errors import DynamoException
 from dynamo.reference.core import Core, Emission, RunningChoice
 from dynamo.reference.request import Job
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.calls.context import Context, on_loop
 
 __all__ = ["JobStream"]
 

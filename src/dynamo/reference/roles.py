@@ -29,9 +29,9 @@ from dynamo.reference.kv_transfer import KvReceiver, KvSender, Ticket, TransferO
 from dynamo.reference.media import NO_MEDIA, MediaOptions, MediaPrompt
 from dynamo.reference.model import KvCache
 from dynamo.reference.request import Job
-from dynamo.runtime.context import Context
-from dynamo.runtime.metrics import TypedFamily
-from dynamo.runtime.tasks import first_of
+from dynamo.runtime.base.tasks import first_of
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.metrics import TypedFamily
 
 __all__ = ["DecodeRole", "PrefillRole", "RoleOptions"]
 

@@ -18,10 +18,10 @@ from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import new_router, routed_endpoint
 from dynamo.router.standalone.service import RouterService
 from dynamo.router.standalone.settings import RouterServiceSettings
+from dynamo.runtime.base.settings import RuntimeSettings
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.log_text import one_line
-from dynamo.runtime.logging import configure_dynamo_logging
-from dynamo.runtime.settings import RuntimeSettings
+from dynamo.runtime.observe.log_text import one_line
+from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of

@@ -19,8 +19,8 @@ from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath, Suspect
 from dynamo.router.record import DispatchRecord
 from dynamo.router.stages import DispatchStage, Onward, StageJob, run_stages
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseStream, StreamItem, TokenLane
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseStream, StreamItem, TokenLane
 
 __all__ = ["Dispatcher", "RoutedStream"]
 

@@ -27,9 +27,9 @@ from dynamo.router.handoff import read_reply
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
 from dynamo.router.stages import Onward, Proceed, StageJob
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import StreamItem
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import StreamItem
 
 __all__ = ["EncodeOutcome", "EncodeRouter", "EncodeStage", "Receiver"]
 

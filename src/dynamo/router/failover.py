@@ -31,8 +31,8 @@ from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
 from dynamo.router.stages import DispatchTimer
 from dynamo.router.stall_detector import StallDetector
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Instance
 
 __all__ = [
     "DEFAULT_RETRIES",

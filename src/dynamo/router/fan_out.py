@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Final, Generic, Protocol, Self, TypeVar
 
 from dynamo.protocol.request_ids import part_uuid
-from dynamo.runtime.context import Context
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["FanOut", "Reader"]
 

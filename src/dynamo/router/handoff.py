@@ -25,8 +25,8 @@ from dynamo.protocol.worker_request import (
     TokenLimits,
     WorkerRequest,
 )
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream, StreamItem
 
 __all__ = [
     "Handoff",

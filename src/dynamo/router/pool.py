@@ -21,8 +21,8 @@ from dynamo.router.kv.placement import KvPlaced, KvPlacement
 from dynamo.router.kv.queue_gate import QueueGate
 from dynamo.router.kv.sessions import PoolSessions, SessionHold, session_id_of
 from dynamo.router.operator_desk import OperatedWorkers
-from dynamo.runtime.context import Context, on_loop
-from dynamo.runtime.request_plane.base import Instance, ResponseStream
+from dynamo.runtime.calls.context import Context, on_loop
+from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream
 
 __all__ = ["ChosenWorker", "ModelPool", "WorkerClient"]
 

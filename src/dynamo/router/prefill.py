@@ -45,9 +45,9 @@ from dynamo.router.kv.sessions import SessionHold
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import Suspect
 from dynamo.router.record import DispatchRecord
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseStream
-from dynamo.runtime.tasks import Background, Work
+from dynamo.runtime.base.tasks import Background, Work
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseStream
 
 __all__ = ["CanReceive", "DispatchTimer", "PrefillAttempts", "PrefillRouter", "can_fall_back_to_decode"]
 

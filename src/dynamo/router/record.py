@@ -10,7 +10,7 @@ from dynamo.errors import DynamoException
 from dynamo.placement import Placement
 from dynamo.placement.prefill_bypass import BypassVerdict
 from dynamo.router.migration import Move
-from dynamo.runtime.request_plane.base import Instance
+from dynamo.runtime.calls.request_plane.base import Instance
 
 __all__ = ["DispatchRecord", "FailedAttempt", "served_by"]
 

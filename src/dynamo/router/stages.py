@@ -20,8 +20,8 @@ from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.prefill import DispatchTimer, PrefillAttempts, PrefillRouter, can_fall_back_to_decode
 from dynamo.router.query_of_death import Suspect
 from dynamo.router.record import DispatchRecord
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import StreamItem
 
 __all__ = ["DispatchStage", "DispatchTimer", "Onward", "PrefillStage", "Proceed", "StageJob", "run_stages"]
 

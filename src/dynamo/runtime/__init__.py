@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from dynamo.runtime.calls.context import Context
     from dynamo.runtime.client import Client
-    from dynamo.runtime.context import Context
     from dynamo.runtime.decorators import (
         PyAsyncRequestStream,
         UnaryClient,
@@ -32,7 +32,7 @@ __all__ = [
 
 _HOMES: Final = {
     "Client": "client",
-    "Context": "context",
+    "Context": "calls.context",
     "DistributedRuntime": "distributed",
     "Endpoint": "endpoint",
     "PyAsyncRequestStream": "decorators",

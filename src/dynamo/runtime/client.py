@@ -26,13 +26,13 @@ from dynamo.errors import (
     rule_of,
 )
 from dynamo.placement import Booking, Candidate, Placement, PlacementRequest, Policy, RouterMode, place, policy_for
-from dynamo.runtime.context import Context
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.instances import InstanceSet, decode_instance
+from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
 from dynamo.runtime.discovery.follow import follow
-from dynamo.runtime.instances import InstanceSet, decode_instance
-from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
-from dynamo.runtime.tasks import Background
-from dynamo.runtime.tracing import NO_SPAN, CallSpan, RequestSpan
+from dynamo.runtime.observe.tracing import NO_SPAN, CallSpan, RequestSpan
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint

@@ -8,12 +8,12 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.handler import takes_context
+from dynamo.runtime.calls.request_plane.base import RequestStream
 from dynamo.runtime.client import Client, ClientStream
-from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.handler import takes_context
-from dynamo.runtime.request_plane.base import RequestStream
 
 
 def dynamo_worker(enable_nats: Any = None) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:

@@ -11,16 +11,24 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.settings import RuntimeSettings, discovery_store
+from dynamo.runtime.base.tasks import AttemptCancelled, Background, SingleFlight
+from dynamo.runtime.calls.event_plane.base import EventPlane
+from dynamo.runtime.calls.health import HealthState
+from dynamo.runtime.calls.progress import ServingProgress
+from dynamo.runtime.calls.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
+from dynamo.runtime.calls.request_plane.core import ServerCore
+from dynamo.runtime.calls.request_plane.memory import MemoryPlane, shared_plane
+from dynamo.runtime.calls.request_plane.metrics import CallerMetrics
 from dynamo.runtime.client import Client
 from dynamo.runtime.discovery.base import Discovery
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.discovery.memory import MemoryDiscovery
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.event_plane.base import EventPlane
-from dynamo.runtime.health import HealthState
+from dynamo.runtime.http.status_server import EngineRoute, StatusServer
 from dynamo.runtime.lifecycle import RuntimeEvent, RuntimeLife
-from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.observability import Observability
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.runtime.planes import (
     REQUEST_PLANES,
     PlaneParts,
@@ -28,15 +36,7 @@ from dynamo.runtime.planes import (
     choose_planes,
     make_discovery,
 )
-from dynamo.runtime.progress import ServingProgress
-from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
-from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.request_plane.memory import MemoryPlane, shared_plane
-from dynamo.runtime.request_plane.metrics import CallerMetrics
 from dynamo.runtime.served_endpoint import ServedEndpoint
-from dynamo.runtime.settings import RuntimeSettings, discovery_store
-from dynamo.runtime.status_server import EngineRoute, StatusServer
-from dynamo.runtime.tasks import AttemptCancelled, Background, SingleFlight
 
 logger = logging.getLogger(__name__)
 

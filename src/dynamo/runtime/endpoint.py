@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from dynamo.placement import RouterMode
+from dynamo.runtime.calls.event_plane.base import EventPublisher, EventScope
+from dynamo.runtime.calls.handler import PythonHandler, serve_python, serve_python_stream
+from dynamo.runtime.calls.instances import encode_instance
+from dynamo.runtime.calls.request_plane.base import Handler
 from dynamo.runtime.client import Client
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
-from dynamo.runtime.event_plane.base import EventPublisher, EventScope
-from dynamo.runtime.handler import PythonHandler, serve_python, serve_python_stream
-from dynamo.runtime.instances import encode_instance
-from dynamo.runtime.metrics import TypedFamily
-from dynamo.runtime.request_plane.base import Handler
+from dynamo.runtime.observe.metrics import TypedFamily
 from dynamo.runtime.served_endpoint import ServedEndpoint
 
 if TYPE_CHECKING:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dynamo.runtime.addresses import bind_host
-from dynamo.runtime.health import HealthState
-from dynamo.runtime.loop_watchdog import LoopWatchdog
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.process_metrics import register_process, register_uptime
-from dynamo.runtime.progress import ServingProgress
-from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.request_plane.metrics import WorkHandlerMetrics
-from dynamo.runtime.settings import RequestPlaneSettings, RuntimeSettings, WatchdogSettings
-from dynamo.runtime.status_server import StatusServer
+from dynamo.runtime.base.addresses import bind_host
+from dynamo.runtime.base.settings import RequestPlaneSettings, RuntimeSettings, WatchdogSettings
+from dynamo.runtime.calls.health import HealthState
+from dynamo.runtime.calls.progress import ServingProgress
+from dynamo.runtime.calls.request_plane.core import ServerCore
+from dynamo.runtime.calls.request_plane.metrics import WorkHandlerMetrics
+from dynamo.runtime.http.status_server import StatusServer
+from dynamo.runtime.observe.loop_watchdog import LoopWatchdog
+from dynamo.runtime.observe.metrics import MetricsRegistry
+from dynamo.runtime.observe.process_metrics import register_process, register_uptime
 
 __all__ = ["Observability"]
 

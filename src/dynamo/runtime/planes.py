@@ -15,29 +15,29 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from dynamo.errors import CannotConnect
-from dynamo.runtime.addresses import LOCAL_STORES, LOOPBACK, bind_host
-from dynamo.runtime.discovery.base import Discovery
-from dynamo.runtime.discovery.file import FileDiscovery
-from dynamo.runtime.discovery.memory import MemoryDiscovery, shared_hub
-from dynamo.runtime.event_plane.base import EventPlane
-from dynamo.runtime.event_plane.memory import shared_event_plane
-from dynamo.runtime.event_plane.metrics import EventPlaneMetrics
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.nats_metrics import NatsMetrics
-from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
-from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.request_plane.memory import TRANSPORT, MemoryPlane
-from dynamo.runtime.request_plane.metrics import REFUSALS, CallerMetrics, RefusalMetrics
-from dynamo.runtime.request_plane.security import PlaneSecurity
-from dynamo.runtime.settings import (
+from dynamo.runtime.base.addresses import LOCAL_STORES, LOOPBACK, bind_host
+from dynamo.runtime.base.settings import (
     DISCOVERY_BACKENDS,
     RuntimeSettings,
     discovery_store,
 )
+from dynamo.runtime.calls.event_plane.base import EventPlane
+from dynamo.runtime.calls.event_plane.memory import shared_event_plane
+from dynamo.runtime.calls.event_plane.metrics import EventPlaneMetrics
+from dynamo.runtime.calls.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
+from dynamo.runtime.calls.request_plane.core import ServerCore
+from dynamo.runtime.calls.request_plane.memory import TRANSPORT, MemoryPlane
+from dynamo.runtime.calls.request_plane.metrics import REFUSALS, CallerMetrics, RefusalMetrics
+from dynamo.runtime.calls.request_plane.security import PlaneSecurity
+from dynamo.runtime.discovery.base import Discovery
+from dynamo.runtime.discovery.file import FileDiscovery
+from dynamo.runtime.discovery.memory import MemoryDiscovery, shared_hub
+from dynamo.runtime.observe.metrics import MetricsRegistry
+from dynamo.runtime.observe.nats_metrics import NatsMetrics
 
 if TYPE_CHECKING:
-    from dynamo.runtime.nats_connection import NatsConnection
-    from dynamo.runtime.request_plane.native.call_home import CallHomeListener
+    from dynamo.runtime.calls.nats_connection import NatsConnection
+    from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class PlaneParts:
     @cached_property
     def call_home(self) -> CallHomeListener:
         """Where workers that answer by calling home reach this process."""
-        from dynamo.runtime.request_plane.native.call_home import CallHomeListener
+        from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
 
         host = bind_host(self.names.store, self.requests.response_host, "") or None
         return CallHomeListener(replace(self.requests, response_host=host), self.security.server)
@@ -117,7 +117,7 @@ class PlaneParts:
     def nats(self, wanted_by: str) -> NatsConnection:
         """Return the one NATS connection, not started yet; `wanted_by` is the flag that needs it, for error messages."""
         if self.made_nats is None:
-            from dynamo.runtime.nats_connection import NatsConnection
+            from dynamo.runtime.calls.nats_connection import NatsConnection
 
             count = NatsMetrics(self.metrics).failed
             self.made_nats = NatsConnection(self.settings.nats, wanted_by=wanted_by, count_error=count)
@@ -188,7 +188,7 @@ def _memory_server(parts: PlaneParts) -> CoreServer:
 
 
 def _tcp_server(parts: PlaneParts) -> CoreServer:
-    from dynamo.runtime.request_plane.listener import LIMITS, Listener
+    from dynamo.runtime.calls.request_plane.listener import LIMITS, Listener
 
     settings, security, store = parts.requests, parts.security, parts.names.store
     refusals = RefusalMetrics(parts.metrics, REFUSALS["tcp"], LIMITS)
@@ -206,8 +206,8 @@ def _tcp_server(parts: PlaneParts) -> CoreServer:
 
 
 def _nats_server(parts: PlaneParts) -> CoreServer:
-    from dynamo.runtime.request_plane.listener import LIMITS
-    from dynamo.runtime.request_plane.native.nats_server import NatsServer
+    from dynamo.runtime.calls.request_plane.listener import LIMITS
+    from dynamo.runtime.calls.request_plane.native.nats_server import NatsServer
 
     refusals = RefusalMetrics(parts.metrics, REFUSALS["tcp"], LIMITS)
     server = NatsServer(parts.nats(NATS_REQUESTS), parts.requests, refused=refusals.count, security=parts.security)
@@ -227,7 +227,7 @@ REQUEST_PLANES: Final = tuple(REQUEST_SERVERS)
 
 
 def _mux_client(parts: PlaneParts) -> RequestPlaneClient:
-    from dynamo.runtime.request_plane.mux.client import MuxClient
+    from dynamo.runtime.calls.request_plane.mux.client import MuxClient
 
     return MuxClient(
         connect_timeout=parts.requests.connect_timeout_seconds,
@@ -237,14 +237,14 @@ def _mux_client(parts: PlaneParts) -> RequestPlaneClient:
 
 
 def _native_client(parts: PlaneParts) -> RequestPlaneClient:
-    from dynamo.runtime.request_plane.native.client import NativeClient
+    from dynamo.runtime.calls.request_plane.native.client import NativeClient
 
     waited = parts.caller_metrics.queue_seconds.observe
     return NativeClient(parts.requests, parts.call_home, waited=waited, security=parts.security)
 
 
 def _nats_client(parts: PlaneParts) -> RequestPlaneClient:
-    from dynamo.runtime.request_plane.native.nats_client import NatsClient
+    from dynamo.runtime.calls.request_plane.native.nats_client import NatsClient
 
     return NatsClient(
         parts.nats(NATS_WORKERS),
@@ -275,7 +275,7 @@ def _wire_of(instance: Instance) -> str:
 
 
 def _nats_events(parts: PlaneParts) -> EventPlane:
-    from dynamo.runtime.event_plane.nats import NatsEventPlane
+    from dynamo.runtime.calls.event_plane.nats import NatsEventPlane
 
     return NatsEventPlane(
         parts.discovery,
@@ -287,7 +287,7 @@ def _nats_events(parts: PlaneParts) -> EventPlane:
 
 
 def _zmq_events(parts: PlaneParts) -> EventPlane:
-    from dynamo.runtime.event_plane.zmq import ZmqEventPlane
+    from dynamo.runtime.calls.event_plane.zmq import ZmqEventPlane
 
     return ZmqEventPlane(parts.discovery, parts.events, counts=EventPlaneMetrics(parts.metrics), rng=parts.rng)
 

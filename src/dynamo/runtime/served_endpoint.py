@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.errors import DynamoException, EngineShutdown
-from dynamo.runtime.context import Context
-from dynamo.runtime.endpoint_metrics import EndpointMetrics
-from dynamo.runtime.health import Canary
-from dynamo.runtime.progress import ServingProgress
-from dynamo.runtime.request_log import WorkerRequestLog
-from dynamo.runtime.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.health import Canary
+from dynamo.runtime.calls.progress import ServingProgress
+from dynamo.runtime.calls.request_log import WorkerRequestLog
+from dynamo.runtime.calls.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.observe.endpoint_metrics import EndpointMetrics
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint

@@ -27,8 +27,7 @@ from dynamo.contract.requests.generation import Feature, GenerationLimits, read_
 from dynamo.contract.requests.output_grammar import grammar_of
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.records import MEDIA_KINDS
-from dynamo.runtime.context import Context
-from dynamo.runtime.process_guard import (
+from dynamo.runtime.base.process_guard import (
     descendants,
     end_processes,
     note_shared_memory,
@@ -36,7 +35,8 @@ from dynamo.runtime.process_guard import (
     shared_memory_of,
     temporary_files_in,
 )
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.context import Context
 from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
 from dynamo.sglang.arguments import MARK, SglangArguments, events_source, read_arguments, server_arguments
 from dynamo.sglang.engine_thread import EngineThread, kept_logging

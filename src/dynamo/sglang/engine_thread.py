@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from dynamo.errors import EngineShutdown
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.calls.context import Context, on_loop
 
 __all__ = ["EngineThread", "kept_logging"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from dynamo.contract.embedding import EmbedRequest
 from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.sglang.answers import check_not_aborted
 from dynamo.sglang.engine_thread import EngineThread
 

@@ -7,7 +7,7 @@ import re
 from datetime import UTC, datetime
 from typing import Final
 
-from dynamo.runtime.log_text import one_line, without_colours
+from dynamo.runtime.observe.log_text import one_line, without_colours
 
 __all__ = ["MAX_LINE_BYTES", "LineSplitter", "record_of"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Self
 
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.lines import LineSplitter
 

@@ -30,7 +30,7 @@ from dynamo.contract.requests.output_grammar import grammar_of, read_thought_mar
 from dynamo.contract.requests.pooling import read_pooling
 from dynamo.errors import EngineShutdown, InvalidArgument, Unknown
 from dynamo.protocol.records import MEDIA_KINDS
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.transformers.arguments import TransformersArguments, read_arguments
 from dynamo.transformers.loading import LoadedTransformers, load_encoder, load_transformers
 from dynamo.transformers.row_sampling import ARGUMENT, RowSampling

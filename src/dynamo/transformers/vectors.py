@@ -12,8 +12,8 @@ from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
 from dynamo.contract.requests.pooling import Pooling, dimensions_within
 from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
 from dynamo.errors import EngineShutdown
-from dynamo.runtime.context import Context, on_loop
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.transformers.loading import LoadedEncoder
 
 __all__ = ["TransformersVectors", "pooled"]

@@ -26,7 +26,7 @@ from dynamo.contract.requests.generation import (
 from dynamo.contract.requests.output_grammar import grammar_of
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.records import MEDIA_KINDS
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.trtllm.answers import TrtllmAnswer, guided_parameters, sampling_parameters
 from dynamo.trtllm.arguments import MARK, TrtllmArguments, read_arguments
 from dynamo.worker.hub import fetch_model

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.protocol.lora import lora_name_to_id
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 from dynamo.worker.adapters import adapter_directory, adapter_name, adapter_source, publish_adapter
 from dynamo.worker.registration import ModelEndpoint, unregister_model
 

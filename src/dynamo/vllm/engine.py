@@ -28,8 +28,8 @@ from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.metrics import register_global_registry
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.records import MEDIA_KINDS
-from dynamo.runtime.context import Context
-from dynamo.runtime.process_guard import descendants, end_processes, note_shared_memory, shared_memory_of
+from dynamo.runtime.base.process_guard import descendants, end_processes, note_shared_memory, shared_memory_of
+from dynamo.runtime.calls.context import Context
 from dynamo.vllm.adapters import adapter_limits
 from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import Arguments, read_arguments

@@ -9,7 +9,7 @@ from typing import Any, Final
 from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
 from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 from dynamo.vllm.adapters import VllmAdapters
 
 __all__ = ["POOLING", "VllmPooling", "check_tasks"]

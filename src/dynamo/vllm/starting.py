@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.runtime.addresses import WILDCARDS, bound_socket, detect_host
-from dynamo.runtime.process_guard import private_directory, temporary_files_in
-from dynamo.runtime.settings import RequestPlaneSettings
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.addresses import WILDCARDS, bound_socket, detect_host
+from dynamo.runtime.base.process_guard import private_directory, temporary_files_in
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.base.tasks import Background
 from dynamo.settings.foreign import OPENMP_THREADS
 from dynamo.vllm.adapters import SPARE_SLOTS
 from dynamo.vllm.arguments import Arguments

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.protocol.records import slugify
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.registration import ModelEndpoint
 
 __all__ = [

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from dynamo.contract.engine import BaseEngine
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.calls.context import Context, on_loop
 
 __all__ = ["CancellationWatch", "close_generator"]
 

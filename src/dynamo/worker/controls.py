@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.tasks import Background, is_being_cancelled
+from dynamo.runtime.base.tasks import Background, is_being_cancelled
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.lifecycle import AdminGate
 from dynamo.worker.registration import checked_taints
 from dynamo.worker.settings import RL_ENDPOINT

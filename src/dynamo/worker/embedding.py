@@ -16,8 +16,8 @@ from dynamo.contract.chunks import CompletionUsage, usage
 from dynamo.contract.embedding import Embeds
 from dynamo.contract.engine import BaseEngine
 from dynamo.errors import InvalidArgument, Unknown
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Handler, ResponseSink
 from dynamo.worker.cancellation import CancellationWatch, close_generator
 from dynamo.worker.chunk_checks import checked_ids
 from dynamo.worker.engine_failures import ErrorMapping, end_failed, is_engine_failure

@@ -17,9 +17,9 @@ from dynamo.errors import (
     InvalidArgument,
     Unknown,
 )
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.tasks import is_being_cancelled, take_back_cancellation
+from dynamo.runtime.base.tasks import is_being_cancelled, take_back_cancellation
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.cancellation import CancellationWatch
 
 if TYPE_CHECKING:

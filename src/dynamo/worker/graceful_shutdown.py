@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from dynamo.runtime.tasks import Background, is_being_cancelled
+from dynamo.runtime.base.tasks import Background, is_being_cancelled
 from dynamo.worker.shutdown import shutdown_times
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Final
 
-from dynamo.runtime.endpoint_metrics import AUTO_LABELS, endpoint_labels
-from dynamo.runtime.metrics import Family, Gauge, MetricsRegistry
+from dynamo.runtime.observe.endpoint_metrics import AUTO_LABELS, endpoint_labels
+from dynamo.runtime.observe.metrics import Family, Gauge, MetricsRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from typing import Any, Final, NoReturn
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import BaseEngine
 from dynamo.errors import DynamoException, InvalidArgument, text_of
-from dynamo.runtime.log_text import one_line
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.observe.log_text import one_line
 from dynamo.worker.signals import Deadline
 from dynamo.worker.worker import Worker, shutdown_times
 

@@ -16,9 +16,9 @@ from dynamo.contract.engine import LLMEngine, RawEngine
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import EngineShutdown, InvalidArgument, StreamIncomplete, Unknown
 from dynamo.protocol.finish import CANCELLED, EngineFailed, normalise
-from dynamo.runtime.context import Context
-from dynamo.runtime.logging import annotate_log_span
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
+from dynamo.runtime.observe.logging import annotate_log_span
 from dynamo.worker.cancellation import CancellationWatch, close_generator
 from dynamo.worker.chunk_checks import (
     CHUNK_KEYS,

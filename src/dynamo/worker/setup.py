@@ -17,9 +17,9 @@ from dynamo.contract.metrics import EngineMetrics
 from dynamo.contract.telemetry import GenerateSpan
 from dynamo.errors import InvalidArgument, Unknown
 from dynamo.protocol.records import ADAPTERS_ENDPOINT, ModelCard
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Handler
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpoint
-from dynamo.runtime.request_plane.base import Handler
 from dynamo.worker.adapters import AdapterRequests, adapter_uri
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
 from dynamo.worker.embedding import EmbedServing, offers_embeddings
@@ -43,7 +43,7 @@ from dynamo.worker.settings import ALLOW_DOWNLOAD, MAP_BUILTIN_ERRORS, VALIDATE
 from dynamo.worker.topology import describe_place
 
 if TYPE_CHECKING:
-    from dynamo.runtime.chaos.worker import WorkerChaos
+    from dynamo.runtime.calls.chaos.worker import WorkerChaos
 
 __all__ = ["Parts", "Setup"]
 

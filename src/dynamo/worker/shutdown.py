@@ -13,8 +13,8 @@ from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import BaseEngine
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import Disconnected, EngineShutdown
+from dynamo.runtime.base.tasks import first_of
 from dynamo.runtime.distributed import Endpoint
-from dynamo.runtime.tasks import first_of
 from dynamo.settings.table import read_settings
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.lifecycle import Lifecycle, ShutdownTimes, WorkerEvent

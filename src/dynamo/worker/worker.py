@@ -29,12 +29,12 @@ from dynamo.contract.modes import (
 from dynamo.contract.parsers import check_parsers
 from dynamo.errors import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown, text_of
 from dynamo.protocol.model_types import VECTORS, ModelInput, parse_endpoint_types
+from dynamo.runtime.base.process_guard import guard_this_process
+from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.base.tasks import first_of
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoint import split_endpoint
-from dynamo.runtime.logging import configure_dynamo_logging
-from dynamo.runtime.process_guard import guard_this_process
-from dynamo.runtime.settings import RuntimeSettings
-from dynamo.runtime.tasks import first_of
+from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.worker.embedding import offers_embeddings
 from dynamo.worker.engine_death import EngineDied, raise_when_dead
 from dynamo.worker.engine_failures import ErrorMapping
@@ -46,8 +46,8 @@ from dynamo.worker.shutdown import Shutdown, StopRequest, shutdown_times
 from dynamo.worker.signals import Deadline, SignalGuard
 
 if TYPE_CHECKING:
-    from dynamo.runtime.chaos.plan import Fault
-    from dynamo.runtime.chaos.worker import WorkerChaos
+    from dynamo.runtime.calls.chaos.plan import Fault
+    from dynamo.runtime.calls.chaos.worker import WorkerChaos
 
 __all__ = ["Worker", "WorkerConfig", "shutdown_times"]
 
@@ -118,7 +118,7 @@ class Worker:
                 return
             chaos = self._runtime_settings.chaos
             if chaos.plan is not None:  # a larger process is not to be killed for one of its workers
-                from dynamo.runtime.chaos.admission import admitted
+                from dynamo.runtime.calls.chaos.admission import admitted
 
                 self._faults = admitted(chaos.plan, chaos.is_allowed)
             with Deadline(self._stop.times.deadline_seconds, force_exit=self._force_exit) as deadline:
@@ -137,8 +137,8 @@ class Worker:
         """Return the fault injection for this worker; None where no plan requests it."""
         if self._faults is None:
             return None
-        from dynamo.runtime.chaos.admission import Role, faults_of
-        from dynamo.runtime.chaos.worker import WorkerChaos
+        from dynamo.runtime.calls.chaos.admission import Role, faults_of
+        from dynamo.runtime.calls.chaos.worker import WorkerChaos
 
         name = self._runtime_settings.chaos.name or str(Role.WORKER)
         return WorkerChaos(faults_of(Role.WORKER, name, self._faults), name=name, discovery=runtime.discovery)

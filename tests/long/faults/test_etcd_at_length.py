@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from dynamo.runtime.base.settings import EtcdSettings
 from dynamo.runtime.discovery import Put
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
-from dynamo.runtime.settings import EtcdSettings
 from support.discovery_rigs import collect
 from support.etcd_server import EtcdServer, three_members
 from support.http_client import CHAT, ask, chat

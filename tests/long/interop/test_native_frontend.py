@@ -33,11 +33,11 @@ from dynamo.errors import (
     Unknown,
     WorkerUnavailable,
 )
-from dynamo.runtime.context import Context
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
+from dynamo.runtime.calls.request_plane.listener import Listener
 from dynamo.runtime.discovery import INSTANCES, MODEL_CARDS, FileDiscovery
-from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.request_plane.listener import Listener
-from dynamo.runtime.settings import RequestPlaneSettings
 from support.native_frontend import Frontend, Reply, native_frontend, why_not
 from support.tiny_model import write_tiny_model
 

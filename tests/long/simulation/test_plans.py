@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli.main import main
-from dynamo.runtime.chaos.plan import Fault, FaultKind, parse_plan, plan_text
+from dynamo.runtime.calls.chaos.plan import Fault, FaultKind, parse_plan, plan_text
 from dynamo.testing.simulation import draw, run_scenario
 
 SEEDS = range(40, 52)

@@ -16,7 +16,7 @@ from typing import Self
 
 import pytest
 
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance
+from dynamo.runtime.calls.request_plane.base import INITIAL_CREDITS, Instance
 from dynamo.testing.simulation.loop import run_virtual
 from dynamo.testing.simulation.network import PING_LIMIT_SECONDS, Network
 from support.processes import PATIENCE_SECONDS, until

@@ -22,8 +22,8 @@ anthropic = pytest.importorskip("anthropic", reason="pip install -e '.[dev]'")
 
 from dynamo.frontend.http.server import HttpServer  # noqa: E402
 from dynamo.protocol.records import ModelRuntimeConfig  # noqa: E402
-from dynamo.runtime.context import Context  # noqa: E402
-from dynamo.runtime.request_plane.base import ResponseSink  # noqa: E402
+from dynamo.runtime.calls.context import Context  # noqa: E402
+from dynamo.runtime.calls.request_plane.base import ResponseSink  # noqa: E402
 from support.frontend_cluster import Cluster, cluster  # noqa: E402
 from support.patience import PATIENCE_SECONDS  # noqa: E402
 

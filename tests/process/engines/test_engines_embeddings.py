@@ -18,7 +18,7 @@ import pytest
 from openai import BadRequestError, NotFoundError
 
 from dynamo.errors import DynamoException
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.demo_model import FILES, chat_prompts, reference_vectors
 from support.ends import end_idle
 from support.engine_cluster import MODEL, SGLANG, EngineCase, ServedEngine, served_engine

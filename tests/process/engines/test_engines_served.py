@@ -23,8 +23,8 @@ from openai import BadRequestError
 
 from dynamo.errors import DynamoException
 from dynamo.reference.engine import ReferenceEngine
-from dynamo.runtime.context import Context
-from dynamo.runtime.process_guard import descendants
+from dynamo.runtime.base.process_guard import descendants
+from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
 from support.ends import end_idle

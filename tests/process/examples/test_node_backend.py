@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from dynamo.errors import InvalidArgument, ResponseTimeout, WorkerUnavailable
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance
-from dynamo.runtime.request_plane.mux.client import MuxClient
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import INITIAL_CREDITS, Instance
+from dynamo.runtime.calls.request_plane.mux.client import MuxClient
 from support.streams import read_all
 
 SERVER = Path(__file__).parents[3] / "examples" / "node-backend" / "server.js"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.inspector_token import find_access
+from dynamo.runtime.http.inspector_token import find_access
 from support.batch_client import FORM_HEADERS, chat_line, form, jsonl
 from support.http_client import CHAT, COMPLETIONS, Exchange, Reply, ask, chat, exchange, script
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS

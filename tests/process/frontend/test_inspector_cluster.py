@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from dynamo.runtime.inspector_token import find_access
+from dynamo.runtime.http.inspector_token import find_access
 from support.http_client import CHAT, Reply, ask, chat, exchange, script
 from support.patience import PATIENCE_SECONDS
 from support.ports import free_ports

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.inspector_token import InspectorAccess, find_access
+from dynamo.runtime.http.inspector_token import InspectorAccess, find_access
 from support.http_client import CHAT, Exchange, Reply, ask, chat, exchange, script
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, Frontend, until, wait

@@ -17,8 +17,8 @@ import pytest
 
 from dynamo.frontend.http.server import HttpServer
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster
 
 GRAMMAR = 'start: "*** Add File: " /.+/ "\\n" line+\nline: "+" /.*/ "\\n"'

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from support.http_client import ask

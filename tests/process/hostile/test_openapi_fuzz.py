@@ -33,8 +33,8 @@ from dynamo.engines.sample.tones import Tones, wav_header  # noqa: E402
 from dynamo.engines.sample.transcription_engine import SampleTranscriptionEngine  # noqa: E402
 from dynamo.frontend.http.server import HttpServer  # noqa: E402
 from dynamo.protocol.model_types import ModelInput, ModelType  # noqa: E402
-from dynamo.runtime.context import Context  # noqa: E402
-from dynamo.runtime.request_plane.base import ResponseSink  # noqa: E402
+from dynamo.runtime.calls.context import Context  # noqa: E402
+from dynamo.runtime.calls.request_plane.base import ResponseSink  # noqa: E402
 from dynamo.worker.serving import RawServing  # noqa: E402
 from support.frontend_cluster import Script, cluster  # noqa: E402
 from support.pictures import RED, data_url  # noqa: E402

@@ -28,8 +28,8 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 
 from dynamo.frontend.http.server import HttpServer  # noqa: E402
 from dynamo.protocol.model_types import ModelType  # noqa: E402
-from dynamo.runtime.context import Context  # noqa: E402
-from dynamo.runtime.request_plane.base import ResponseSink  # noqa: E402
+from dynamo.runtime.calls.context import Context  # noqa: E402
+from dynamo.runtime.calls.request_plane.base import ResponseSink  # noqa: E402
 from support.access import bearer, closed_cluster, key, secret_of  # noqa: E402
 from support.frontend_cluster import say  # noqa: E402
 

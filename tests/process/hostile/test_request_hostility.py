@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, NvExt
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import cluster, say
 
 ROUTES: dict[str, tuple[dict[str, Any], type[Any]]] = {

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.health import HealthState
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.settings import StatusLimits, SystemSettings
-from dynamo.runtime.status_server import StatusServer
+from dynamo.runtime.base.settings import StatusLimits, SystemSettings
+from dynamo.runtime.calls.health import HealthState
+from dynamo.runtime.http.status_server import StatusServer
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.patience import PATIENCE_SECONDS
 
 POST = b"POST /engine/echo HTTP/1.1\r\nhost: localhost\r\n"

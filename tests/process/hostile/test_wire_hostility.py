@@ -14,13 +14,13 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance, ResponseSink
-from dynamo.runtime.request_plane.core import STARTS_PER_TURN
-from dynamo.runtime.request_plane.listener import LIMITS, Listener
-from dynamo.runtime.request_plane.mux import MAGIC, MuxClient, MuxServerProtocol
-from dynamo.runtime.request_plane.mux.frames import HEADER, Hello, Kind, Open, fragments, frame, pack
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Instance, ResponseSink
+from dynamo.runtime.calls.request_plane.core import STARTS_PER_TURN
+from dynamo.runtime.calls.request_plane.listener import LIMITS, Listener
+from dynamo.runtime.calls.request_plane.mux import MAGIC, MuxClient, MuxServerProtocol
+from dynamo.runtime.calls.request_plane.mux.frames import HEADER, Hello, Kind, Open, fragments, frame, pack
 from support.doc_pages import code, rows
 from support.native_caller import native_caller, request_frame, two_part
 from support.patience import PATIENCE_SECONDS
@@ -507,7 +507,7 @@ async def test_answers_are_brought_to_the_networks_that_were_allowed() -> None:
 
 def test_the_limits_of_the_docs_are_those_of_the_listeners() -> None:
     from dynamo.frontend.http.connection import LIMITS as FRONTEND
-    from dynamo.runtime.status_server import LIMITS as STATUS
+    from dynamo.runtime.http.status_server import LIMITS as STATUS
 
     documented = Counter(name for row in rows("settings.md", "Limit", "What happens") for name in code(row[0]))
     assert documented == Counter([*FRONTEND, *LIMITS, *STATUS])

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynamo.runtime.inspector_token import find_access
+from dynamo.runtime.http.inspector_token import find_access
 from support.browser import watched
 from support.patience import PATIENCE_SECONDS
 from support.serve_command import ServeCommand, serve_command

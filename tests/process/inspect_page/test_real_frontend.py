@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dynamo.runtime.inspector_token import find_access
+from dynamo.runtime.http.inspector_token import find_access
 from support.browser import Watched, watched
 from support.patience import PATIENCE_SECONDS
 from support.serve_command import ServeCommand, serve_command

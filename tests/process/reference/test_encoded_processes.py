@@ -24,7 +24,7 @@ from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.media import MediaOptions
 from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.record import DispatchRecord
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, Worker, until

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.worker.registration import build_card
 from support.http_client import ask
 from support.patience import PATIENCE_SECONDS

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.client import Client
-from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from support.patience import PATIENCE_SECONDS

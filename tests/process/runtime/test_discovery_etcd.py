@@ -20,13 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.runtime.base.settings import EtcdSettings, RuntimeSettings
 from dynamo.runtime.discovery import Change, Delete, Put
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
 from dynamo.runtime.discovery.etcd.client import Compacted, EtcdClient, EtcdError, parse_endpoints
 from dynamo.runtime.discovery.http_stream import Lines
 from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.settings import EtcdSettings, RuntimeSettings
 from support.discovery_rigs import collect
 from support.etcd_server import EtcdServer
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
@@ -410,7 +410,7 @@ async def test_a_process_that_blocks_its_loop_for_longer_than_the_ttl_keeps_its_
 DYING = """
 import asyncio, sys
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
-from dynamo.runtime.settings import EtcdSettings
+from dynamo.runtime.base.settings import EtcdSettings
 async def main():
     store = EtcdDiscovery(EtcdSettings(endpoints=sys.argv[1], lease_ttl_seconds=2))
     await store.start()

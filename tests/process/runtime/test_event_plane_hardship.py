@@ -12,16 +12,16 @@ import pytest
 import zmq
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.settings import EventPlaneSettings, NatsSettings, ZmqBroker
+from dynamo.runtime.calls.event_plane.base import EventScope
+from dynamo.runtime.calls.event_plane.envelope import channel_record
+from dynamo.runtime.calls.event_plane.nats import NatsEventPlane
+from dynamo.runtime.calls.event_plane.zmq import ZmqEventPlane
+from dynamo.runtime.calls.nats_connection import NatsConnection
 from dynamo.runtime.discovery.base import EVENT_CHANNELS
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.event_plane.base import EventScope
-from dynamo.runtime.event_plane.envelope import channel_record
-from dynamo.runtime.event_plane.nats import NatsEventPlane
-from dynamo.runtime.event_plane.zmq import ZmqEventPlane
-from dynamo.runtime.nats_connection import NatsConnection
-from dynamo.runtime.settings import EventPlaneSettings, NatsSettings, ZmqBroker
 from support.event_planes import Counted, World, heard, world, zmq_broker
 from support.nats_server import nats_server, shared_nats
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS

@@ -12,7 +12,7 @@ from support.processes import until
 
 PROGRAM = """
 import subprocess, sys
-from dynamo.runtime import process_guard
+from dynamo.runtime.base import process_guard
 process_guard.guard_this_process()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)

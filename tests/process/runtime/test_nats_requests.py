@@ -15,15 +15,15 @@ from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
 
 from dynamo.errors import CannotConnect, Disconnected, InvalidArgument, WorkerUnavailable
-from dynamo.runtime.context import Context
-from dynamo.runtime.nats_connection import NatsConnection
-from dynamo.runtime.request_plane.base import Handler, Instance, ResponseSink
-from dynamo.runtime.request_plane.native import nats_client
-from dynamo.runtime.request_plane.native.call_home import CallHomeListener
-from dynamo.runtime.request_plane.native.nats_client import NatsClient
-from dynamo.runtime.request_plane.native.nats_server import NatsServer, subject_of
-from dynamo.runtime.request_plane.native.stream import NativeStream
-from dynamo.runtime.settings import NatsSettings, RequestPlaneSettings
+from dynamo.runtime.base.settings import NatsSettings, RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.nats_connection import NatsConnection
+from dynamo.runtime.calls.request_plane.base import Handler, Instance, ResponseSink
+from dynamo.runtime.calls.request_plane.native import nats_client
+from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
+from dynamo.runtime.calls.request_plane.native.nats_client import NatsClient
+from dynamo.runtime.calls.request_plane.native.nats_server import NatsServer, subject_of
+from dynamo.runtime.calls.request_plane.native.stream import NativeStream
 from support.native_caller import NativeCaller, two_part
 from support.native_worker import Request
 from support.nats_server import NatsServer as NatsProcess

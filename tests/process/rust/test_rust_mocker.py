@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance
-from dynamo.runtime.request_plane.mux.client import MuxClient
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Instance
+from dynamo.runtime.calls.request_plane.mux.client import MuxClient
 from support.http_client import ask
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, Frontend, Process, get, wait

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.mux.client import MuxClient
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.mux.client import MuxClient
 from support.native_caller import Answer, NativeCaller, native_caller, request_frame, two_part
 from support.patience import PATIENCE_SECONDS
 from support.processes import until

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.mux.client import MuxClient
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.mux.client import MuxClient
 from support.http_client import CHAT, ask, chat
 from support.native_caller import native_caller
 from support.processes import Frontend, until

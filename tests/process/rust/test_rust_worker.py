@@ -25,13 +25,13 @@ from dynamo.errors import (
     ResponseTimeout,
     WorkerUnavailable,
 )
-from dynamo.runtime.context import Context
-from dynamo.runtime.event_plane.envelope import decode_parts, zmq_endpoint
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS
-from dynamo.runtime.request_plane.mux.client import MuxClient
-from dynamo.runtime.request_plane.mux.frames import MAGIC, Kind, frame, pack
-from dynamo.runtime.request_plane.secret import SharedSecret
-from dynamo.runtime.request_plane.security import PlaneSecurity
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.event_plane.envelope import decode_parts, zmq_endpoint
+from dynamo.runtime.calls.request_plane.base import INITIAL_CREDITS
+from dynamo.runtime.calls.request_plane.mux.client import MuxClient
+from dynamo.runtime.calls.request_plane.mux.frames import MAGIC, Kind, frame, pack
+from dynamo.runtime.calls.request_plane.secret import SharedSecret
+from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 from support.patience import PATIENCE_SECONDS
 from support.processes import get
 from support.rust_worker import NEEDS_ENGINE, RustWorker, body

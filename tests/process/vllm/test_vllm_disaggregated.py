@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from dynamo.errors import DynamoException
 from dynamo.reference.engine import ReferenceEngine
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.demo_model import FILES
 from support.patience import PATIENCE_SECONDS
 from support.processes import wait

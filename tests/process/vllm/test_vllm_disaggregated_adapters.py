@@ -14,7 +14,7 @@ from openai import APIStatusError
 
 from dynamo.reference.engine import ReferenceEngine
 from dynamo.reference.tensor_files import read_tensors
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.adapters import write_adapter
 from support.demo_model import FILES, chat_prompts, detokenized
 from support.leftovers import errors_of

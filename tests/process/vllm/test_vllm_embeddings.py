@@ -12,7 +12,7 @@ import pytest
 from openai import BadRequestError, NotFoundError
 
 from dynamo.errors import DynamoException
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.demo_model import reference_vectors, sums
 from support.ends import end_idle
 from support.leftovers import errors_of, wait_empty

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from dynamo.errors import WorkerUnavailable
 from dynamo.reference.engine import ReferenceEngine
 from dynamo.reference.tensor_files import read_tensors
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.adapters import write_adapter
 from support.cases import each_case
 from support.demo_model import FILES, sums

@@ -22,7 +22,7 @@ from openai import BadRequestError
 
 from dynamo.errors import DynamoException
 from dynamo.reference.engine import ReferenceEngine
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
 from support.leftovers import Belongings, errors_of, wait_empty

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from dynamo.errors import DynamoException
-from dynamo.runtime.context import Context
+from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.settings import RuntimeSettings
 from support.patience import PATIENCE_SECONDS
 
 ENGINE = Path(__file__).parents[2] / "support" / "failing_engine.py"

@@ -24,7 +24,7 @@ from dynamo.cli.doctor.command import CHECKS, examine
 from dynamo.cli.doctor.diagnosis import CheckLevel, Diagnosis, Examined
 from dynamo.cli.inspect.client import InspectorClient
 from dynamo.cli.main import main
-from dynamo.runtime.inspector_token import InspectorAccess, publish_access
+from dynamo.runtime.http.inspector_token import InspectorAccess, publish_access
 from support.cases import each_case
 from support.certificates import Authority
 from support.inspector_pictures import demo_picture, ready_picture

@@ -8,7 +8,7 @@ import pytest
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
-from dynamo.runtime.settings import NatsSettings, RequestPlaneSettings
+from dynamo.runtime.base.settings import NatsSettings, RequestPlaneSettings
 from support.cases import each_case
 
 

@@ -16,7 +16,7 @@ from dynamo.engines.callable.engine import CallableEngine, TextCallableEngine, T
 from dynamo.engines.callable.signature import CallableKind, Source, plan_call
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.plain_text import conversation_text, cut, read_chunk
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.worker.worker import Worker
 from support import callables
 from support.asgi_client import Exchange

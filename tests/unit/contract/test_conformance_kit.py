@@ -23,7 +23,7 @@ from dynamo.contract.conformance import (
     run_raw_conformance,
 )
 from dynamo.contract.engine import EngineConfig, LLMEngine, RawEngine
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.worker.kv_publishing.publisher import PushSource
 from support.cases import each_case
 

@@ -13,7 +13,7 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine, draw_png
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.protocol.model_types import ModelInput
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.worker.kv_publishing.publisher import PushSource
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS

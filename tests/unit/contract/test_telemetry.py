@@ -13,8 +13,8 @@ from opentelemetry.trace import StatusCode
 
 from dynamo.contract import telemetry
 from dynamo.contract.telemetry import MAX_GAPS, GenerateSpan, _Gaps, nearest_rank
-from dynamo.runtime.context import Context
-from dynamo.runtime.tracing import NO_SPAN, TraceContext, install_tracing, reset_tracing
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.tracing import NO_SPAN, TraceContext, install_tracing, reset_tracing
 from support.cases import each_case
 
 

@@ -19,8 +19,8 @@ from dynamo.frontend.parts.scaling.autoscale_route import AUTOSCALE_PATH
 from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX, FAMILIES
 from dynamo.frontend.parts.scaling.signals import RoleSignal
 from dynamo.frontend.settings import default_paths
+from dynamo.runtime.base.settings import SystemSettings
 from dynamo.runtime.discovery.kubernetes.records import GROUP, KIND, PLURAL, SELECTOR, VERSION
-from dynamo.runtime.settings import SystemSettings
 from support.cases import each_case
 
 ROOT = Path(__file__).parents[3]

@@ -20,7 +20,7 @@ from dynamo.contract.args import add_backend_arguments
 from dynamo.contract.conformance import FAILURE_NAMES
 from dynamo.errors import RULES
 from dynamo.frontend.args import build_parser
-from dynamo.runtime.request_plane import metrics as plane_metrics
+from dynamo.runtime.calls.request_plane import metrics as plane_metrics
 from support.cases import each_case
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
@@ -172,7 +172,7 @@ def test_metrics_are_registered_by_their_families_only() -> None:
         for path in SOURCE.rglob("*.py")
         if re.search(r"\b(registry|metrics)\.(counter|gauge|histogram)(_vector)?\(", path.read_text())
     }
-    assert found == {"runtime/metrics/family.py"}
+    assert found == {"runtime/observe/metrics/family.py"}
 
 
 def test_every_family_of_the_code_is_on_the_page() -> None:

@@ -77,7 +77,7 @@ NAMES = {
     "dynamo.prometheus_names": "name_prefix labels kvstats model_info",
     "dynamo.logits_processing": "BaseLogitsProcessor",
     "dynamo.runtime": "Context DistributedRuntime Client Endpoint dynamo_worker dynamo_endpoint",
-    "dynamo.runtime.logging": "configure_dynamo_logging",
+    "dynamo.runtime.observe.logging": "configure_dynamo_logging",
 }
 
 
@@ -120,7 +120,7 @@ FACADES = {
     "dynamo.common.utils": "dynamo.contract.requests",
     "dynamo.common.utils.endpoint_types": "dynamo.contract.lower_level",
     "dynamo.common.utils.engine_response": "dynamo.contract.requests.engine_response",
-    "dynamo.common.utils.env": "dynamo.runtime.settings",
+    "dynamo.common.utils.env": "dynamo.runtime.base.settings",
     "dynamo.common.utils.graceful_shutdown": "dynamo.worker.graceful_shutdown",
     "dynamo.common.utils.guided_json": "dynamo.contract.guided_json",
     "dynamo.common.utils.input_params": "dynamo.contract.requests.input_params",

@@ -24,8 +24,8 @@ from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.errors import InvalidArgument
 from dynamo.llm import ModelRuntimeConfig, RouterMode
 from dynamo.placement import policy_for
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.client import Annotated
-from dynamo.runtime.context import Context
 from support.cases import each_case
 
 

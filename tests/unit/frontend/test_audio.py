@@ -22,8 +22,8 @@ from dynamo.engines.sample.transcription_engine import SampleTranscriptionEngine
 from dynamo.frontend.parts.media.settings import MediaSettings
 from dynamo.protocol.audio.transcripts import Segment, subtitles_srt, subtitles_vtt
 from dynamo.protocol.model_types import ModelInput, ModelType
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.serving import RawServing
 from support.asgi_client import Exchange
 from support.cases import each_case

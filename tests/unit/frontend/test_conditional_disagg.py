@@ -18,8 +18,8 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.conditional import BYPASS_MARKER, ConditionalSettings
 from dynamo.router.kv.domains import KvDomain
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.cases import each_case
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say
 from support.patience import PATIENCE_SECONDS

@@ -14,8 +14,8 @@ from dynamo.errors import CannotConnect, Disconnected, EngineShutdown, InvalidAr
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.stages import PrefillStage
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say
 from support.patience import PATIENCE_SECONDS
 

@@ -13,8 +13,8 @@ import pytest
 
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.model_types import ModelInput, ModelType
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.cases import each_case
 from support.frontend_cluster import Script, cluster, fail, say
 from support.patience import PATIENCE_SECONDS

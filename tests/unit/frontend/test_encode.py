@@ -24,8 +24,8 @@ from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch import RoutedStream
 from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.record import DispatchRecord
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say
 from support.patience import PATIENCE_SECONDS
 

@@ -10,7 +10,7 @@ from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegiste
 from dynamo.frontend.pipeline.inference import GenerationCall
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.identifiers import random_uuid
+from dynamo.runtime.base.identifiers import random_uuid
 from support.frontend_cluster import Cluster, cluster, say
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]%b}'

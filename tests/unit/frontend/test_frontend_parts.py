@@ -15,7 +15,7 @@ from dynamo.frontend.base.metrics.requests import RequestMetrics
 from dynamo.frontend.base.offload import keep_large_blocks_apart, takes_long
 from dynamo.frontend.http.event_stream import EventStream
 from dynamo.protocol.openai.sse import KEEP_ALIVE
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 

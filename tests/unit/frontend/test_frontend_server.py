@@ -15,8 +15,8 @@ import pytest
 
 from dynamo.frontend.http.server import HttpServer, PortInUse, bind
 from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, say
 from support.patience import PATIENCE_SECONDS
 

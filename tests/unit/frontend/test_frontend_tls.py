@@ -13,8 +13,8 @@ import pytest
 
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.server import HttpServer
-from dynamo.runtime import tls as tls_module
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.base import tls as tls_module
+from dynamo.runtime.base.settings import RequestPlaneSettings
 from support.certificates import Authority
 from support.frontend_cluster import Cluster, cluster, say
 from support.patience import PATIENCE_SECONDS

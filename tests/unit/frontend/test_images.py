@@ -12,8 +12,8 @@ from typing import Any
 from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine
 from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES
 from dynamo.protocol.model_types import ModelInput, ModelType
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.serving import RawServing
 from support.cases import each_case
 from support.frontend_cluster import Cluster, Script, cluster

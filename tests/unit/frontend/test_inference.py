@@ -21,8 +21,8 @@ from dynamo.errors import (
 from dynamo.frontend.admission.process import Stage
 from dynamo.protocol.openai.validation import LET_PASS
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.text import JsonTokenizer
 from support.frontend_cluster import Cluster, Script, cluster, fail, say
 from support.machine_log import machine_log

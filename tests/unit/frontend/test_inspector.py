@@ -10,8 +10,8 @@ from typing import Any
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.inspector.watching import MAX_VIEWERS
 from dynamo.protocol.inspector.views import VIEWS
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.access import bearer, closed_cluster, key
 from support.cases import each_case
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster, fail, say

@@ -12,8 +12,8 @@ import pytest
 
 from dynamo.frontend.base.offload import InlineOffload
 from dynamo.protocol.model_types import ModelInput, ModelType
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.asgi_client import Exchange
 from support.cases import each_case
 from support.frontend_cluster import cluster

@@ -19,8 +19,8 @@ from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
 from dynamo.protocol.inspector.schema import inspector_json
 from dynamo.protocol.inspector.views import VIEWS
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.access import bearer, closed_cluster, key
 from support.cases import each_case
 from support.frontend_cluster import Cluster, cluster, fail

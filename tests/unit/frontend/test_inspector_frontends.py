@@ -23,9 +23,9 @@ from dynamo.frontend.parts.inspector.other_frontends import PEER_HEADER, PEER_PA
 from dynamo.frontend.parts.inspector.pictures import PictureQuery
 from dynamo.frontend.parts.inspector.settings import InspectorSettings
 from dynamo.frontend.parts.recording.settings import RecordingSettings
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
-from dynamo.runtime.request_plane.base import ResponseSink
 from support.access import bearer, key, secret_of, write_keys
 from support.asgi_client import AsgiClient, asgi_client
 from support.cases import each_case

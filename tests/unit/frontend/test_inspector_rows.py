@@ -34,8 +34,8 @@ from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.filters import parse_filter
 from dynamo.protocol.inspector.views import EventView, FrontendView, Patch, Picture, StreamView, WorkerView
 from dynamo.router.operator_desk import OperatorDesk
-from dynamo.runtime.metrics.registry import MetricsRegistry
-from dynamo.runtime.request_plane.base import Instance
+from dynamo.runtime.calls.request_plane.base import Instance
+from dynamo.runtime.observe.metrics.registry import MetricsRegistry
 from dynamo.testing.simulation.loop import run_virtual
 from support.frontend_cluster import Cluster, cluster, fail, say
 from support.inspecting import Lens, Patches

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.http.server import HttpServer
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import cluster
 from support.http_client import exchange
 from support.inspecting import Lens, messages_of

@@ -25,8 +25,8 @@ from dynamo.router.kv.decisions import read_decisions, recompute
 from dynamo.router.kv.domains import KvDomain
 from dynamo.router.kv.sessions import PoolSessions
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say

@@ -17,9 +17,9 @@ from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.kv import metrics as kv_metrics
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.tasks import first_of
+from dynamo.runtime.base.tasks import first_of
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.settings.table import read_settings
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster

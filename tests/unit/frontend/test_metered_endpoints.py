@@ -14,8 +14,8 @@ from dynamo.frontend.http.application import GuardedRoute
 from dynamo.frontend.http.auth import KeyDoor
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.protocol.model_types import ModelInput, ModelType
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.serving import RawServing
 from support.access import bearer, closed_cluster, key
 from support.frontend_cluster import Cluster, say

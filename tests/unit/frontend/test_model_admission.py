@@ -24,8 +24,8 @@ from dynamo.frontend.admission.model import (
     urgency_of,
 )
 from dynamo.protocol.openai.shapes import AgentHints, NvExt
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.cases import each_case
 from support.frontend_cluster import cluster, say
 from support.properties import examples

@@ -12,8 +12,8 @@ import pytest
 from dynamo.errors import Disconnected
 from dynamo.frontend.base.stage_timer import FIRST_TOKEN, PARSE, ROUTE, STAGES, WIRE, WRITE, StageTimer
 from dynamo.frontend.http.server import HttpServer
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import Script, cluster, fail, say
 from support.tiny_model import write_tiny_model
 

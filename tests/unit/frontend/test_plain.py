@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.frontend.pipeline.plain import NumberedOutput, PlainOutput, PlainTokens
-from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text import ByteTokenizer, ChoiceDecoder
 from support.properties import examples
 

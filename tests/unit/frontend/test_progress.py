@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo.errors import EngineShutdown
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.testing.simulation.loop import VirtualLoop, run_virtual
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, Script, cluster, fail, say

@@ -12,15 +12,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from dynamo.errors import Disconnected, InvalidArgument, Unknown
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, fail, say
 from support.machine_log import MachineLog, machine_log
 from support.patience import PATIENCE_SECONDS
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 IDS = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{CALLER}-01"}
-FRONTEND, WORKER = "dynamo.frontend.pipeline.request_records", "dynamo.runtime.request_log"
+FRONTEND, WORKER = "dynamo.frontend.pipeline.request_records", "dynamo.runtime.calls.request_log"
 
 
 @pytest.fixture

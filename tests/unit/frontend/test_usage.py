@@ -20,7 +20,7 @@ from dynamo.frontend.parts.keys.metering import UsageMeter
 from dynamo.frontend.parts.keys.quotas import Quotas, TokenDemand, TokenUse
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
 from dynamo.frontend.parts.keys.usage_store import UsageQuery, UsageStore
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.access import bearer, closed_cluster, key
 from support.frontend_cluster import fail, say
 

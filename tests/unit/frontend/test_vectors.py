@@ -11,8 +11,8 @@ import pytest
 
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.cases import each_case
 from support.frontend_cluster import Cluster, Script, cluster
 

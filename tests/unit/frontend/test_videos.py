@@ -21,8 +21,8 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.media.settings import MediaSettings
 from dynamo.frontend.parts.media.store import KeepLimits, MediaStore
 from dynamo.protocol.model_types import ModelInput, ModelType
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.serving import RawServing
 from support.asgi_client import Exchange
 from support.cases import each_case

@@ -18,7 +18,7 @@ from dynamo.mocker.configuration import KvTransferTime, MockOptions
 from dynamo.mocker.engine import HANDOFF, REJECTED, MockEngine
 from dynamo.mocker.output import ReasoningShape, ResponseTrace
 from dynamo.placement.replica_events import BookedWorker, BookingEvent, decode_bookings
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.scheduling import HostTierOptions, SchedulerOptions
 from support.processes import until
 

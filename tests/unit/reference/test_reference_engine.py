@@ -18,7 +18,7 @@ from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.core import Core
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.worker.kv_publishing.publisher import ComponentSnapshot
 from support.cases import each_case
 

@@ -20,7 +20,7 @@ from dynamo.reference.__main__ import engine_of_role
 from dynamo.reference.encoder import ReferenceEncoder
 from dynamo.reference.kv_transfer import TransferOptions
 from dynamo.reference.media import EncodedMedia, MediaOptions
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 
 AGG, PREFILL, DECODE, ENCODE = DisaggregationMode

@@ -19,7 +19,7 @@ from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.config import read_model_config
 from dynamo.reference.model import KvCache, Piece, TransformerModel, make_batch
 from dynamo.reference.weights import load_weights
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.adapters import write_adapter
 from support.cases import each_case
 

@@ -20,7 +20,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.core import Core
 from dynamo.reference.kv_transfer import TransferOptions, check_installed
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 AGG, PREFILL, DECODE = DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 SMALL = Options(block_size=4, kv_cache_mb=2, max_num_seqs=8, max_num_batched_tokens=32)

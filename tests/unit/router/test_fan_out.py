@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dynamo.router.fan_out import CAPACITY, FanOut
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 
 class Part:

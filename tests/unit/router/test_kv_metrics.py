@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo.router.kv.metrics import MAX_GONE, EventCounters, KvMetrics, SeriesGroups
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.observe.metrics import MetricsRegistry
 
 
 def labels_of(number: int) -> dict[str, str]:

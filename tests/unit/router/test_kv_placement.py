@@ -22,7 +22,7 @@ from dynamo.router.kv.router import KvRouter
 from dynamo.router.pool import ChosenWorker
 from dynamo.router.record import DispatchRecord
 from dynamo.router.standalone.routed_endpoint import kv_query_of
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 
 

@@ -17,8 +17,8 @@ from dynamo.kv.engine_events import BadPayload, read_payload
 from dynamo.kv.events import BadEvents, read_events
 from dynamo.placement.replica_events import BadReplicaEvents, decode_binding, decode_bookings
 from dynamo.router.busy_workers import MAX_RANKS, BusyThresholds, BusyWorkers, LoadReport
-from dynamo.runtime.event_plane.envelope import BadEvent, decode_parts, zmq_broker, zmq_endpoint
-from dynamo.runtime.event_plane.zmq import SocketReader
+from dynamo.runtime.calls.event_plane.envelope import BadEvent, decode_parts, zmq_broker, zmq_endpoint
+from dynamo.runtime.calls.event_plane.zmq import SocketReader
 from support.cases import each_case
 from support.frontend_cluster import cluster, memory_runtime
 from support.patience import PATIENCE_SECONDS

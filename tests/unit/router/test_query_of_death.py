@@ -10,7 +10,7 @@ from dynamo.errors import CannotConnect, Disconnected, DynamoException, EngineSh
 from dynamo.placement import Candidate, Placement
 from dynamo.router.pool import ChosenWorker
 from dynamo.router.query_of_death import CAPACITY, REMEMBERED_SECONDS, QueriesOfDeath, Suspect, content_hash
-from dynamo.runtime.request_plane.base import Instance
+from dynamo.runtime.calls.request_plane.base import Instance
 from support.cases import each_case
 
 BODY: dict[str, Any] = {"model": "m", "token_ids": [1, 2, 3], "sampling_options": {"temperature": 0.5, "seed": 1}}

@@ -20,8 +20,8 @@ from dynamo.placement.queueing import PolicyClass, PolicyProfile, QueueOrder, Un
 from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
 from dynamo.router.kv.queue_metrics import QueueMetrics
 from dynamo.router.kv.router import KvRouter
-from dynamo.runtime.context import Context
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.patience import PATIENCE_SECONDS
 
 BATCH = 100  # tokens of one step of every rank

@@ -26,9 +26,9 @@ from dynamo.router.peers.load_reports import LOAD_TOPIC
 from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import RoutedEndpoint, kv_query_of, ranks_of
 from dynamo.router.standalone.service import RouterService
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import memory_runtime
 from support.processes import until
 

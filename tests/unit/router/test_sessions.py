@@ -10,7 +10,7 @@ from dynamo.errors import Cancelled, Disconnected, InvalidArgument
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.session_affinity import AffinityRecord, SessionLimitReached
 from dynamo.router.kv.sessions import PoolSessions, SessionRelay, session_id_of
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 
 A, B = WorkerRank(1), WorkerRank(2, 3)

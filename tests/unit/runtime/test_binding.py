@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.addresses import bind_host, detect_host
+from dynamo.runtime.base.addresses import bind_host, detect_host
+from dynamo.runtime.base.settings import RuntimeSettings, discovery_store
 from dynamo.runtime.discovery.base import Discovery
 from dynamo.runtime.discovery.file import FileDiscovery
-from dynamo.runtime.settings import RuntimeSettings, discovery_store
 from support.cases import each_case
 
 

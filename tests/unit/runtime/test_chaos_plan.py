@@ -15,9 +15,10 @@ from dynamo.cli.usage import UsageError
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.args import parse_args
-from dynamo.runtime.chaos.admission import Role, admitted, check_real, faults_of
-from dynamo.runtime.chaos.fault_plan import FaultPlan
-from dynamo.runtime.chaos.plan import (
+from dynamo.runtime.base.settings import ChaosSettings
+from dynamo.runtime.calls.chaos.admission import Role, admitted, check_real, faults_of
+from dynamo.runtime.calls.chaos.fault_plan import FaultPlan
+from dynamo.runtime.calls.chaos.plan import (
     _ITEM_KINDS,
     _LASTING,
     _ONLY_OF,
@@ -28,8 +29,7 @@ from dynamo.runtime.chaos.plan import (
     plan_text,
     read_plan,
 )
-from dynamo.runtime.context import Context
-from dynamo.runtime.settings import ChaosSettings
+from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 
 TEXTS = st.text(min_size=1, max_size=12)

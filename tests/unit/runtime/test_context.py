@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.context import Context, ContextMetadata, on_loop
-from dynamo.runtime.tracing import NO_SPAN, TraceContext
+from dynamo.runtime.calls.context import Context, ContextMetadata, on_loop
+from dynamo.runtime.observe.tracing import NO_SPAN, TraceContext
 from support.cases import each_case
 
 

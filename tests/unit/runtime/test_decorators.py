@@ -52,7 +52,7 @@ async def test_a_request_that_does_not_fit_is_a_value_error(request_: Any) -> No
 
 async def test_a_decorated_endpoint_is_served_like_any_other() -> None:
     async with DistributedRuntime(None, "mem", "mem") as runtime:
-        from dynamo.runtime.handler import serve_python
+        from dynamo.runtime.calls.handler import serve_python
 
         await runtime.endpoint("ns.c.e").start_serving(serve_python(Service().ask))
         client = await runtime.endpoint("ns.c.e").client()

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.runtime.base.settings import KubernetesSettings, RuntimeSettings
 from dynamo.runtime.discovery import Delete, Put
 from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
 from dynamo.runtime.discovery.kubernetes.records import instance_id_of
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.settings import KubernetesSettings, RuntimeSettings
 from support.discovery_rigs import collect
 from support.fake_kubernetes import NAMESPACE, SLICES, WORKERS, FakeKubernetes
 from support.ports import free_ports

@@ -33,13 +33,13 @@ from dynamo.errors import (
     rule_of,
 )
 from dynamo.runtime import Client, Context, DistributedRuntime, Endpoint, UnaryClient, serve_unary_endpoint
+from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.calls.handler import serve_python
+from dynamo.runtime.calls.request_plane.base import ResponseSink
+from dynamo.runtime.calls.request_plane.memory import MemoryPlane
 from dynamo.runtime.discovery import INSTANCES, MODEL_CARDS, FileDiscovery, MemoryDiscovery, MemoryHub
 from dynamo.runtime.distributed import create_runtime
-from dynamo.runtime.handler import serve_python
-from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.request_plane.memory import MemoryPlane
 from dynamo.runtime.served_endpoint import ServedEndpoint
-from dynamo.runtime.settings import RuntimeSettings
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 

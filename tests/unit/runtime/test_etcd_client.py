@@ -6,8 +6,8 @@ import asyncio
 
 from aiohttp import web
 
+from dynamo.runtime.base.settings import EtcdSettings
 from dynamo.runtime.discovery.etcd.client import EtcdClient
-from dynamo.runtime.settings import EtcdSettings
 
 ATTEMPT_SECONDS = 0.2
 

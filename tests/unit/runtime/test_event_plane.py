@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo.runtime.event_plane import Event, EventScope, MemoryEventPlane, SequenceWatch
+from dynamo.runtime.calls.event_plane import Event, EventScope, MemoryEventPlane, SequenceWatch
 
 SCOPE = EventScope("ns", "c", "e")
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.event_plane.base import Event, EventScope
-from dynamo.runtime.event_plane.envelope import (
+from dynamo.runtime.base.settings import EventPlaneSettings, NatsSettings, ZmqBroker
+from dynamo.runtime.calls.event_plane.base import Event, EventScope
+from dynamo.runtime.calls.event_plane.envelope import (
     BadEvent,
     channel_record,
     decode_envelope,
@@ -21,8 +22,7 @@ from dynamo.runtime.event_plane.envelope import (
     zmq_broker,
     zmq_endpoint,
 )
-from dynamo.runtime.event_plane.nats import subject_of
-from dynamo.runtime.settings import EventPlaneSettings, NatsSettings, ZmqBroker
+from dynamo.runtime.calls.event_plane.nats import subject_of
 from support.cases import each_case
 from support.properties import examples
 

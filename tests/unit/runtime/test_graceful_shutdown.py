@@ -13,8 +13,8 @@ import pytest
 from dynamo.common.utils import graceful_shutdown as module
 from dynamo.errors import CannotConnect
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.calls.request_plane.memory import MemoryPlane
 from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
-from dynamo.runtime.request_plane.memory import MemoryPlane
 from dynamo.worker.graceful_shutdown import (
     get_grace_period_seconds,
     graceful_shutdown_with_discovery,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.context import Context
-from dynamo.runtime.health import Canary, HealthState
-from dynamo.runtime.progress import ServingProgress
-from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.settings import CanarySettings
+from dynamo.runtime.base.settings import CanarySettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.health import Canary, HealthState
+from dynamo.runtime.calls.progress import ServingProgress
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.cases import each_case
 
 PATH = "ns.backend.generate"

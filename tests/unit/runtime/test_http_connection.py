@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.http import HttpLimits, HttpService, Rejection
+from dynamo.runtime.base.http_limits import HttpLimits, Rejection
 from dynamo.runtime.http.connection import KNOWN_URL_BYTES
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION, PUSH_EXTENSION, RESPOND_EXTENSION
 from dynamo.runtime.http.head import status_line
+from dynamo.runtime.http.service import HttpService
 from support.patience import PATIENCE_SECONDS
 
 LIMITS = HttpLimits(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.runtime.inspector_token import (
+from dynamo.runtime.http.inspector_token import (
     InspectorAccess,
     find_access,
     new_token,

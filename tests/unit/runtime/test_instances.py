@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from dynamo.errors import WorkerUnavailable
-from dynamo.runtime.instances import InstanceSet, decode_instance, encode_instance
-from dynamo.runtime.request_plane.base import Instance
+from dynamo.runtime.calls.instances import InstanceSet, decode_instance, encode_instance
+from dynamo.runtime.calls.request_plane.base import Instance
 from support.cases import each_case
 
 FOREIGN = "v1/instances/ns/c/e/foreign"

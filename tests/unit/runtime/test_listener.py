@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
-from dynamo.runtime.addresses import detect_host
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance, RequestPlaneServer, ResponseSink
-from dynamo.runtime.request_plane.listener import Listener, detect_device_type
-from dynamo.runtime.request_plane.mux import MAGIC, MuxClient
-from dynamo.runtime.request_plane.mux.client import MuxConnection
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.base.addresses import detect_host
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Instance, RequestPlaneServer, ResponseSink
+from dynamo.runtime.calls.request_plane.listener import Listener, detect_device_type
+from dynamo.runtime.calls.request_plane.mux import MAGIC, MuxClient
+from dynamo.runtime.calls.request_plane.mux.client import MuxConnection
 from support.cases import each_case
 from support.native_caller import native_caller
 from support.patience import PATIENCE_SECONDS
@@ -236,8 +236,8 @@ def test_the_device_type_follows_what_the_environment_hides(env: dict[str, str],
 UVLOOP = """
 import asyncio, sys
 import uvloop
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.mux import MuxClient
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.mux import MuxClient
 from support.native_caller import native_caller
 from test_listener import PATH, listening, mux_tokens
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.mocker.bootstrap import HandoffDesk
-from dynamo.runtime.listening import start_listening
+from dynamo.runtime.base.listening import start_listening
 
 STEPS = 8  # of the event loop; a start takes fewer
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo.runtime.log_site import LogSite
-from dynamo.runtime.logging import LogFilter, LoggingSettings, LogHandler, log_span
+from dynamo.runtime.observe.log_site import LogSite
+from dynamo.runtime.observe.logging import LogFilter, LoggingSettings, LogHandler, log_span
 
 LOGGER = logging.getLogger("test.log_site")
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.properties import examples
 
-from dynamo.runtime.logging import (
+from dynamo.runtime.observe.logging import (
     LogFilter,
     LoggingSettings,
     LogHandler,
@@ -53,7 +53,7 @@ def clean_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("critical", "anything", logging.CRITICAL),
         ("off", "anything", OFF),
         ("debug,dynamo=debug", "other", logging.DEBUG),
-        ("info,dynamo.runtime=debug", "dynamo.runtime.health", logging.DEBUG),
+        ("info,dynamo.runtime=debug", "dynamo.runtime.calls.health", logging.DEBUG),
         ("info,dynamo.runtime=debug", "dynamo.runtimes", logging.INFO),
         ("info,dynamo=error,dynamo.runtime=debug", "dynamo.runtime.x", logging.DEBUG),
         ("info,dynamo=error,dynamo.runtime=debug", "dynamo.frontend", logging.ERROR),

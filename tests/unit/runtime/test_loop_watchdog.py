@@ -13,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from dynamo.runtime.loop_watchdog import LogLimit, LoopWatchdog, place_of
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.observe.loop_watchdog import LogLimit, LoopWatchdog, place_of
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.patience import PATIENCE_SECONDS
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.runtime.metric_snapshots import SnapshotError, absorb, snapshot
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.observe.metric_snapshots import SnapshotError, absorb, snapshot
+from dynamo.runtime.observe.metrics import MetricsRegistry
 
 BUCKETS = (0.1, 1.0, 10.0)
 

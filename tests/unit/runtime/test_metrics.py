@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.runtime.endpoint_metrics import EndpointMetrics
-from dynamo.runtime.metrics import DURATION_BUCKETS, Family, MetricsRegistry, sanitize
-from dynamo.runtime.metrics.family import Kind
-from dynamo.runtime.process_metrics import process_values, register_process, register_uptime
-from dynamo.runtime.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
+from dynamo.runtime.calls.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
+from dynamo.runtime.observe.endpoint_metrics import EndpointMetrics
+from dynamo.runtime.observe.metrics import DURATION_BUCKETS, Family, MetricsRegistry, sanitize
+from dynamo.runtime.observe.metrics.family import Kind
+from dynamo.runtime.observe.process_metrics import process_values, register_process, register_uptime
 from support.cases import each_case
 
 LABELS = 'dynamo_namespace="ns",dynamo_component="c",dynamo_endpoint="e",worker_id="1f"'
@@ -227,7 +227,7 @@ def test_a_failing_callback_is_logged_once_and_costs_only_its_own_metrics(caplog
 def test_a_label_that_grows_without_end_stops_growing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.metrics.registry.MAX_SERIES", 3)
+    monkeypatch.setattr("dynamo.runtime.observe.metrics.registry.MAX_SERIES", 3)
     registry = MetricsRegistry()
     vector = registry.counter_vector("a_total", "", ["model"])
     for n in range(10):
@@ -242,7 +242,7 @@ def test_a_label_that_grows_without_end_stops_growing(
 def test_a_family_beyond_its_bound_counts_where_nobody_looks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Kind
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.metrics.registry.MAX_SERIES", 3)
+    monkeypatch.setattr("dynamo.runtime.observe.metrics.registry.MAX_SERIES", 3)
     registry, family, before = MetricsRegistry(), Family(f"a_{kind}", kind, "", ("model",)), len(caplog.records)
     for n in range(10):
         getattr(family, kind)(registry, {"model": f"m{n}"})
@@ -273,8 +273,8 @@ def test_a_removed_series_is_gone() -> None:
 def test_the_runtime_leaves_prometheus_client_to_the_engine() -> None:
     # The library decides at import between memory and PROMETHEUS_MULTIPROC_DIR, which engines set in start().
     modules = (
-        "dynamo.runtime.metrics, dynamo.runtime.status_server, dynamo.contract.metrics, "
-        "dynamo.worker.lifecycle_metrics, dynamo.runtime.health"
+        "dynamo.runtime.observe.metrics, dynamo.runtime.http.status_server, dynamo.contract.metrics, "
+        "dynamo.worker.lifecycle_metrics, dynamo.runtime.calls.health"
     )
     script = f"import sys, {modules}; sys.exit('prometheus_client' in sys.modules or 'opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 
 from dynamo.errors import CannotConnect, Disconnected, DynamoException, InvalidArgument, StreamIncomplete, Unknown
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import (
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import (
     INITIAL_CREDITS,
     OBJECT_INDEX,
     Instance,
     ResponseSink,
     split_tcp,
 )
-from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.request_plane.mux import heartbeat
-from dynamo.runtime.request_plane.mux.client import MuxClient, MuxConnection, MuxStream
-from dynamo.runtime.request_plane.mux.connection import INLINE_BODY_BYTES
-from dynamo.runtime.request_plane.mux.frames import (
+from dynamo.runtime.calls.request_plane.core import ServerCore
+from dynamo.runtime.calls.request_plane.mux import heartbeat
+from dynamo.runtime.calls.request_plane.mux.client import MuxClient, MuxConnection, MuxStream
+from dynamo.runtime.calls.request_plane.mux.connection import INLINE_BODY_BYTES
+from dynamo.runtime.calls.request_plane.mux.frames import (
     HEADER,
     MAGIC,
     MAX_PAYLOAD,
@@ -38,9 +39,8 @@ from dynamo.runtime.request_plane.mux.frames import (
     items_frames,
     pack,
 )
-from dynamo.runtime.request_plane.mux.long_ids import LONG_IDS, SLICE_IDS
-from dynamo.runtime.request_plane.mux.server import MuxHost, MuxServerProtocol
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.calls.request_plane.mux.long_ids import LONG_IDS, SLICE_IDS
+from dynamo.runtime.calls.request_plane.mux.server import MuxHost, MuxServerProtocol
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 from support.streams import read_all

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.runtime.request_plane.mux.frames import (
+from dynamo.runtime.calls.request_plane.mux.frames import (
     END_FLAG,
     HEADER,
     MAGIC,

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from dynamo.errors import StreamIncomplete
 from dynamo.router.dispatch import RoutedStream
 from dynamo.router.failover import NO_WAIT, DispatchLimits, DispatchRequest
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import END_INDEX, INITIAL_CREDITS, StreamItem
-from dynamo.runtime.request_plane.mux.connection import MuxConnection
-from dynamo.runtime.request_plane.mux.frames import Kind, frame, pack, step_frames
-from dynamo.runtime.request_plane.mux.stream import MuxStream
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import END_INDEX, INITIAL_CREDITS, StreamItem
+from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
+from dynamo.runtime.calls.request_plane.mux.frames import Kind, frame, pack, step_frames
+from dynamo.runtime.calls.request_plane.mux.stream import MuxStream
 from support.properties import examples
 
 

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.runtime.request_plane.mux import long_ids
-from dynamo.runtime.request_plane.mux.long_ids import DecodedTooLarge, InSlices, decode_long, encode_long, has_long_ids
+from dynamo.runtime.calls.request_plane.mux import long_ids
+from dynamo.runtime.calls.request_plane.mux.long_ids import (
+    DecodedTooLarge,
+    InSlices,
+    decode_long,
+    encode_long,
+    has_long_ids,
+)
 
 LIMIT = 1 << 28
 NUMBER = st.integers(-(2**63), 2**64 - 1)  # what msgpack has

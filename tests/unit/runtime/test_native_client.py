@@ -25,14 +25,14 @@ from dynamo.errors import (
     WorkerUnavailable,
     http_assertion,
 )
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance
-from dynamo.runtime.request_plane.native import stream as native_stream
-from dynamo.runtime.request_plane.native.call_home import CallHomeListener
-from dynamo.runtime.request_plane.native.client import BUSY_REQUESTS, NativeClient
-from dynamo.runtime.request_plane.native.stream import NativeStream
-from dynamo.runtime.settings import RequestPlaneSettings
-from dynamo.runtime.tracing import TraceContext
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, Instance
+from dynamo.runtime.calls.request_plane.native import stream as native_stream
+from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
+from dynamo.runtime.calls.request_plane.native.client import BUSY_REQUESTS, NativeClient
+from dynamo.runtime.calls.request_plane.native.stream import NativeStream
+from dynamo.runtime.observe.tracing import TraceContext
 from support.cases import each_case
 from support.native_worker import Home, NativeWorker, Request, native_worker
 from support.patience import PATIENCE_SECONDS

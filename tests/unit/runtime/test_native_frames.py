@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dynamo import errors
 from dynamo.errors import DynamoException, HttpError, InvalidArgument, http_assertion, rule_of
-from dynamo.runtime.request_plane.core import typed_error
-from dynamo.runtime.request_plane.native.frames import (
+from dynamo.runtime.calls.request_plane.core import typed_error
+from dynamo.runtime.calls.request_plane.native.frames import (
     ACCEPTED,
     KILL,
     MAX_CONTROL_BYTES,
@@ -43,7 +43,7 @@ from dynamo.runtime.request_plane.native.frames import (
     handshake,
     prologue,
 )
-from dynamo.runtime.request_plane.native.items import (
+from dynamo.runtime.calls.request_plane.native.items import (
     FINAL_ITEM,
     AnnotatedItem,
     append_item,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Handler, ResponseSink
-from dynamo.runtime.request_plane.listener import Listener
-from dynamo.runtime.request_plane.native import sink as sink_module
-from dynamo.runtime.request_plane.native.outbox import NativeOutbox
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.calls.request_plane.listener import Listener
+from dynamo.runtime.calls.request_plane.native import sink as sink_module
+from dynamo.runtime.calls.request_plane.native.outbox import NativeOutbox
 from support.cases import each_case
 from support.native_caller import NativeCaller, native_caller, request_frame, two_part
 from support.patience import PATIENCE_SECONDS
@@ -530,7 +530,7 @@ async def test_close_ends_open_streams_with_a_shutdown() -> None:
 
 
 async def test_close_does_not_wait_for_a_caller_that_neither_reads_nor_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.runtime.request_plane.native.server.GOODBYE_SECONDS", 0.05)
+    monkeypatch.setattr("dynamo.runtime.calls.request_plane.native.server.GOODBYE_SECONDS", 0.05)
 
     async def flood(body: Any, context: Context, sink: ResponseSink) -> None:
         while sink.has_credit() and not sink.ended:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dynamo.runtime import Client, Context, DistributedRuntime
+from dynamo.runtime.calls.handler import serve_python
+from dynamo.runtime.calls.request_plane.memory import MemoryPlane
+from dynamo.runtime.calls.request_plane.stream import StreamBuffer
 from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
-from dynamo.runtime.handler import serve_python
-from dynamo.runtime.request_plane.memory import MemoryPlane
-from dynamo.runtime.request_plane.stream import StreamBuffer
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
 PATH = "ns.c.e"

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from dynamo.errors import CannotConnect, Disconnected, DynamoException, InvalidArgument
-from dynamo.runtime import tls as tls_module
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, ResponseSink
-from dynamo.runtime.request_plane.listener import Listener
-from dynamo.runtime.request_plane.mux.client import MuxClient
-from dynamo.runtime.request_plane.mux.frames import (
+from dynamo.runtime.base import tls as tls_module
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Instance, RequestPlaneClient, ResponseSink
+from dynamo.runtime.calls.request_plane.listener import Listener
+from dynamo.runtime.calls.request_plane.mux.client import MuxClient
+from dynamo.runtime.calls.request_plane.mux.frames import (
     HEADER,
     MAGIC,
     FrameDecoder,
@@ -30,11 +31,10 @@ from dynamo.runtime.request_plane.mux.frames import (
     frame,
     pack,
 )
-from dynamo.runtime.request_plane.native.call_home import CallHomeListener
-from dynamo.runtime.request_plane.native.client import NativeClient
-from dynamo.runtime.request_plane.secret import SharedSecret, WrongSecret, new_nonce
-from dynamo.runtime.request_plane.security import PlaneSecurity
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
+from dynamo.runtime.calls.request_plane.native.client import NativeClient
+from dynamo.runtime.calls.request_plane.secret import SharedSecret, WrongSecret, new_nonce
+from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 from support.certificates import Authority
 from support.patience import PATIENCE_SECONDS
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.settings import DISCOVERY_BACKENDS
 from dynamo.runtime.lifecycle import TRANSITIONS, RuntimeEvent, RuntimeLife, RuntimeState
 from dynamo.runtime.planes import DISCOVERY, EVENTS, REQUEST_CLIENTS, REQUEST_SERVERS, choose_planes
-from dynamo.runtime.settings import DISCOVERY_BACKENDS
 from support.cases import each_case
 
 ROOT = Path(__file__).parents[3]
@@ -37,8 +37,8 @@ def test_the_tables_import_nothing_that_only_one_plane_needs() -> None:
     code = "import sys, dynamo.runtime.distributed; print(*sorted(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "dynamo.runtime.planes" in found
-    lazy = ("zmq", "nats", "aiohttp", "kubernetes_asyncio", "dynamo.runtime.request_plane.listener")
-    assert not [name for name in found if name in lazy or name.startswith("dynamo.runtime.request_plane.native")]
+    lazy = ("zmq", "nats", "aiohttp", "kubernetes_asyncio", "dynamo.runtime.calls.request_plane.listener")
+    assert not [name for name in found if name in lazy or name.startswith("dynamo.runtime.calls.request_plane.native")]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo.runtime import process_guard
-from dynamo.runtime.process_guard import HELPER
+from dynamo.runtime.base import process_guard
+from dynamo.runtime.base.process_guard import HELPER
 
 PARENT, CHILD, GRANDCHILD, OTHER = 4_000_001, 4_000_002, 4_000_003, 4_000_004  # beyond what a kernel gives out
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dynamo.runtime.context import Context
-from dynamo.runtime.logging import enter_request_span, format_jsonl
-from dynamo.runtime.request_log import WorkerRequestLog
-from dynamo.runtime.tracing import TraceContext
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_log import WorkerRequestLog
+from dynamo.runtime.observe.logging import enter_request_span, format_jsonl
+from dynamo.runtime.observe.tracing import TraceContext
 from dynamo.worker.serving import TokenServing
 from support.machine_log import machine_log
 

@@ -21,10 +21,10 @@ from dynamo.errors import (
     Unknown,
     WorkerUnavailable,
 )
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
+from dynamo.runtime.calls.request_plane.core import ServerCore
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 

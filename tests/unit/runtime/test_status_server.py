@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from dynamo.errors import CannotConnect
-from dynamo.runtime.health import HealthState
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.settings import StatusLimits, SystemSettings
-from dynamo.runtime.status_server import StatusServer
+from dynamo.runtime.base.settings import StatusLimits, SystemSettings
+from dynamo.runtime.calls.health import HealthState
+from dynamo.runtime.http.status_server import StatusServer
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.cases import each_case
 
 LIMITS = StatusLimits()

@@ -9,8 +9,8 @@ from typing import Final
 import pytest
 
 from dynamo.errors import Disconnected, DynamoException, StreamIncomplete
-from dynamo.runtime.request_plane.base import END_INDEX, StreamItem
-from dynamo.runtime.request_plane.stream import TRANSITIONS, StreamBuffer, StreamEvent, StreamState
+from dynamo.runtime.calls.request_plane.base import END_INDEX, StreamItem
+from dynamo.runtime.calls.request_plane.stream import TRANSITIONS, StreamBuffer, StreamEvent, StreamState
 from support.cases import each_case
 
 LOST: Final = Disconnected("gone")

@@ -9,10 +9,10 @@ from contextlib import aclosing, asynccontextmanager, suppress
 import pytest
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.tasks import AttemptCancelled, Background, SingleFlight, first_of
 from dynamo.runtime.discovery import follow as following
 from dynamo.runtime.discovery.base import Change, Delete, Put
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
-from dynamo.runtime.tasks import AttemptCancelled, Background, SingleFlight, first_of
 
 
 async def hang(ended: asyncio.Event) -> None:

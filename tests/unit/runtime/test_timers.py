@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from dynamo.runtime.timers import due_of
+from dynamo.runtime.base.timers import due_of
 from dynamo.worker.kv_publishing.last_event import LastEventRepeats
 
 

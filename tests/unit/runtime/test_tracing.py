@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from dynamo.runtime.context import Context
-from dynamo.runtime.tracing import (
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.tracing import (
     NO_SPAN,
     TraceContext,
     Tracing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dynamo.runtime.request_plane.mux.frames import (
+from dynamo.runtime.calls.request_plane.mux.frames import (
     HEADER,
     MAGIC,
     MAX_PAYLOAD,

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS
-from dynamo.runtime.request_plane.mux.frames import (
+from dynamo.runtime.calls.request_plane.base import INITIAL_CREDITS
+from dynamo.runtime.calls.request_plane.mux.frames import (
     FrameDecoder,
     Kind,
     decode_body,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo.runtime.context import Context
+from dynamo.runtime.base.write_batch import WriteBatch
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import StreamItem
+from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
+from dynamo.runtime.calls.request_plane.mux.frames import Kind, frame, pack
 from dynamo.runtime.http.cycle import Cycle, Splicer
 from dynamo.runtime.http.gate import Gate
-from dynamo.runtime.request_plane.base import StreamItem
-from dynamo.runtime.request_plane.mux.connection import MuxConnection
-from dynamo.runtime.request_plane.mux.frames import Kind, frame, pack
-from dynamo.runtime.write_batch import WriteBatch
 
 
 class Socket:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.sglang.engine_thread import EngineThread
 from dynamo.sglang.vectors import inputs_of, vector_of
 from support.cases import each_case

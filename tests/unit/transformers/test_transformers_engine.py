@@ -13,7 +13,7 @@ import pytest
 
 from dynamo.contract.requests.generation import GenerationLimits
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.transformers.arguments import read_arguments
 from dynamo.transformers.engine import UNSUPPORTED, TransformersEngine, _Grammars
 from dynamo.transformers.loading import LoadedTransformers

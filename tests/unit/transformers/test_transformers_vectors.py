@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.contract.requests.pooling import Pooling
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.transformers.arguments import read_arguments
 from dynamo.transformers.loading import LoadedEncoder
 from dynamo.transformers.vectors import TransformersVectors, _Batches, pooled

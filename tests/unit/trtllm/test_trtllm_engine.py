@@ -13,7 +13,7 @@ import pytest
 from dynamo.contract.conformance import run_conformance
 from dynamo.contract.requests.generation import GenerationLimits, OutputConstraint, read_generation
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.trtllm.answers import guided_parameters, sampling_parameters
 from dynamo.trtllm.arguments import MARK, read_arguments
 from dynamo.trtllm.engine import TrtllmEngine

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.addresses import bound_socket
+from dynamo.runtime.base.addresses import bound_socket
 from dynamo.vllm import starting
 from dynamo.vllm.arguments import Arguments
 from dynamo.vllm.errors import configuration_error

@@ -23,10 +23,10 @@ from dynamo.contract.metrics import (
     register_engine_registry,
     register_global_registry,
 )
-from dynamo.runtime.endpoint_metrics import EndpointMetrics
-from dynamo.runtime.loop_watchdog import LoopBlockMetrics
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
+from dynamo.runtime.calls.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
+from dynamo.runtime.observe.endpoint_metrics import EndpointMetrics
+from dynamo.runtime.observe.loop_watchdog import LoopBlockMetrics
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.worker.lifecycle_metrics import WorkerMetrics
 from support.cases import each_case
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.worker import controls
 from dynamo.worker.controls import (
     PAUSING_CONTROLS,

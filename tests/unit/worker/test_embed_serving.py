@@ -16,8 +16,8 @@ from dynamo.contract.config import WorkerConfig
 from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, final_chunk
 from dynamo.errors import InvalidArgument, Unknown
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.embedding import EmbedServing, offers_embeddings
 from dynamo.worker.serving import TokenServing
 from dynamo.worker.worker import Worker

@@ -19,7 +19,7 @@ from dynamo.errors import (
     Unknown,
     http_assertion,
 )
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.discovery.base import INSTANCES
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.worker.engine_failures import ErrorMapping

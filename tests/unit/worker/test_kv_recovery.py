@@ -13,7 +13,7 @@ import zmq
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv import block_hashes
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.discovery.base import EVENT_SOURCES, INSTANCES
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import Endpoint

@@ -26,7 +26,7 @@ from dynamo.errors import (
     rule_of,
 )
 from dynamo.protocol.finish import EngineFailed, normalise
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.worker.serving import CHUNKS_PER_TURN, RawServing, TokenServing, wrap_error
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS

@@ -19,11 +19,11 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown
 from dynamo.protocol.model_types import ModelInput, WorkerType
 from dynamo.protocol.records import decode_model_record
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseStream
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.request_plane.base import ResponseStream
 from dynamo.worker.kv_publishing.publisher import ComponentSnapshot, PushSource
 from dynamo.worker.lifecycle import ShutdownTimes, State
 from dynamo.worker.worker import (

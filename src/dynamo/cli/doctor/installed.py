@@ -13,7 +13,7 @@ import msgspec
 
 from dynamo.cli.doctor.diagnosis import Diagnosis, Examined
 from dynamo.cli.installation import Installation
-from dynamo.runtime.inspector_token import InspectorAccess, token_directory
+from dynamo.runtime.http.inspector_token import InspectorAccess, token_directory
 
 __all__ = ["leftovers", "token_file", "versions"]
 

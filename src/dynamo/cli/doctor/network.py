@@ -18,8 +18,8 @@ from dynamo.cli.doctor.diagnosis import Diagnosis, Examined
 from dynamo.cli.inspect.client import ViewQuery
 from dynamo.cli.status import VIEWS, troubles_of
 from dynamo.errors import InvalidArgument
+from dynamo.runtime.base.settings import discovery_store
 from dynamo.runtime.discovery.etcd.client import parse_endpoints, tls_context
-from dynamo.runtime.settings import discovery_store
 
 __all__ = [
     "discovery",

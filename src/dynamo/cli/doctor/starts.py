@@ -23,8 +23,8 @@ from dynamo.frontend.args import parse_args
 from dynamo.frontend.parts.stored_responses.opening import SQLITE
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.health_check import load_health_check_from_env
-from dynamo.runtime.logging import LoggingSettings
-from dynamo.runtime.tracing import TracingSettings
+from dynamo.runtime.observe.logging import LoggingSettings
+from dynamo.runtime.observe.tracing import TracingSettings
 from dynamo.settings.extras import install_command
 
 __all__ = ["START_READERS", "places", "starts"]
@@ -45,7 +45,7 @@ def _worker(env: Mapping[str, str]) -> object:
 
 def _logging(env: Mapping[str, str]) -> None:
     for complaint in LoggingSettings.from_env(env).complaints:
-        logging.getLogger("dynamo.runtime.logging").warning("%s", complaint)
+        logging.getLogger("dynamo.runtime.observe.logging").warning("%s", complaint)
 
 
 START_READERS: Final[Mapping[str, Reader]] = {

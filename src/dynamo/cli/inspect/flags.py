@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from dynamo.cli.api_client import DEFAULT_PORT
 from dynamo.cli.inspect.client import InspectorClient
-from dynamo.runtime.inspector_token import InspectorAccess, find_access
+from dynamo.runtime.http.inspector_token import InspectorAccess, find_access
 from dynamo.settings.readers import placeholder, port, text
 from dynamo.settings.table import setting
 

@@ -1,5 +1,5 @@
-"""Facade: the flag variables of `dynamo.runtime.settings` under the native path."""
+"""Facade: the flag variables of `dynamo.runtime.base.settings` under the native path."""
 
-from dynamo.runtime.settings import env_bool
+from dynamo.runtime.base.settings import env_bool
 
 __all__ = ["env_bool"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["cancelling_context", "mock_context"]
 

@@ -18,10 +18,10 @@ from dynamo.contract.conformance.streams import CancelledCheck, EncodeCheck, Raw
 from dynamo.contract.engine import BaseEngine
 from dynamo.contract.health_check import HEALTH_CHECK_KEY
 from dynamo.contract.metrics import EngineMetrics
-from dynamo.runtime.context import Context
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.process_guard import Started, descendants
-from dynamo.runtime.tasks import Background, is_being_cancelled
+from dynamo.runtime.base.process_guard import Started, descendants
+from dynamo.runtime.base.tasks import Background, is_being_cancelled
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.metrics import MetricsRegistry
 
 __all__ = ["EngineFactory", "run_conformance", "run_encode_conformance", "run_raw_conformance"]
 

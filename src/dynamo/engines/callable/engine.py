@@ -35,7 +35,7 @@ from dynamo.engines.callable.signature import CallableKind, CallPlan, Source, pl
 from dynamo.errors import Unknown
 from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.openai.plain_text import TextPiece, count, cut, prompt_tokens, stream_piece
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["CallableEngine", "TextCallableEngine", "TokenCallableEngine", "engine_class"]
 

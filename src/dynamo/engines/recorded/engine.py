@@ -23,7 +23,7 @@ from dynamo.engines.recorded.files import RecordedRequest, read_recordings
 from dynamo.errors import HttpError, InvalidArgument
 from dynamo.protocol.content_key import content_key
 from dynamo.protocol.model_types import ModelInput
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["RecordedEngine"]
 

@@ -21,7 +21,7 @@ from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.engines.sample.drawing import FULL_STEP, draw_png, edited_png
 from dynamo.engines.sample.png import Pixels, read_png
 from dynamo.protocol.model_types import ModelInput
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["SampleDiffusionEngine"]
 

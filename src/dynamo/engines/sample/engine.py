@@ -38,7 +38,7 @@ from dynamo.contract.requests.multimodal import (
 from dynamo.contract.requests.token_ids import token_ids_to_list
 from dynamo.engines.sample.kv import BLOCK_TOKENS, TOTAL_BLOCKS, SampleKvCache
 from dynamo.protocol.records import MEDIA_KINDS
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 
 __all__ = ["SampleLLMEngine"]

@@ -17,7 +17,7 @@ from dynamo.contract.health_check import build_raw_health_check_payload, is_prob
 from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.engines.sample.raw_arguments import read_arguments
 from dynamo.engines.sample.tones import Tones, wav_header
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["SampleSpeechEngine"]
 

@@ -19,7 +19,7 @@ from dynamo.contract.health_check import build_raw_health_check_payload, is_prob
 from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.engines.sample.raw_arguments import data_of, read_arguments
 from dynamo.engines.sample.tones import BYTES_PER_SECOND, SAMPLE_RATE, Heard, Tones, heard, wav_header
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["SampleTranscriptionEngine"]
 

@@ -19,7 +19,7 @@ from dynamo.engines.sample.diffusion_engine import image_seed, image_size
 from dynamo.engines.sample.drawing import Blocks
 from dynamo.engines.sample.png import animated_png
 from dynamo.engines.sample.raw_arguments import read_arguments
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["SampleVideoEngine"]
 

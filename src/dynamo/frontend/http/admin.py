@@ -14,8 +14,8 @@ from typing import Final, Self
 from dynamo.frontend.base.asgi import Receive, Scope, Send, reply_rejected
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.addresses import LOCAL_STORES, is_loopback
-from dynamo.runtime.http import Rejection
+from dynamo.runtime.base.addresses import LOCAL_STORES, is_loopback
+from dynamo.runtime.base.http_limits import Rejection
 from dynamo.runtime.http.cross_site import cross_site_reason
 
 __all__ = [

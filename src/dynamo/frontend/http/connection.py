@@ -10,7 +10,7 @@ from dynamo.frontend.base.request_id import client_request_id
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.http import Rejection
+from dynamo.runtime.base.http_limits import Rejection
 
 __all__ = ["LIMITS", "render_rejection"]
 

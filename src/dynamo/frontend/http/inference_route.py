@@ -32,8 +32,8 @@ from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.base.identifiers import random_uuid
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION
-from dynamo.runtime.identifiers import random_uuid
 
 __all__ = ["AsgiSink", "InferenceRoute", "watch_client"]
 

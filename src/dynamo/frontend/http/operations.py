@@ -23,7 +23,7 @@ from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
-from dynamo.runtime.metrics import CONTENT_TYPE
+from dynamo.runtime.observe.metrics import CONTENT_TYPE
 
 __all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers", "ReadyRoute"]
 

@@ -18,12 +18,12 @@ from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
 from dynamo.frontend.http.connection import render_rejection
 from dynamo.frontend.parts.inspector.published import published_access
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.runtime.addresses import bound_socket, http_url
-from dynamo.runtime.http import HttpService
+from dynamo.runtime.base.addresses import bound_socket, http_url
+from dynamo.runtime.base.limits import within_descriptors
+from dynamo.runtime.base.tls import ServerTls, TlsFile
+from dynamo.runtime.base.tls_gate import TlsGate
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
-from dynamo.runtime.limits import within_descriptors
-from dynamo.runtime.tls import ServerTls, TlsFile
-from dynamo.runtime.tls_gate import TlsGate
+from dynamo.runtime.http.service import HttpService
 
 __all__ = [
     "Connect",

@@ -16,7 +16,7 @@ from msgspec import Struct
 from dynamo.errors import DynamoException
 from dynamo.frontend.models.cards import CardEntry
 from dynamo.frontend.models.directory import ModelDirectory
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["AdapterKeeper", "AskWorker", "WorkerAnswer"]
 

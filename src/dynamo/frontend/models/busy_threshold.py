@@ -22,8 +22,8 @@ from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadedPool, LoadReport
-from dynamo.runtime.event_plane.base import Event
-from dynamo.runtime.tasks import Background, first_of
+from dynamo.runtime.base.tasks import Background, first_of
+from dynamo.runtime.calls.event_plane.base import Event
 
 __all__ = ["LOAD_TOPIC", "BusyThresholdRoute", "LoadFollower"]
 

@@ -19,7 +19,7 @@ from dynamo.protocol.records import ADAPTERS_ENDPOINT
 from dynamo.router.kv.domains import KvDomains
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.pool import WorkerClient
-from dynamo.runtime.event_plane.base import Event
+from dynamo.runtime.calls.event_plane.base import Event
 
 if TYPE_CHECKING:
     from dynamo.runtime.client import Client

@@ -30,9 +30,9 @@ from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.operator_desk import OperatorDesk
 from dynamo.router.pool import ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Discovery
 from dynamo.runtime.discovery.follow import follow
-from dynamo.runtime.tasks import Background
 from dynamo.text.model import TextModel
 
 __all__ = ["ModelDirectory"]

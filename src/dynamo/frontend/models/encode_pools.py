@@ -21,8 +21,8 @@ from dynamo.router.handoff import Handoff
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
 from dynamo.router.record import DispatchRecord
-from dynamo.runtime.context import Context
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["EncodePools"]
 

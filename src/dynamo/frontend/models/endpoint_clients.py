@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dynamo.errors import DynamoException
 from dynamo.router.pool import WorkerClient
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["Connect", "EndpointClients"]
 

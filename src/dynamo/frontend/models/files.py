@@ -27,7 +27,7 @@ from blake3 import blake3
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
 from dynamo.frontend.models.file_policy import FilePolicy, check_url, path_part
 from dynamo.protocol.records import FileRef, ModelCard
-from dynamo.runtime.addresses import detect_host
+from dynamo.runtime.base.addresses import detect_host
 
 __all__ = ["ChecksumMismatch", "ModelFiles", "Sources"]
 

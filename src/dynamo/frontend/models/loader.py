@@ -15,7 +15,7 @@ from dynamo.frontend.models.changes import Changes
 from dynamo.frontend.models.endpoint_clients import EndpointClients
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.protocol.records import ModelCard
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 from dynamo.text.model import TextModel
 
 __all__ = ["CONCURRENT_LOADS", "ClusterView", "Load", "ModelLoader"]

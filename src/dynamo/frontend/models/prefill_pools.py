@@ -13,7 +13,7 @@ from dynamo.router.operator_desk import OperatorDesk
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
 from dynamo.router.stages import PrefillStage
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["PrefillPools"]
 

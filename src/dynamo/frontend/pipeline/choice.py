@@ -14,8 +14,8 @@ from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest, reported
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.decoder import ChoiceDecoder
 
 __all__ = ["Choice", "Delta", "TokenChoice"]

@@ -23,8 +23,8 @@ from dynamo.frontend.parts.keys.quotas import Charge
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.request_ids import uuid_in
-from dynamo.runtime.context import Context
-from dynamo.runtime.tracing import TraceContext
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.observe.tracing import TraceContext
 
 __all__ = ["Arrival", "EarlyEnd", "Exchange", "ExchangeRegister", "KeyRevoked", "Phase", "RequestAborted"]
 

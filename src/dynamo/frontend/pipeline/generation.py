@@ -13,7 +13,7 @@ from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.frontend.pipeline.text_generation import TextPlan, TextStream
 from dynamo.router.fan_out import FanOut
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["SingleGeneration", "generate"]
 

@@ -50,7 +50,7 @@ from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.vectors.requests import ResultRequest
 from dynamo.router.stall_detector import StallDetector
-from dynamo.runtime.tracing import exports_content
+from dynamo.runtime.observe.tracing import exports_content
 
 __all__ = ["Call", "GenerationCall", "OpenAnswer", "Pipeline", "Resolved", "bind_key"]
 

@@ -14,7 +14,7 @@ from dynamo.frontend.base.metrics.requests import RequestMetrics
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.sink import AnswerStream, SplicedEvents
 from dynamo.protocol.openai.escaping import json_text
-from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.decoder import ChoiceDecoder
 from dynamo.text.pieces import EncodedPieces
 

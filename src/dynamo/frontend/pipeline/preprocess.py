@@ -36,7 +36,7 @@ from dynamo.protocol.openai.requests import (
     to_worker_fields,
 )
 from dynamo.router.failover import DispatchLimits, pinned_instance
-from dynamo.runtime.metrics import observe_each
+from dynamo.runtime.observe.metrics import observe_each
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 from dynamo.text.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.result_api import ResultReply
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.protocol.openai.errors import RequestRejected, not_built
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = [
     "MAX_RESULT_BYTES",

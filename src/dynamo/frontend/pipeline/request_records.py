@@ -13,10 +13,10 @@ from dynamo.frontend.pipeline.gen_ai import GenAi, content_attributes, output_me
 from dynamo.frontend.pipeline.plan import Tally
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.router.kv.explain import ExplainedChoice, explain_placement
-from dynamo.runtime.log_site import LogSite
-from dynamo.runtime.logging import close_log_span, enter_log_span, request_level
-from dynamo.runtime.request_log import COMPLETED, RECEIVED
-from dynamo.runtime.tracing import RequestSpan, exports_content, is_tracing, start_server_span
+from dynamo.runtime.calls.request_log import COMPLETED, RECEIVED
+from dynamo.runtime.observe.log_site import LogSite
+from dynamo.runtime.observe.logging import close_log_span, enter_log_span, request_level
+from dynamo.runtime.observe.tracing import RequestSpan, exports_content, is_tracing, start_server_span
 
 __all__ = ["CLIENT_LEFT", "begin_record", "end_record", "log_declined", "worker_fields"]
 

@@ -22,8 +22,8 @@ from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
 from dynamo.router.fan_out import FanOut
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import StreamItem
 
 __all__ = ["ResultCall", "gather_results"]
 

@@ -23,8 +23,8 @@ from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, promp
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
 from dynamo.text.stops import StopStrings
 

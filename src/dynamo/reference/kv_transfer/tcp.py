@@ -31,8 +31,8 @@ from dynamo.reference.kv_transfer.frames import (
     read_header,
 )
 from dynamo.reference.kv_transfer.offers import Offer, Offers
-from dynamo.runtime.addresses import WILDCARDS, detect_host
-from dynamo.runtime.listening import start_listening
+from dynamo.runtime.base.addresses import WILDCARDS, detect_host
+from dynamo.runtime.base.listening import start_listening
 
 __all__ = ["Peer", "TcpReceiver", "TcpSender"]
 

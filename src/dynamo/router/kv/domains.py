@@ -37,9 +37,9 @@ from dynamo.router.kv_events.feed import MAX_RECOVERIES, KvEventFeed
 from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.peers.load_reports import RouterLoadReports
 from dynamo.router.peers.replica_sync import ReplicaSync, SessionSync
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.observe.metrics import MetricsRegistry
 
 if TYPE_CHECKING:
     from dynamo.router.pool import ModelPool

@@ -14,7 +14,7 @@ from dynamo.router.kv.placement import KvWatcher
 from dynamo.router.kv.queue_metrics import FAMILIES as QUEUE_FAMILIES
 from dynamo.router.kv.router import Selection
 from dynamo.router.kv_events.feed import REFUSALS
-from dynamo.runtime.metrics import Family, MetricsRegistry, add_each, observe_each
+from dynamo.runtime.observe.metrics import Family, MetricsRegistry, add_each, observe_each
 
 __all__ = ["EVENT_STATUSES", "EVENT_TYPES", "FAMILIES", "EventCounters", "KvMetrics", "SeriesGroups"]
 

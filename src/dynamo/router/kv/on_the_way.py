@@ -16,7 +16,7 @@ from dynamo.router.kv.sessions import PoolSessions, SessionRelay
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.peers.replica_sync import SessionSync
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.observe.metrics import MetricsRegistry
 
 if TYPE_CHECKING:
     from dynamo.router.kv.placement import KvPlacement

@@ -36,8 +36,8 @@ from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.kv.decisions import DecisionLog
 from dynamo.router.kv.router import KvRouter, Selection
 from dynamo.router.record import DispatchRecord
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseStream
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseStream
 
 if TYPE_CHECKING:
     from dynamo.router.pool import ChosenWorker

@@ -23,7 +23,7 @@ from dynamo.placement.queueing import PolicyClass, PolicyProfile, QueueRequest, 
 from dynamo.placement.queueing.router_queue import RECHECK_SECONDS
 from dynamo.router.kv.queue_metrics import QueueMetrics
 from dynamo.router.kv.router import KvRouter, Selection
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.calls.context import Context, on_loop
 
 if TYPE_CHECKING:
     from dynamo.router.kv.placement import KvPlacement

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from dynamo.errors import RouterQueueLimitExceeded
-from dynamo.runtime.metrics import Family, MetricsRegistry
+from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 
 __all__ = ["FAMILIES", "QueueMetrics"]
 

@@ -22,7 +22,7 @@ from dynamo.placement.session_affinity import (
     SessionBeingBound,
     SessionLease,
 )
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.calls.context import Context, on_loop
 
 if TYPE_CHECKING:
     from dynamo.router.peers.replica_sync import SessionSync

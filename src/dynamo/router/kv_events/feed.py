@@ -20,10 +20,10 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.router.kv_events.queues import EarlyEvents
 from dynamo.router.kv_events.rank_events import CacheEvents, KvSink, OnTrust, RankEvents, Turns
 from dynamo.router.kv_events.sources import MAX_RECOVERIES, RecoveryTarget, SourceClients, read_source
+from dynamo.runtime.calls.event_plane.base import Event
 from dynamo.runtime.discovery.base import EVENT_SOURCES, Change, Put
 from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.event_plane.base import Event
 
 __all__ = ["MAX_RECOVERIES", "REFUSALS", "KvEventFeed", "KvSink"]
 

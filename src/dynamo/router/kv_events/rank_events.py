@@ -18,7 +18,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import Trust
 from dynamo.router.kv_events.queues import EventQueue, Room
 from dynamo.router.kv_events.sources import UNANSWERED, RecoveryTarget, SourceClients
-from dynamo.runtime.tasks import Work
+from dynamo.runtime.base.tasks import Work
 
 __all__ = ["CacheEvents", "KvSink", "OnTrust", "RankEvents", "Turns"]
 

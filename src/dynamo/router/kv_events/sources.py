@@ -11,8 +11,8 @@ import msgspec
 from dynamo.errors import DynamoException
 from dynamo.kv.events import BadEvents, KvAnswer, read_answer
 from dynamo.kv.overlap import WorkerRank
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.client import Client
-from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 
 __all__ = ["MAX_RECOVERIES", "UNANSWERED", "EventSource", "RecoveryTarget", "SourceClients", "read_source"]

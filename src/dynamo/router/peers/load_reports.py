@@ -12,9 +12,9 @@ import msgspec
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.event_plane.base import EventPublisher
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.event_plane.base import EventPublisher
-from dynamo.runtime.tasks import Background
 
 __all__ = ["LOAD_TOPIC", "RouterLoadReports"]
 

@@ -33,11 +33,11 @@ from dynamo.placement.replica_events import (
 from dynamo.placement.session_affinity import AffinityRecord
 from dynamo.router.kv.router import Selection
 from dynamo.router.peers.bookings import PeerBookings
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.event_plane.base import Event, EventPublisher, encode_segment
 from dynamo.runtime.discovery.base import EVENT_CHANNELS, Delete
 from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.event_plane.base import Event, EventPublisher, encode_segment
-from dynamo.runtime.tasks import Background
 
 __all__ = ["BINDINGS_TOPIC", "BOOKINGS_TOPIC", "BookingOutbox", "ReplicaSync", "SessionSync"]
 

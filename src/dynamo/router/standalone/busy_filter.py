@@ -12,8 +12,8 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadReport
 from dynamo.router.peers.load_reports import LOAD_TOPIC
 from dynamo.router.standalone.routed_endpoint import RoutedEndpoint
-from dynamo.runtime.event_plane.base import Event
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.event_plane.base import Event
 
 __all__ = ["busy_filter"]
 

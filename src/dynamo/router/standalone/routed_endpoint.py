@@ -44,13 +44,13 @@ from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.kv_events.feed import KvEventFeed
 from dynamo.router.peers.load_reports import RouterLoadReports
 from dynamo.router.peers.replica_sync import ReplicaSync
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, ResponseStream, StreamItem
 from dynamo.runtime.client import Client
-from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
 from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.request_plane.base import OBJECT_INDEX, ResponseStream, StreamItem
-from dynamo.runtime.tasks import Background
 
 __all__ = ["RoutedAnswer", "RoutedEndpoint", "kv_query_of", "new_router", "ranks_of", "routed_endpoint", "token_ids_of"]
 

@@ -19,8 +19,8 @@ from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import KvQuery
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.standalone.routed_endpoint import RoutedEndpoint, kv_query_of, token_ids_of
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import OBJECT_INDEX, Handler, ResponseSink
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, Handler, ResponseSink
 from dynamo.runtime.served_endpoint import ServedEndpoint
 
 __all__ = ["RouterService", "overlap_scores"]

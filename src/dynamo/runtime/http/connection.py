@@ -17,12 +17,12 @@ from urllib.parse import unquote
 
 import httptools
 
+from dynamo.runtime.base.http_limits import HttpLimits, Rejection
 from dynamo.runtime.http.cycle import Application, Cycle
 from dynamo.runtime.http.gate import Gate
 from dynamo.runtime.http.head import status_line
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
 from dynamo.runtime.http.watch import ConnectionPhase, Watch
-from dynamo.runtime.http_limits import HttpLimits, Rejection
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.service import HttpService

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 
-from dynamo.runtime.addresses import is_loopback
+from dynamo.runtime.base.addresses import is_loopback
 
 __all__ = ["cross_site_reason"]
 

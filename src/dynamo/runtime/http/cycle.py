@@ -7,9 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from dynamo.runtime.base.write_batch import WriteBatch
 from dynamo.runtime.http.head import CHUNKED, TO_THE_END, status_line, write_head
 from dynamo.runtime.http.request_body import RequestBody
-from dynamo.runtime.write_batch import WriteBatch
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection

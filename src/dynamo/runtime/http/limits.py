@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-from dynamo.runtime.http_limits import Rejection
+from dynamo.runtime.base.http_limits import Rejection
 
 __all__ = ["LINGER_SECONDS", "SPARE_CONNECTIONS", "RenderRejection"]
 

@@ -8,12 +8,12 @@ import socket
 from collections.abc import Callable
 from typing import Any, Final
 
+from dynamo.runtime.base.http_limits import HttpLimits
+from dynamo.runtime.base.listening import start_listening
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.http.connection import HttpConnection
 from dynamo.runtime.http.cycle import Application, Cycle
 from dynamo.runtime.http.limits import RenderRejection
-from dynamo.runtime.http_limits import HttpLimits
-from dynamo.runtime.listening import start_listening
-from dynamo.runtime.tasks import Background
 
 __all__ = ["HttpService"]
 

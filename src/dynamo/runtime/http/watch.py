@@ -6,8 +6,8 @@ import asyncio
 import enum
 from typing import TYPE_CHECKING, Final, cast
 
+from dynamo.runtime.base.timers import due_of
 from dynamo.runtime.http.limits import LINGER_SECONDS
-from dynamo.runtime.timers import due_of
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection

@@ -14,10 +14,10 @@ from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.base.offload import InlineOffload
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.runtime.context import Context
+from dynamo.runtime.base.settings import RequestPlaneSettings, RuntimeSettings
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.discovery.memory import MemoryHub
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.settings import RequestPlaneSettings, RuntimeSettings
 from dynamo.testing.simulation.engine import PrefixEngine, Step
 from dynamo.testing.simulation.network import Network
 from dynamo.testing.simulation.scenario import Scenario

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.context import Context
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["Observer", "PrefixEngine", "Step", "continuation"]
 

@@ -21,10 +21,10 @@ from typing import Any, Final, Generic, TypeVar, cast
 import msgspec
 
 from dynamo.errors import CannotConnect, Disconnected, DynamoException, describe
-from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import END_INDEX, INITIAL_CREDITS, Instance, StreamItem
-from dynamo.runtime.request_plane.memory import MemoryClient, MemoryPlane, MemoryServer, MemorySink, MemoryStream
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import END_INDEX, INITIAL_CREDITS, Instance, StreamItem
+from dynamo.runtime.calls.request_plane.memory import MemoryClient, MemoryPlane, MemoryServer, MemorySink, MemoryStream
 
 __all__ = ["ItemFault", "Network", "OrderedSet", "Wire"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.errors import DynamoException
-from dynamo.runtime.request_plane.base import StreamItem
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.testing.simulation.client import Visit
 from dynamo.testing.simulation.cluster import (
     MODEL,

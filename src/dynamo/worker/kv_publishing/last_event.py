@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from dynamo.runtime.timers import due_of
+from dynamo.runtime.base.timers import due_of
 
 __all__ = ["REPEAT_SECONDS", "LastEventRepeats"]
 

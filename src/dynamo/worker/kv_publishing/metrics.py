@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.runtime.metrics import Family, MetricsRegistry
+from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 
 __all__ = ["FAMILIES", "KvPublisherMetrics"]
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from dynamo.errors import DynamoException
-from dynamo.runtime.context import Context
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.runtime.discovery.base import EVENT_SOURCES
-from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.tasks import Background
 from dynamo.worker.kv_publishing.publisher import KV_EVENTS_TOPIC, KvEventPublisher
 
 if TYPE_CHECKING:

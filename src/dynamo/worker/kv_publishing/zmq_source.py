@@ -13,7 +13,7 @@ import zmq
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.engine_events import BadPayload, Cleared, EngineEvent, read_payload
-from dynamo.runtime.event_plane.zmq import MAX_MESSAGE_BYTES, RECONNECT_MAX_MS, RECONNECT_MS, SocketReader
+from dynamo.runtime.calls.event_plane.zmq import MAX_MESSAGE_BYTES, RECONNECT_MAX_MS, RECONNECT_MS, SocketReader
 from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
 
 __all__ = ["ZmqEngineEvents"]

@@ -15,8 +15,8 @@ from dynamo.frontend.parts.recording.log_lines import MAX_LINES, RequestLogLines
 from dynamo.frontend.parts.recording.message_templates import MAX_TEMPLATE_CHARACTERS, message_template
 from dynamo.frontend.parts.recording.request_shape import shape_of
 from dynamo.frontend.parts.recording.scrubber import ContentScrubber
-from dynamo.runtime.log_text import is_safe
-from dynamo.runtime.logging import log_span
+from dynamo.runtime.observe.log_text import is_safe
+from dynamo.runtime.observe.logging import log_span
 from support.cases import each_case
 
 # -- templates ----------------------------------------------------------------------------------------------------------

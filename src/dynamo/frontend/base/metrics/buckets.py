@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from dynamo.runtime.settings import env_float, env_int
+from dynamo.runtime.base.settings import env_float, env_int
 
 __all__ = ["LOG_BUCKETS", "buckets_of", "check_buckets", "log_buckets"]
 

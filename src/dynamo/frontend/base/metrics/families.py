@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dynamo.frontend.base.metrics.buckets import buckets_of
 from dynamo.frontend.base.metrics.table import FAMILIES
-from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry, Vector
+from dynamo.runtime.observe.metrics import Counter, Gauge, Histogram, MetricsRegistry, Vector
 
 __all__ = ["FrontendFamilies"]
 

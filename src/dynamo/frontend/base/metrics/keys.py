@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.parts.keys.quotas import TokenUse
-from dynamo.runtime.metrics import Counter
+from dynamo.runtime.observe.metrics import Counter
 
 __all__ = ["KeyMetrics"]
 

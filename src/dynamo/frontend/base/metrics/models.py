@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.metrics.table import MODEL_FACTS
-from dynamo.runtime.metrics import Counter, Vector
+from dynamo.runtime.observe.metrics import Counter, Vector
 
 __all__ = ["ModelMetrics"]
 

@@ -15,8 +15,8 @@ from dynamo.frontend.parts.batches.metrics import BatchMetrics
 from dynamo.frontend.parts.media.metrics import MediaMetrics
 from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX
 from dynamo.router.stall_detector import StallKind
-from dynamo.runtime.metric_snapshots import absorb
-from dynamo.runtime.metrics import Histogram, MetricsRegistry
+from dynamo.runtime.observe.metric_snapshots import absorb
+from dynamo.runtime.observe.metrics import Histogram, MetricsRegistry
 
 __all__ = ["EventLoopMetrics", "FrontendMetrics", "PreparationMetrics"]
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.stage_timer import ROUTE, STAGES, StageTimer
 from dynamo.router.migration import Move
-from dynamo.runtime.metrics import Counter, Gauge, Histogram, count_down, count_over, count_up, observe_each
+from dynamo.runtime.observe.metrics import Counter, Gauge, Histogram, count_down, count_over, count_up, observe_each
 
 __all__ = ["CLIENTS_AND_LOAD", "UNKNOWN_MODEL", "RequestMetrics", "RequestSeries", "RequestTotals", "RequestType"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.runtime.metrics import Family
+from dynamo.runtime.observe.metrics import Family
 
 __all__ = ["FAMILIES", "MODEL_FACTS"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dynamo.runtime.metrics import Family, Gauge, MetricsRegistry, set_each
+from dynamo.runtime.observe.metrics import Family, Gauge, MetricsRegistry, set_each
 
 __all__ = ["WorkerGauges"]
 

@@ -22,7 +22,7 @@ from dynamo.frontend.parts.batches.run import BatchRun, RunParts
 from dynamo.frontend.parts.batches.stored_files import StoredFiles
 from dynamo.protocol.batches.objects import BatchErrorEntry, BatchErrors
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["BatchConductor"]
 

@@ -17,7 +17,7 @@ from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerBytes, AnswerStream, HeaderPairs
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.identifiers import random_uuid
+from dynamo.runtime.base.identifiers import random_uuid
 
 __all__ = ["Fate", "LineAnswer", "LineCalls", "LineSink"]
 

@@ -23,7 +23,7 @@ from dynamo.frontend.parts.batches.records import BatchRecord
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.protocol.batches.lines import line_request_id, result_line
 from dynamo.protocol.batches.status import BatchStatus
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["BatchRun", "RunParts"]
 

@@ -34,7 +34,7 @@ from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.requests import CreateBatch, PageQuery
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
 from dynamo.protocol.openai.errors import RequestRejected, not_built
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 P = ParamSpec("P")
 T = TypeVar("T")

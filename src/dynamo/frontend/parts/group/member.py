@@ -42,11 +42,11 @@ from dynamo.frontend.parts.group.messages import (
 from dynamo.frontend.parts.group.places import Field, Places, SharedAdmission
 from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.base.tasks import Background, first_of
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.logging import configure_dynamo_logging
-from dynamo.runtime.metric_snapshots import snapshot
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.tasks import Background, first_of
+from dynamo.runtime.observe.logging import configure_dynamo_logging
+from dynamo.runtime.observe.metric_snapshots import snapshot
+from dynamo.runtime.observe.metrics import MetricsRegistry
 
 __all__ = ["Deliveries", "GroupPeers", "main"]
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.messages import GroupAnswers, MemberAnswer, MemberQuestion
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["ANSWER_SECONDS", "GroupQuestions"]
 

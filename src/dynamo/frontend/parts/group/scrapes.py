@@ -9,9 +9,9 @@ from typing import Final
 
 from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.messages import Gathered, Take
-from dynamo.runtime.metric_snapshots import absorb, snapshot
-from dynamo.runtime.metrics import Counter, MetricsRegistry
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.observe.metric_snapshots import absorb, snapshot
+from dynamo.runtime.observe.metrics import Counter, MetricsRegistry
 
 __all__ = ["GroupScrapes"]
 

@@ -35,7 +35,7 @@ from dynamo.frontend.parts.group.scrapes import GroupScrapes
 from dynamo.frontend.parts.inspector.members import TOKEN_KEY
 from dynamo.frontend.parts.inspector.published import published_access
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.runtime.inspector_token import new_token
+from dynamo.runtime.http.inspector_token import new_token
 
 __all__ = ["Supervisor"]
 

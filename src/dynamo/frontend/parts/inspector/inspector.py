@@ -60,8 +60,8 @@ from dynamo.protocol.inspector.views import (
     WorkerView,
 )
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.inspector_token import new_token
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.http.inspector_token import new_token
 from dynamo.scaling.decide import Decision
 
 __all__ = ["Inspector"]

@@ -23,9 +23,9 @@ from msgspec import Struct
 
 from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.frontend.parts.inspector.settings import InspectorSettings
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import FRONTENDS, Change, Discovery, Put
 from dynamo.runtime.discovery.follow import follow
-from dynamo.runtime.tasks import Background
 
 __all__ = [
     "PEER_HEADER",

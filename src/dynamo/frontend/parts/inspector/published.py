@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from dynamo.frontend.http.admin import serves_admin_with_api
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.runtime.addresses import WILDCARDS, http_url
-from dynamo.runtime.inspector_token import InspectorAccess, publish_access, remove_access
+from dynamo.runtime.base.addresses import WILDCARDS, http_url
+from dynamo.runtime.http.inspector_token import InspectorAccess, publish_access, remove_access
 
 __all__ = ["published_access", "uses_token"]
 

@@ -39,8 +39,8 @@ from dynamo.protocol.inspector.actions import (
 from dynamo.protocol.inspector.filters import FilterError, parse_filter
 from dynamo.protocol.inspector.views import VIEWS
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION
-from dynamo.runtime.tasks import Background
 
 __all__ = ["INSPECTOR_PATH", "InspectorRoutes", "TokenDoor"]
 

@@ -15,7 +15,7 @@ from dynamo.frontend.parts.inspector.streams import WorkerPulse
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.inspector.views import ModelView, WorkerView
 from dynamo.router.pool import ModelPool
-from dynamo.runtime.request_plane.base import Instance
+from dynamo.runtime.calls.request_plane.base import Instance
 
 __all__ = ["ROLES", "ClusterTable"]
 

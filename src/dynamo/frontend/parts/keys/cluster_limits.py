@@ -26,9 +26,9 @@ from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.quotas import Quotas
 from dynamo.frontend.parts.keys.rules.division import Division, without
 from dynamo.frontend.parts.keys.slices import Slice
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import LEASE_TTL_SECONDS, SHARED_LIMITS, Change, Discovery, Put, SharedRecords
 from dynamo.runtime.discovery.follow import follow
-from dynamo.runtime.tasks import Background
 
 __all__ = ["EVERY_NAMESPACE", "ClusterLimits", "SharedStore"]
 

@@ -21,7 +21,7 @@ from dynamo.frontend.parts.keys.identity import ENVIRONMENT_ID, Identity
 from dynamo.frontend.parts.keys.rules.key_file import KeyFileError, read_key_ring
 from dynamo.frontend.parts.keys.rules.key_text import HASH_PREFIX, check_imported, hash_of
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing, Revocation
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["KeySources", "KeyStore", "load_key_file"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["STANDARD_ERROR", "LineFile"]
 

@@ -11,7 +11,7 @@ from dynamo.frontend.base.metrics.keys import KeyMetrics
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenUse
 from dynamo.frontend.parts.keys.usage_store import UsageKey, UsageQuery, UsageStore, UsageUnavailable
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["UsageMeter"]
 

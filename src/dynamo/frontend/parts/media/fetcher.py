@@ -24,7 +24,7 @@ from dynamo.frontend.parts.media.content import Media, read_data_url, read_media
 from dynamo.frontend.parts.media.http_get import Answered, get
 from dynamo.frontend.parts.media.metrics import FetchOutcome
 from dynamo.frontend.parts.media.settings import FetchRules, MediaSettings
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
 
 __all__ = ["PartFetcher", "Resolve", "resolve_host"]
 

@@ -24,8 +24,8 @@ from dynamo.protocol.openai.shapes import MediaPart, RequestMedia
 from dynamo.protocol.records import ENCODER_HANDOFF, MEDIA_KINDS
 from dynamo.router.encode import EncodeStage
 from dynamo.router.stages import PrefillStage
-from dynamo.runtime.context import Context
-from dynamo.runtime.tasks import first_of
+from dynamo.runtime.base.tasks import first_of
+from dynamo.runtime.calls.context import Context
 
 __all__ = ["MediaIntake"]
 

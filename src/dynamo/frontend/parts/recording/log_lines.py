@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict, deque
 from typing import Final
 
-from dynamo.runtime.logging import fields_of, format_readable
+from dynamo.runtime.observe.logging import fields_of, format_readable
 
 __all__ = ["RequestLogLines"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from dynamo.runtime.log_text import one_line
+from dynamo.runtime.observe.log_text import one_line
 
 __all__ = ["MAX_TEMPLATE_CHARACTERS", "message_template"]
 

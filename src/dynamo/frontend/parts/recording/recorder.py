@@ -25,7 +25,7 @@ from dynamo.frontend.parts.recording.trace_settings import (
 from dynamo.frontend.parts.recording.trace_writer import TraceWriter
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.protocol.content_key import content_key
-from dynamo.runtime.tracing import exports_content
+from dynamo.runtime.observe.tracing import exports_content
 
 if TYPE_CHECKING:
     from dynamo.frontend.pipeline.exchange import Exchange

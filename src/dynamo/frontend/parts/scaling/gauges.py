@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.runtime.metrics import Family, Gauge, MetricsRegistry
+from dynamo.runtime.observe.metrics import Family, Gauge, MetricsRegistry
 from dynamo.scaling.decide import ScaleReason
 
 __all__ = ["AUTOSCALE_PREFIX", "FAMILIES", "AutoscaleGauges"]

@@ -20,8 +20,8 @@ from dynamo.frontend.parts.scaling.gauges import AutoscaleGauges
 from dynamo.placement import Candidate
 from dynamo.router.busy_workers import LoadReport
 from dynamo.router.pool import ModelPool
-from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.tasks import Background
+from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.scaling.decide import Decision, ScaleReason, ScaleRules
 from dynamo.scaling.follower import ScaleFollower
 from dynamo.scaling.saturation import RoleLoad, Saturation, Smoothed, saturation_of

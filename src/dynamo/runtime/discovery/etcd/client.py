@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
+from dynamo.runtime.base.settings import EtcdSettings
 from dynamo.runtime.discovery.http_stream import Lines, watch_over
-from dynamo.runtime.settings import EtcdSettings
 from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from dynamo.runtime.base.settings import EtcdSettings
+from dynamo.runtime.base.tasks import Background, is_being_cancelled
 from dynamo.runtime.discovery.base import Change, matches
 from dynamo.runtime.discovery.etcd.store import EtcdStore
 from dynamo.runtime.discovery.feed import ChangeFeed
 from dynamo.runtime.discovery.keys import new_lease_id, split_bucket, split_key
-from dynamo.runtime.settings import EtcdSettings
-from dynamo.runtime.tasks import Background, is_being_cancelled
 
 logger = logging.getLogger(__name__)
 

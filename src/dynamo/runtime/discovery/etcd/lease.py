@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.settings import EtcdSettings
 from dynamo.runtime.discovery.base import INSTANCES
 from dynamo.runtime.discovery.etcd.client import NOT_FOUND, EtcdClient, EtcdError
 from dynamo.runtime.discovery.etcd.health import EtcdHealth
 from dynamo.runtime.discovery.retry import Delays
-from dynamo.runtime.settings import EtcdSettings
 
 __all__ = ["EtcdLease"]
 

@@ -11,13 +11,13 @@ import logging
 from typing import Final
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.settings import EtcdSettings
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.etcd.client import EtcdClient, EtcdError
 from dynamo.runtime.discovery.etcd.health import EtcdHealth
 from dynamo.runtime.discovery.etcd.lease import EtcdLease
 from dynamo.runtime.discovery.etcd.records import OwnRecords
 from dynamo.runtime.discovery.etcd.views import EtcdViews, Tell
-from dynamo.runtime.settings import EtcdSettings
-from dynamo.runtime.tasks import Background
 
 logger = logging.getLogger(__name__)
 

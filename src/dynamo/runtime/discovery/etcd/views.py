@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import Change, Delete, Put
 from dynamo.runtime.discovery.etcd.client import Compacted, EtcdClient, EtcdError, WatchEvent
 from dynamo.runtime.discovery.etcd.health import EtcdHealth
 from dynamo.runtime.discovery.keys import split_bucket
 from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.discovery.retry import Delays
-from dynamo.runtime.tasks import Background
 
 __all__ = ["EtcdViews", "Tell"]
 

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.runtime.base.settings import KubernetesSettings
+from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import LEASE_TTL_SECONDS, Change
 from dynamo.runtime.discovery.feed import ChangeFeed
 from dynamo.runtime.discovery.keys import split_bucket
@@ -28,8 +30,6 @@ from dynamo.runtime.discovery.kubernetes.records import (
     ready_by_slices,
 )
 from dynamo.runtime.discovery.kubernetes.view import KubernetesView
-from dynamo.runtime.settings import KubernetesSettings
-from dynamo.runtime.tasks import Background
 
 logger = logging.getLogger(__name__)
 

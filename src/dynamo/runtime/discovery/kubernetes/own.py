@@ -8,13 +8,13 @@ import random
 from typing import Final
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.settings import KubernetesSettings
 from dynamo.runtime.discovery.keys import split_key
 from dynamo.runtime.discovery.kubernetes.api import KubernetesApi, KubernetesError
 from dynamo.runtime.discovery.kubernetes.collection import FollowedCollection
 from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 from dynamo.runtime.discovery.kubernetes.records import KIND, check_record, records_of, resource
 from dynamo.runtime.discovery.retry import Delays
-from dynamo.runtime.settings import KubernetesSettings
 
 __all__ = ["OwnResource"]
 

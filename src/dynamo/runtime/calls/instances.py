@@ -1,0 +1,181 @@
+"""The instances of one endpoint as discovery lists them, their health and their load. No I/O: time is an argument."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from dynamo.errors import WorkerUnavailable
+from dynamo.placement import Booking, Candidate, CircuitBreaker, LoadBook, RouterMode
+from dynamo.runtime.calls.request_plane.base import Instance
+
+__all__ = ["DEFAULT_INHIBIT_SECONDS", "InstanceSet", "RouterMode", "decode_instance", "encode_instance"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_INHIBIT_SECONDS: Final = 5.0  # DYN_RUNTIME_INHIBITED_DURATION_SECS
+
+
+class InstanceSet:
+    """The instances of one endpoint, each with its circuit breaker and the streams that are open there.
+
+    Several records may claim one instance id: a foreign or left-over record beside the worker's own. One of them is used:
+    the record whose key is that of its id, else the first. When the instance cannot be reached there, the next record is
+    used (`use_next_record`), so a collision ends at the record behind which a worker lives.
+    """
+
+    def __init__(self, endpoint: str, *, inhibit_seconds: float = DEFAULT_INHIBIT_SECONDS) -> None:
+        """`endpoint` is "namespace.component.endpoint"; `inhibit_seconds` 0 switches the breaker off."""
+        self._endpoint = endpoint
+        self._by_id: dict[int, Instance] = {}  # the record in use
+        self._records: dict[int, dict[str, Instance]] = {}  # every record that claims an id, by key
+        self._ids: dict[str, int] = {}  # key -> the id it claims
+        self._sorted: list[Instance] = []
+        self._collisions: set[int] = set()  # ids whose collision was logged
+        self.breaker = CircuitBreaker(inhibit_seconds)
+        self.loads = LoadBook()
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    @property
+    def scope(self) -> str:
+        """The group's name in error texts."""
+        return f"endpoint {self._endpoint.replace('.', '/')}"
+
+    @property
+    def discovered(self) -> Sequence[Instance]:
+        """Everything the store lists, by id."""
+        return self._sorted
+
+    def put(self, key: str, instance: Instance) -> None:
+        """Take over a record of the store that is new or has changed; its circuit is closed."""
+        instance_id = instance.instance_id
+        if self._ids.get(key, instance_id) != instance_id:
+            self.remove(key)
+        self._ids[key] = instance_id
+        records = self._records.setdefault(instance_id, {})
+        was = records.get(key)
+        records[key] = instance
+        in_use = self._by_id.get(instance_id)
+        if in_use is None or in_use is was or _is_own_key(key, instance):
+            self._use(instance)
+        if len(records) > 1 and instance_id not in self._collisions:
+            self._collisions.add(instance_id)
+            logger.error(
+                "%d records of %s claim instance id %x (%s); requests go to %s, and to the next record when no worker "
+                "can be reached there. Remove the foreign record, or give each worker an id of its own",
+                len(records),
+                self._endpoint,
+                instance_id,
+                ", ".join(sorted(records)),
+                self._by_id[instance_id].transport,
+            )
+
+    def remove(self, key: str) -> None:
+        """Remove a record; an unknown key is fine. The instance's open streams stay booked until they are released."""
+        instance_id = self._ids.pop(key, None)
+        if instance_id is None:
+            return
+        records = self._records[instance_id]
+        gone = records.pop(key)
+        if self._by_id.get(instance_id) is not gone:
+            return
+        if records:
+            self._use(next(iter(records.values())))
+            return
+        del self._records[instance_id]
+        del self._by_id[instance_id]
+        self._collisions.discard(instance_id)
+        self.breaker.reset(instance_id)
+        self._sort()
+
+    def use_next_record(self, instance: Instance) -> bool:
+        """Use another record of this id, as no worker can be reached by `instance`; return whether there is another."""
+        records = list(self._records.get(instance.instance_id, {}).values())
+        if len(records) < 2:
+            return False
+        if self._by_id[instance.instance_id] is instance:
+            position = next(number for number, record in enumerate(records) if record is instance)
+            self._use(records[(position + 1) % len(records)])
+        return True
+
+    def named(self, instance_id: int) -> Instance:
+        """Return one instance by id, whatever its circuit. Raises `WorkerUnavailable` naming the id."""
+        instance = self._by_id.get(instance_id)
+        if instance is None:
+            raise WorkerUnavailable(f"instance_id={instance_id} not found for {self.scope}")
+        return instance
+
+    # -- health and load -----------------------------------------------------------------------------------------
+
+    def inhibit(self, instance_id: int, now: float) -> bool:
+        """Open the circuit of an instance that failed; return whether it was closed before."""
+        return instance_id in self._by_id and self.breaker.record_failure(instance_id, now)
+
+    def book(self, instance_id: int) -> Booking:
+        """Count a stream to this instance. Book before awaiting, or two requests of one turn see the same load."""
+        return self.loads.book(instance_id)
+
+    def candidates(
+        self, now: float, *, members: Container[int] | None = None, busy: Container[int] = ()
+    ) -> list[Candidate]:
+        """Return the records that a choice is made from, by id. `members`: only these ids; None: all of them."""
+        opened = self.breaker.open_circuits(now) if self.breaker.open else ()
+        in_flight, endpoint = self.loads.by_worker.get, self._endpoint
+        found = self._sorted
+        if members is not None:
+            found = [each for each in found if each.instance_id in members]
+        return [
+            Candidate(
+                each.instance_id,
+                endpoint,
+                each.device_type,
+                in_flight(each.instance_id, 0),
+                each.instance_id in busy,
+                each.instance_id in opened,
+            )
+            for each in found
+        ]
+
+    def _use(self, instance: Instance) -> None:
+        self._by_id[instance.instance_id] = instance
+        self.breaker.reset(instance.instance_id)
+        self._sort()
+
+    def _sort(self) -> None:
+        # A new list each time: `discovered` may be iterated while the store changes.
+        self._sorted = [self._by_id[key] for key in sorted(self._by_id)]
+
+
+def _is_own_key(key: str, instance: Instance) -> bool:
+    return key.endswith("/" + instance.key)
+
+
+# -- the record -----------------------------------------------------------------------------------------------------------
+
+_decoder = msgspec.json.Decoder(Instance)
+
+
+def encode_instance(
+    namespace: str, component: str, endpoint: str, instance_id: int, transport: Mapping[str, Any]
+) -> bytes:
+    """Encode the record of `v1/instances`, with its members in the native order; `transport` is the request plane's
+    part.
+    """
+    record = {
+        "type": "Endpoint",
+        "component": component,
+        "endpoint": endpoint,
+        "namespace": namespace,
+        "instance_id": instance_id,
+        **transport,
+    }
+    return msgspec.json.encode(record)
+
+
+def decode_instance(value: bytes) -> Instance:
+    """Decode the record of a key. Raises `msgspec.MsgspecError` for anything else; unknown members are ignored."""
+    return _decoder.decode(value)
