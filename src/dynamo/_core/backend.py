@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 from dynamo.contract.config import (
@@ -18,6 +20,7 @@ from dynamo.contract.engine_config import EngineConfig, LlmRegistration
 from dynamo.contract.health_check import HEALTH_CHECK_KEY
 from dynamo.contract.metrics import EngineMetrics
 from dynamo.contract.modes import NativeDisaggregationMode as DisaggregationMode
+from dynamo.contract.modes import coerce_disaggregation_mode
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.base.settings import RuntimeSettings
 from dynamo.settings.table import setting_of
@@ -52,10 +55,22 @@ class WorkerConfig(_WorkerConfig):
         custom_jinja_template: str | None = None,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
-        *,
+        exclude_tools_when_tool_choice_none: bool = True,
+        enable_local_indexer: bool = True,
+        enable_kv_routing: bool = True,
+        metrics_labels: Iterable[tuple[str, str]] = (),
         runtime: RuntimeConfig | None = None,
+        disaggregation_mode: Enum | None = None,
+        health_check_payload: dict[str, Any] | None = None,
+        structural_tag: dict[str, Any] | None = None,
+        route_to_encoder: bool = False,
+        media_decoder: Any = None,
+        media_fetcher: Any = None,
+        kv_state_endpoint: str | None = None,
+        default_thinking_mode: str | None = None,
         **fields: Any,
     ) -> None:
+        """Take the 23 native arguments, by position or by name. `fields` are those of `WorkerConfig` that are not native."""
         planes = runtime or RuntimeConfig()
         chosen: dict[str, Any] = {
             "discovery_backend": planes.discovery_backend or "",  # empty: the runtime reads its variable
@@ -76,6 +91,18 @@ class WorkerConfig(_WorkerConfig):
             custom_jinja_template=custom_jinja_template,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            exclude_tools_when_tool_choice_none=exclude_tools_when_tool_choice_none,
+            enable_local_indexer=enable_local_indexer,
+            enable_kv_routing=enable_kv_routing,
+            metrics_labels=list(metrics_labels),
+            disaggregation_mode=coerce_disaggregation_mode(disaggregation_mode),
+            health_check_payload=health_check_payload,
+            structural_tag=structural_tag,
+            route_to_encoder=route_to_encoder,
+            media_decoder=media_decoder,
+            media_fetcher=media_fetcher,
+            kv_state_endpoint=kv_state_endpoint,
+            default_thinking_mode=default_thinking_mode,
             **{**chosen, **fields},
         )
 

@@ -129,9 +129,9 @@ async def _routing(
 
 
 class EndpointKvRouter:
-    """Chooses the worker for a prompt, and sends it there. Made and used on the event loop of its endpoint's runtime.
+    """Chooses the worker for a prompt, and sends it there. Used on the event loop of its endpoint's runtime.
 
-    It ends with its runtime, when it is collected, or by `close`.
+    It may be made in a thread, too. The workers that are registered are known to its first call. It ends with its runtime, when it is collected, or by `close`.
     """
 
     def __init__(

@@ -21,18 +21,25 @@ class Opened(Generic[T]):
     def __init__(
         self, owner: object, endpoint: Endpoint, opening: AbstractAsyncContextManager[T], *, name: str
     ) -> None:
-        """Raises RuntimeError when it is not called on the event loop of the endpoint's runtime."""
-        loop = asyncio.get_running_loop()
-        if loop is not endpoint.runtime.event_loop():
-            raise RuntimeError(f"{name} must be made on the event loop of its runtime")
+        """May be called on the event loop of the endpoint's runtime, and in a thread without a loop of its own.
+
+        Raises RuntimeError on another event loop: its tasks could not await what this one opens.
+        """
+        loop, here = endpoint.runtime.event_loop(), _running_loop()
+        if here not in (None, loop):
+            raise RuntimeError(f"{name} must be made on the event loop of its runtime, or in a thread without one")
         self._runtime = endpoint.runtime
         self._ready: asyncio.Future[T] = loop.create_future()
         self._ready.add_done_callback(_retrieve)  # a failure that no caller awaits is logged where it happens
         self._background = Background()
-        task = self._background.start(self._hold(opening), name)
-        finalizer = weakref.finalize(owner, _cancel, loop, task)
+        self._task: asyncio.Task[None] | None = None  # None: its loop has yet to start it
+        self._is_collected = False
+        finalizer = weakref.finalize(owner, self._collected, loop)
         finalizer.atexit = False
-        self._runtime.remember_client(self)
+        if here is loop:
+            self._begin(opening, name)
+        else:
+            loop.call_soon_threadsafe(self._begin, opening, name)
 
     async def value(self) -> T:
         """Return what was opened, waiting for it. Raises what opening it, or keeping it open, failed with."""
@@ -46,6 +53,22 @@ class Opened(Generic[T]):
     def count_quarantined(self) -> int:
         """Return 0: the client inside counts by itself."""
         return 0
+
+    def _begin(self, opening: AbstractAsyncContextManager[T], name: str) -> None:
+        if not self._is_collected:
+            self._task = self._background.start(self._hold(opening), name)
+            self._runtime.remember_client(self)
+
+    def _collected(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close it. A collector may run in any thread."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._is_collected = True
+        if self._task is not None:
+            self._task.cancel()
+            self._runtime.forget_client(self)  # a task that is cancelled before its first step runs no `finally`
 
     async def _hold(self, opening: AbstractAsyncContextManager[T]) -> None:
         try:
@@ -73,6 +96,8 @@ def _retrieve(future: asyncio.Future[T]) -> None:
         future.exception()
 
 
-def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(task.cancel)
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:  # a thread without one
+        return None

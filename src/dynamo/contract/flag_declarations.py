@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from dynamo.settings.readers import TRUTHY, read_boolean
 
@@ -22,6 +22,7 @@ __all__ = [
     "Deprecated",
     "add_argument",
     "add_negatable_bool_argument",
+    "env_bool",
     "env_or_default",
     "nullable_float",
     "nullable_int",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_WITHOUT_VALUE: Final = ("count", "store_true", "store_false", "store_const", "append_const", "help", "version")
 Reader = Callable[[str], Any]
 
 
@@ -74,8 +76,8 @@ class Deprecated:
         return f"{name} is deprecated and will be removed in {self.remove_in}; use {self.replacement}."
 
     def warn(self, name: str) -> None:
-        """Issue a DeprecationWarning for the use of `name`."""
-        warnings.warn(self.message(name), DeprecationWarning, stacklevel=2)
+        """Issue a FutureWarning for the use of `name`: unlike a DeprecationWarning it is shown to those who run it."""
+        warnings.warn(self.message(name), FutureWarning, stacklevel=2)
 
 
 def env_or_default(env_var: str, default: T, value_type: Reader | None = None) -> T:
@@ -91,6 +93,15 @@ def env_or_default(env_var: str, default: T, value_type: Reader | None = None) -
     return read(text)  # type: ignore[no-any-return]
 
 
+def env_bool(name: str, *, default: bool = False) -> bool:
+    """Read a variable as 1.6.1 does: 1, true and yes are True in any case, every other text is False ("on", too).
+
+    Unset or empty: `default`. Our own settings are read by `dynamo.settings`, which also knows "on" and "off".
+    """
+    given = os.environ.get(name)
+    return given.strip().lower() in ("1", "true", "yes") if given else default
+
+
 def add_argument(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup,
     *,
@@ -104,19 +115,23 @@ def add_argument(
     deprecated: Deprecated | None = None,
     **kwargs: Any,
 ) -> None:
-    """Add a flag whose default is the variable, else `default`. `obsolete_flag` is a second spelling."""
+    """Add a flag whose default is the variable, else `default`. `obsolete_flag` is a second spelling.
+
+    `arg_type` reads the value of a flag that has one; an `action` without a value (`count`, `store_true`) has no use for it.
+    """
     if deprecated is not None and os.environ.get(env_var) is not None:
         deprecated.warn(env_var)
-    names = [flag_name, *([obsolete_flag] if obsolete_flag else [])]
     read = env_value_type or (arg_type if default is None else None)
-    parser.add_argument(
-        *names,
+    if kwargs.get("action") not in _WITHOUT_VALUE:
+        kwargs["type"] = arg_type or str
+    added = parser.add_argument(
+        *_spellings(flag_name, obsolete_flag),
         dest=kwargs.pop("dest", None) or _dest(flag_name),
         default=env_or_default(env_var, default, read),
-        type=arg_type or str,
-        help=_help(help, env_var, default, obsolete_flag),
+        help=_help(help, env_var, default, obsolete_flag, deprecated.message(flag_name) if deprecated else None),
         **kwargs,
     )
+    _warn_of_use(added, deprecated)
 
 
 def add_negatable_bool_argument(
@@ -134,14 +149,14 @@ def add_negatable_bool_argument(
     """Add a switch that also has a `--no-` form and a variable."""
     if deprecated is not None and os.environ.get(env_var) is not None:
         deprecated.warn(env_var)
-    parser.add_argument(
-        flag_name,
-        *([obsolete_flag] if obsolete_flag else []),
+    added = parser.add_argument(
+        *_spellings(flag_name, obsolete_flag),
         dest=dest or _dest(flag_name),
         action=argparse.BooleanOptionalAction,
         default=env_or_default(env_var, default, env_value_type or bool),
-        help=_help(help, env_var, default, obsolete_flag),
+        help=_help(help, env_var, default, obsolete_flag, deprecated.message(flag_name) if deprecated else None),
     )
+    _warn_of_use(added, deprecated)
 
 
 def parse_bool(value: str) -> bool:
@@ -178,6 +193,29 @@ def _dest(flag_name: str) -> str:
     return flag_name.lstrip("-").replace("-", "_")
 
 
-def _help(text: str, env_var: str, default: Any, obsolete_flag: str | None) -> str:
-    shown = f"{text} [{env_var}; default: {default}]"
+def _spellings(flag_name: str, obsolete_flag: str | None) -> list[str]:
+    return [flag_name, obsolete_flag] if obsolete_flag else [flag_name]
+
+
+def _warn_of_use(action: argparse.Action, deprecated: Deprecated | None) -> None:
+    """Make the use of a deprecated flag a warning that names the flag as it was written."""
+    if deprecated is None:
+        return
+    kind = type(action)
+
+    def take(
+        self: argparse.Action,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        deprecated.warn(option_string or action.option_strings[0])
+        kind.__call__(self, parser, namespace, values, option_string)
+
+    action.__class__ = type(kind.__name__, (kind,), {"__call__": take})
+
+
+def _help(text: str, env_var: str, default: Any, obsolete_flag: str | None, deprecation: str | None) -> str:
+    shown = f"{f'{deprecation} ' if deprecation else ''}{text} [{env_var}; default: {default}]"
     return (f"{shown} (also {obsolete_flag}, deprecated)" if obsolete_flag else shown).replace("%", "%%")

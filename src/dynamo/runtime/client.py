@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping
 from contextlib import aclosing
@@ -112,10 +114,11 @@ class Client:
         return found
 
     async def wait_for_instance_by_runtime_data(self, key: str, value: Any, timeout_s: float | None = None) -> int:
-        """Wait for an instance whose model card has `runtime_data[key] == value`; return its id. Raises
-        TimeoutError.
+        """Wait for the one instance whose model card has `runtime_data[key] == value`; return its id.
+
+        Raises TimeoutError also where several have it: a caller that needs that one must not get any of them.
         """
-        return (await self.wait_for_instances_by_runtime_data(key, value, 1, timeout_s))[0]
+        return (await _with_runtime_data(self._endpoint, {key: value}, timeout_s, range(1, 2)))[0]
 
     async def wait_for_instances_by_runtime_data(
         self, key: str, value: Any, min_count: int, timeout_s: float | None = None
@@ -123,25 +126,9 @@ class Client:
         """Wait for at least `min_count` instances with `runtime_data[key] == value`; return their ids, sorted.
         Raises TimeoutError.
         """
-        matching: dict[str, int] = {}
-        prefix = f"{MODEL_CARDS}/{self._prefix.removeprefix(INSTANCES + '/')}"
-        try:
-            async with asyncio.timeout(timeout_s), self._runtime.discovery.watch(prefix) as changes:
-                async for batch in changes:
-                    for change in batch:
-                        matching.pop(change.key, None)
-                        if isinstance(change, Put):
-                            found = _runtime_data(change.value)
-                            if found is not None and found[1].get(key) == value:
-                                matching[change.key] = found[0]
-                    if len(ids := sorted(set(matching.values()))) >= min_count:
-                        return ids
-        except TimeoutError:
-            raise TimeoutError(
-                f"{len(set(matching.values()))} of {min_count} instance(s) of {self._endpoint.path} with runtime_data "
-                f"{key!r} = {value!r} appeared within {timeout_s:g} s"
-            ) from None
-        raise CannotConnect("the runtime was closed while waiting for instances")
+        if min_count < 1:
+            raise ValueError("min_count must be positive")
+        return await _with_runtime_data(self._endpoint, {key: value}, timeout_s, range(min_count, sys.maxsize))
 
     def inhibit(self, instance_id: int) -> None:
         """Leave an instance out for a while: a request to it failed in a way that another might, too."""
@@ -560,6 +547,35 @@ def _prefixed(error: DynamoException) -> Exception:
 
 def _nothing(_error: DynamoException) -> None:
     pass
+
+
+async def _with_runtime_data(
+    endpoint: Endpoint, data: Mapping[str, Any], timeout_seconds: float | None, wanted: range
+) -> list[int]:
+    """Wait until as many instances of an endpoint as `wanted` holds have `data` on their cards; return their ids, sorted."""
+    if timeout_seconds is not None and not 0 <= timeout_seconds < math.inf:
+        raise ValueError("timeout_s must be a finite non-negative number")
+    matching: dict[str, int] = {}
+    try:
+        prefix = f"{MODEL_CARDS}/{endpoint.namespace}/{endpoint.component}/{endpoint.name}"
+        async with asyncio.timeout(timeout_seconds), endpoint.runtime.discovery.watch(prefix) as changes:
+            async for batch in changes:
+                for change in batch:
+                    matching.pop(change.key, None)
+                    if isinstance(change, Put):
+                        found = _runtime_data(change.value)
+                        if found is not None and data.items() <= found[1].items():
+                            matching[change.key] = found[0]
+                if len(ids := sorted(set(matching.values()))) in wanted:
+                    return ids
+    except TimeoutError:
+        ids = sorted(set(matching.values()))
+        needed = "exactly 1" if len(wanted) == 1 else f"at least {wanted.start}"
+        raise TimeoutError(
+            f"{len(ids)} instance(s) of {endpoint.path} had {data} as runtime_data after {timeout_seconds:g} s, "
+            f"{needed} must have it: {ids}"
+        ) from None
+    raise CannotConnect("the runtime was closed while waiting for instances")
 
 
 def _runtime_data(record: bytes) -> tuple[int, Mapping[str, Any]] | None:

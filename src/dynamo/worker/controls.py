@@ -146,6 +146,8 @@ class AdminRoutes:
         if refusal is not None:
             return refusal
         if not isinstance(body, dict):
+            if (kind, name) == ("update", MODEL_TAINTS):
+                raise InvalidArgument("the body must be a JSON object")
             return _error(f"engine {kind} request body must be a JSON object")
         try:
             return await self._running.run(self._work(kind, name, body), f"engine {kind} {name}")
@@ -228,10 +230,7 @@ class AdminRoutes:
         return verdict
 
     async def _taint(self, body: Body) -> Body:
-        try:
-            taints = checked_taints(body.get("taints"))
-        except InvalidArgument as error:
-            return _error(str(error))
+        taints = checked_taints(body.get("taints"))
         await self._set_taints(taints)
         return {"status": "ok", "taints": taints}
 

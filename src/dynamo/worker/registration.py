@@ -377,6 +377,35 @@ def _worker_type(value: Any) -> WorkerType:
     raise InvalidArgument(f"worker_type must be a WorkerType, got {value!r}")
 
 
+class RegistrationRefused(InvalidArgument, ValueError):
+    """A model that cannot be registered like this: code written for 1.6.1 catches a ValueError."""
+
+
+def _checked_role(
+    worker_type: WorkerType | str | None,
+    model_input: ModelInput,
+    model_type: ModelType,
+    needs: Iterable[Iterable[WorkerType | str]] | None,
+) -> WorkerType:
+    """Return the role of a registration. Raises RegistrationRefused for what 1.6.1 refuses, in its order."""
+    if worker_type is None:
+        raise RegistrationRefused(
+            "register_model: worker_type is required: WorkerType.Aggregated, Prefill, Decode or Encode"
+        )
+    role = _worker_type(worker_type)
+    name = f"register_model: worker_type={role.name}"
+    if role in (WorkerType.Prefill, WorkerType.Encode) and model_input is not ModelInput.Tokens:
+        raise RegistrationRefused(f"{name} requires model_input=ModelInput.Tokens")
+    if role is WorkerType.Prefill and model_type & ~ModelType.Prefill:
+        raise RegistrationRefused(
+            f"{name} must not have an OpenAI surface (model_type is {model_type}): clients call its decode "
+            "peer; use ModelType.Empty or ModelType.Prefill"
+        )
+    if role is not WorkerType.Aggregated and not needs:
+        raise RegistrationRefused(f"{name} requires a non-empty `needs`: the roles that it cannot serve without")
+    return role
+
+
 # -- discovery --------------------------------------------------------------------------------------------------------
 
 
@@ -386,20 +415,20 @@ async def register_model(
     endpoint: ModelEndpoint,
     model_path: str,
     model_name: str | None = None,
-    *,
-    worker_type: WorkerType | str,
     kv_cache_block_size: int | None = None,
     router_config: Any = None,
     runtime_config: ModelRuntimeConfig | None = None,
-    tensor_model_config: Any = None,
     user_data: Any = None,
     custom_template_path: str | None = None,
     media_decoder: Any = None,
     media_fetcher: Any = None,
     lora_name: str | None = None,
     base_model_path: str | None = None,
+    worker_type: WorkerType | str | None = None,
     needs: Iterable[Iterable[WorkerType | str]] | None = None,
     self_host_metadata: bool | None = None,
+    *,
+    tensor_model_config: Any = None,
     ignore_weights: bool = False,
     max_gpu_lora_count: int | None = None,
     model_aliases: Sequence[str] | None = None,
@@ -409,10 +438,13 @@ async def register_model(
 
     `model_path` is a directory, `hub:NAME` (fetched from the hub) or a mere name; `model_name` is what clients ask for
     (default: the path as given). An adapter is registered with `lora_name` and `base_model_path` together, beside its base model. `ignore_weights` is
-    accepted for compatibility: a card never needs them. Raises InvalidArgument for bad arguments.
+    accepted for compatibility: a card never needs them. `worker_type` is required, and `needs` for every role but an
+    aggregated worker's: what it cannot serve without, as alternatives (any of) of lists (all of). Raises InvalidArgument
+    for bad arguments; where 1.6.1 raises ValueError, it is one, too.
     """
+    role = _checked_role(worker_type, model_input, model_type, needs)
     if (lora_name is None) != (base_model_path is None):
-        raise InvalidArgument("lora_name and base_model_path belong together: give both or neither")
+        raise RegistrationRefused("lora_name and base_model_path belong together: give both or neither")
     source = base_model_path if base_model_path is not None else model_path
     takes_text = model_input is not ModelInput.Tokens
     if takes_text:
@@ -437,7 +469,7 @@ async def register_model(
         assets=assets,
         model_input=model_input,
         model_type=model_type,
-        worker_type=_worker_type(worker_type),
+        worker_type=role,
         needs=needs or (),
         runtime_config=runtime_config,
         kv_cache_block_size=kv_cache_block_size,
@@ -507,7 +539,7 @@ async def unregister_model(endpoint: ModelEndpoint, lora_name: str | None = None
     await endpoint.withdraw_model(suffix)
 
 
-async def update_model_taints(endpoint: ModelEndpoint, taints: Iterable[str]) -> list[str]:
+async def update_model_taints(endpoint: ModelEndpoint, taints: object) -> list[str]:
     """Replace the taints of the model at this endpoint and return them sorted, each once.
 
     Taints are all that may change on a published card. Raises InvalidArgument for a malformed or reserved taint, or
@@ -527,7 +559,7 @@ async def update_model_taints(endpoint: ModelEndpoint, taints: Iterable[str]) ->
     return wanted
 
 
-def checked_taints(taints: Any) -> list[str]:
+def checked_taints(taints: object) -> list[str]:
     """Taints sorted, each once. Raises InvalidArgument naming what is wrong."""
     if isinstance(taints, str) or not isinstance(taints, Iterable):
         raise InvalidArgument("taints must be a list of strings")

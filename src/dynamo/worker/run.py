@@ -93,38 +93,42 @@ def run_engine(
     engine_factory: EngineFactory | None = None,
     *,
     on_serving: Callable[[], Awaitable[None]] | None = None,
-    force_exit: Callable[[int], Any] = os._exit,
+    force_exit: Callable[[int], Any] | None = None,
 ) -> None:
     """Run an engine as `run` does, but raise the typed error of a failed worker instead of exiting with a line and a
     status.
 
-    `force_exit(status)` ends the process when the shutdown takes too long; it is called in a thread.
+    `force_exit(status)` ends the process when the shutdown takes too long; it is called in a thread. None: `os._exit`.
     """
     runner = asyncio.Runner(loop_factory=event_loop_factory())
     try:
-        runner.run(_start(argv, engine_factory or engine_cls.from_args, on_serving, force_exit))
+        runner.run(_start(engine_cls, argv, engine_factory, on_serving=on_serving, force_exit=force_exit))
     finally:
         # Waits for whatever the engine left in the loop's executor or in tasks of its own: so again with a limit.
-        with Deadline(shutdown_times().timeout_seconds, force_exit=force_exit) as deadline:
+        with Deadline(shutdown_times().timeout_seconds, force_exit=force_exit or os._exit) as deadline:
             deadline.arm()
             runner.close()
     _name_what_lingers()
 
 
 async def _start(
-    argv: list[str] | None,
-    engine_factory: EngineFactory,
-    on_serving: Callable[[], Awaitable[None]] | None,
-    force_exit: Callable[[int], Any],
+    engine_cls: type[BaseEngine],
+    argv: list[str] | None = None,
+    engine_factory: EngineFactory | None = None,
+    *,
+    on_serving: Callable[[], Awaitable[None]] | None = None,
+    force_exit: Callable[[int], Any] | None = None,
 ) -> None:
+    """Make the engine and serve it. Unit tests of engines await this with a `Worker` of their own in this module, which
+    takes an engine and its configuration, and whose `run` takes nothing."""
     try:
-        engine, config = await engine_factory(argv)
+        engine, config = await (engine_factory or engine_cls.from_args)(argv)
     except InvalidArgument:
         raise  # its message is for the operator, and `run` prints it
     except DynamoException:
         traceback.print_exc()  # `run` prints one line for these, and an author wants to see where it came from
         raise
-    worker = Worker(engine, config, force_exit=force_exit)
+    worker = Worker(engine, config) if force_exit is None else Worker(engine, config, force_exit=force_exit)
     beside = Background()  # not as a block: a failure of the callback is logged and does not end the worker
     if on_serving is not None:
         beside.start(_once_serving(worker, on_serving), "on_serving")

@@ -16,15 +16,14 @@ TOPOLOGY_TAINT_PREFIX: Final = RESERVED_TAINT_PREFIX
 
 
 def register_model_taint_route(runtime: DistributedRuntime, endpoint: Endpoint) -> None:
-    """Serve `POST /engine/update/model_taints` with the body `{"taints": [str, ...]}` for the model at `endpoint`."""
+    """Serve `POST /engine/update/model_taints` with the body `{"taints": [str, ...]}` for the model at `endpoint`.
+
+    A body without a list of taints changes nothing: it is answered with 500, as by 1.6.1.
+    """
 
     async def update(body: Any) -> dict[str, Any]:
         if not isinstance(body, dict):
-            return {"status": "error", "message": f"the body must be an object, got {type(body).__name__}"}
-        try:
-            taints = await update_model_taints(endpoint, body.get("taints") or [])
-        except InvalidArgument as error:
-            return {"status": "error", "message": str(error)}
-        return {"status": "ok", "taints": taints}
+            raise InvalidArgument("the body must be a JSON object")
+        return {"status": "ok", "taints": await update_model_taints(endpoint, body.get("taints"))}
 
     runtime.register_engine_route(MODEL_TAINT_ROUTE, update)

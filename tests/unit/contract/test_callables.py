@@ -165,7 +165,7 @@ async def test_options_without_a_parameter_do_not_disturb_and_all_of_them_may_be
     await house.serve(callables.takes_everything)
     answer = await house.client.chat("x", temperature=0.1, top_p=0.5, seed=3, stop="END")
     request_id, _, options = said(answer).partition(" ")
-    assert request_id == answer.json["id"]
+    assert f"chatcmpl-{request_id}" == answer.json["id"]
     assert options == "['model', 'seed', 'stop', 'temperature', 'top_p']"
 
 

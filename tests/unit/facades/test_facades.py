@@ -120,7 +120,7 @@ FACADES = {
     "dynamo.common.utils": "dynamo.contract.requests",
     "dynamo.common.utils.endpoint_types": "dynamo.contract.lower_level",
     "dynamo.common.utils.engine_response": "dynamo.contract.requests.engine_response",
-    "dynamo.common.utils.env": "dynamo.runtime.base.settings",
+    "dynamo.common.utils.env": "dynamo.contract.flag_declarations",
     "dynamo.common.utils.graceful_shutdown": "dynamo.worker.graceful_shutdown",
     "dynamo.common.utils.guided_json": "dynamo.contract.guided_json",
     "dynamo.common.utils.input_params": "dynamo.contract.requests.input_params",

@@ -367,11 +367,47 @@ async def test_a_router_is_made_of_what_it_can_use() -> None:
         with pytest.raises(error):
             make()
 
-    def elsewhere() -> None:
+    async def elsewhere() -> None:
         with pytest.raises(RuntimeError, match=r"event loop"):
             KvRouter(endpoint, 16, KvRouterConfig())
 
-    await asyncio.to_thread(elsewhere)
+    await asyncio.to_thread(asyncio.run, elsewhere())
+    await runtime.aclose()
+
+
+@pytest.mark.parametrize("uses_events", [True, False])
+async def test_the_first_call_of_a_router_finds_the_workers_that_are_registered(uses_events: bool) -> None:
+    serving = await worker()
+    runtime = memory_runtime()
+    router = KvRouter(runtime.endpoint("ns.pool.generate"), 16, KvRouterConfig(use_kv_events=uses_events))
+    assert (await router.best_worker(PROMPT))[0] == serving.connection_id()
+    for each in (serving, runtime):
+        await each.aclose()
+
+
+async def test_a_router_made_in_a_thread_serves_the_loop_of_its_runtime() -> None:
+    serving = await worker()
+    runtime = memory_runtime()
+    endpoint = runtime.endpoint("ns.pool.generate")
+    router = await asyncio.to_thread(KvRouter, endpoint, 16, KvRouterConfig())
+    assert (await router.best_worker(PROMPT))[0] == serving.connection_id()
+    indexer = await asyncio.to_thread(KvIndexer, endpoint, 16)
+    assert (await indexer.find_matches([1])).scores == {}
+    for each in (serving, runtime):
+        await each.aclose()
+
+
+async def test_a_router_made_in_a_thread_and_dropped_at_once_leaves_nothing() -> None:
+    runtime = memory_runtime()
+    endpoint = runtime.endpoint("ns.pool.generate")
+    before = len(runtime._clients)
+
+    def make_and_drop() -> None:
+        KvRouter(endpoint, 16, KvRouterConfig())
+        gc.collect()
+
+    await asyncio.to_thread(make_and_drop)
+    await until(lambda: len(runtime._clients) == before)
     await runtime.aclose()
 
 

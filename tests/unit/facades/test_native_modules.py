@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 import dynamo._core
 from dynamo._core.absent import ABSENT
+from dynamo._core.backend import DisaggregationMode as NativeMode
 from dynamo._core.backend import RuntimeConfig, Worker, WorkerConfig
 from dynamo.common.configuration import ArgGroup, ConfigBase, add_argument, add_negatable_bool_argument, env_or_default
 from dynamo.common.configuration.utils import (
@@ -32,10 +35,20 @@ from dynamo.common.utils.namespace import get_worker_namespace
 from dynamo.common.utils.prometheus import LLMBackendMetrics, get_prometheus_expfmt, register_engine_metrics_callback
 from dynamo.common.utils.runtime import create_runtime, parse_endpoint, run_async
 from dynamo.contract import config_dump
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.errors import HttpError, InvalidArgument
-from dynamo.llm import MediaFetcher, ModelInput, ModelRuntimeConfig, ModelType, fetch_model, register_model
+from dynamo.llm import (
+    MediaDecoder,
+    MediaFetcher,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    fetch_model,
+    register_model,
+)
 from dynamo.runtime import DistributedRuntime
+from dynamo.worker import run as worker_run
 from support.cases import each_case
 
 # -- names --------------------------------------------------------------------------------------------------------------
@@ -115,6 +128,25 @@ def test_the_low_level_configuration_has_the_native_positions() -> None:
     assert tuple(getattr(config, name) for name in names) == values
 
 
+def test_the_low_level_configuration_takes_23_positions() -> None:
+    planes = RuntimeConfig("file", "tcp", "zmq")
+    values: tuple[Any, ...] = (
+        "ns", "comp", "ep", "m", "served", ModelInput.Tokens, "chat", "t.jinja", "hermes", "qwen3", False, False, False,
+        [("a", "b")], planes, NativeMode.Prefill, {"token_ids": [1]}, {"scope": "always"}, True, MediaDecoder(), MediaFetcher(),
+        "ns.kv.state", "on",
+    )  # fmt: skip
+    config = WorkerConfig(*values)
+    names = list(inspect.signature(WorkerConfig).parameters)[: len(values)]
+    assert names[-1] == "default_thinking_mode"
+    for name, value in zip(names, values, strict=True):
+        if name == "runtime":
+            assert (config.discovery_backend, config.event_plane) == ("file", "zmq")
+        elif name == "disaggregation_mode":
+            assert config.disaggregation_mode is DisaggregationMode.PREFILL
+        else:
+            assert getattr(config, name) == value, name
+
+
 async def test_the_low_level_worker_holds_its_event_loop_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
     config = WorkerConfig("ns", runtime=RuntimeConfig("mem", "mem"))
@@ -165,10 +197,47 @@ def test_the_namespace_comes_from_the_argument_or_the_environment(monkeypatch: p
     assert (get_worker_namespace(), get_worker_namespace("x")) == ("env-s", "x-s")
 
 
-def test_a_flag_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert env_bool("SOME_FLAG", default=True)
-    monkeypatch.setenv("SOME_FLAG", "yes")
-    assert env_bool("SOME_FLAG")
+@each_case(
+    ("text", "by_default"),
+    [
+        (None, (False, True)), ("", (False, True)), (" ", (False, False)),
+        *((word, (True, True)) for word in ("1", "true", "YES", " yes ")),
+        *((word, (False, False)) for word in ("on", "ON", "off", "0", "t", "y", "maybe")),
+    ],
+)  # fmt: skip
+def test_a_flag_variable(monkeypatch: pytest.MonkeyPatch, text: str | None, by_default: tuple[bool, bool]) -> None:
+    if text is None:
+        monkeypatch.delenv("SOME_FLAG", raising=False)
+    else:
+        monkeypatch.setenv("SOME_FLAG", text)
+    assert tuple(env_bool("SOME_FLAG", default=default) for default in (False, True)) == by_default
+
+
+async def test_run_starts_what_from_args_or_the_factory_makes_with_the_worker_of_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    class Recorded:
+        def __init__(self, engine: Any, config: Any) -> None:
+            seen.append((engine, config))
+
+        async def run(self) -> None:
+            seen.append("run")
+
+    class Engine(SampleLLMEngine):
+        @classmethod
+        async def from_args(cls, argv: list[str] | None = None) -> Any:
+            return "engine", argv
+
+    async def factory(argv: list[str] | None) -> Any:
+        return "made", argv
+
+    monkeypatch.setattr(worker_run, "Worker", Recorded)
+    await worker_run._start(Engine, ["--a"])
+    await worker_run._start(Engine)
+    await worker_run._start(Engine, ["--b"], factory)
+    assert seen == [("engine", ["--a"]), "run", ("engine", None), "run", ("made", ["--b"]), "run"]
 
 
 async def test_a_runtime_is_made_on_the_running_loop() -> None:
@@ -192,15 +261,19 @@ def test_a_token_budget_is_an_entry_of_the_runtime_configuration() -> None:
         TokenBudget(-1, True, False)
 
 
-async def test_the_taints_route_answers_with_a_status() -> None:
+async def test_the_taints_route_refuses_what_it_cannot_take_and_changes_nothing() -> None:
     runtime, _ = create_runtime("mem", "mem")
     register_model_taint_route(runtime, runtime.endpoint("ns.backend.generate"))
     for body, said in (
         (b'{"taints": ["%s"]}' % TOPOLOGY_TAINT_PREFIX.encode(), "reserved"),
-        (b"[]", "must be an object"),
+        (b"[]", "must be a JSON object"),
+        (b"{}", "must be a list of strings"),
+        (b"", "must be a list of strings"),
+        (b'{"taints": null}', "must be a list of strings"),
+        (b'{"taints": "x"}', "must be a list of strings"),
     ):
         reply = await runtime.status_server.answer("POST", f"/engine/{MODEL_TAINT_ROUTE}", body)
-        assert json.loads(reply.body)["status"] == "error"
+        assert (reply.status, json.loads(reply.body)["error"]) == (500, "Handler error"), body
         assert said in json.loads(reply.body)["message"]
     await asyncio.to_thread(runtime.shutdown)
 
@@ -378,8 +451,60 @@ def test_small_readers() -> None:
     assert split_served_model_names(None) == split_served_model_names("") == []
     old = Deprecated("--new", "2.0")
     assert old.message("--old") == "--old is deprecated and will be removed in 2.0; use --new."
-    with pytest.warns(DeprecationWarning, match="--old is deprecated"):
+    with pytest.warns(FutureWarning, match="--old is deprecated"):
         old.warn("--old")
+
+
+def declared(argv: list[str], add: Callable[..., None] = add_argument, **options: Any) -> Any:
+    parser = argparse.ArgumentParser()
+    add(parser, flag_name="--my-flag", env_var="MY", help="what it does", **options)
+    return parser.parse_args(argv).my_flag
+
+
+@each_case(
+    ("options", "argv", "value"),
+    [
+        ({"default": 0, "action": "count"}, ["--my-flag", "--my-flag"], 2),
+        ({"default": 0, "action": "count", "arg_type": None}, ["--my-flag"], 1),
+        ({"default": False, "action": "store_true", "arg_type": None}, ["--my-flag"], True),
+        ({"default": "a", "action": "store_const", "const": "b"}, ["--my-flag"], "b"),
+        ({"default": None, "action": "append", "arg_type": int}, ["--my-flag", "1"], [1]),
+        ({"default": None, "nargs": "+"}, ["--my-flag", "1", "2"], ["1", "2"]),
+    ],
+)
+def test_a_declared_flag_takes_any_action(options: dict[str, Any], argv: list[str], value: object) -> None:
+    assert declared(argv, **options) == value
+
+
+def test_a_flag_that_counts_begins_at_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY", "3")
+    assert declared([], default=0, action="count", arg_type=None) == 3
+    assert declared(["--my-flag"], default=0, action="count", arg_type=None) == 4
+
+
+@each_case(
+    ("add", "options", "argv", "named"),
+    [
+        (add_argument, {"default": None}, ["--my-flag", "1"], "--my-flag"),
+        (add_argument, {"default": None}, ["--my-flag=1"], "--my-flag"),
+        (add_argument, {"default": None, "obsolete_flag": "--old"}, ["--old", "1"], "--old"),
+        (add_argument, {"default": 0, "action": "count"}, ["--my-flag"], "--my-flag"),
+        (add_negatable_bool_argument, {"default": False}, ["--my-flag"], "--my-flag"),
+        (add_negatable_bool_argument, {"default": False}, ["--no-my-flag"], "--no-my-flag"),
+    ],
+)
+def test_the_use_of_a_deprecated_flag_is_a_warning_that_names_it(
+    add: Callable[..., None], options: dict[str, Any], argv: list[str], named: str
+) -> None:
+    with pytest.warns(FutureWarning, match=f"^{named} is deprecated and will be removed in 2.0; use --new.$"):
+        declared(argv, add, deprecated=Deprecated("--new", "2.0"), **options)
+
+
+def test_a_deprecated_flag_that_is_not_used_is_quiet_and_its_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared([], default=None, deprecated=Deprecated("--new", "2.0"))
+    monkeypatch.setenv("MY", "1")
+    with pytest.warns(FutureWarning, match="^MY is deprecated"):
+        assert declared([], default=None, deprecated=Deprecated("--new", "2.0")) == "1"
 
 
 # -- what is written down -----------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from dynamo.runtime.discovery import INSTANCES, MODEL_CARDS, FileDiscovery, Memo
 from dynamo.runtime.distributed import create_runtime
 from dynamo.runtime.served_endpoint import ServedEndpoint
 from support.cases import each_case
+from support.frontend_cluster import memory_runtime
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
 PATH = "ns.c.e"
@@ -322,15 +323,41 @@ async def test_rubbish_in_the_store_is_ignored_and_what_was_known_stays(
 
 async def test_instances_can_be_awaited_by_their_runtime_data(mem_runtime: DistributedRuntime) -> None:
     client = await mem_runtime.endpoint(PATH).client()
-    with pytest.raises(
-        TimeoutError, match=r"^0 of 1 instance\(s\) of ns\.c\.e with runtime_data 'role' = 'x' appeared"
-    ):
+    with pytest.raises(TimeoutError, match=r"^0 instance\(s\) of ns\.c\.e had \{'role': 'x'\} as runtime_data after"):
         await client.wait_for_instance_by_runtime_data("role", "x", timeout_s=0.01)
     waiting = asyncio.create_task(client.wait_for_instance_by_runtime_data("role", "x", timeout_s=5))
     endpoint = mem_runtime.endpoint(PATH)
     await endpoint.publish_model({"runtime_config": {"runtime_data": {"role": "y"}}})
     await endpoint.publish_model({"runtime_config": {"runtime_data": {"role": "x"}}})
     assert await waiting == mem_runtime.connection_id()
+
+
+async def test_the_one_instance_of_a_runtime_data_is_waited_for_while_several_have_it() -> None:
+    workers = [memory_runtime() for _ in range(2)]
+    runtime = memory_runtime()
+    for each in workers:
+        await each.endpoint(PATH).publish_model({"runtime_config": {"runtime_data": {"role": "x"}}})
+    client = await runtime.endpoint(PATH).client()
+    ids = sorted(each.connection_id() for each in workers)
+    assert await client.wait_for_instances_by_runtime_data("role", "x", 1, timeout_s=5) == ids
+    with pytest.raises(TimeoutError, match=rf"^2 instance.*exactly 1 must have it: \[{ids[0]}, {ids[1]}\]$"):
+        await client.wait_for_instance_by_runtime_data("role", "x", timeout_s=0.01)
+    waiting = asyncio.create_task(client.wait_for_instance_by_runtime_data("role", "x", timeout_s=5))
+    await workers[0].aclose()
+    assert await waiting == workers[1].connection_id()
+    for each in (workers[1], runtime):
+        await each.aclose()
+
+
+@pytest.mark.parametrize(("count", "seconds"), [(0, 1.0), (-1, 1.0), (1, -1.0), (1, float("inf")), (1, float("nan"))])
+async def test_waiting_for_no_instance_or_for_no_time_is_refused(
+    mem_runtime: DistributedRuntime, count: int, seconds: float
+) -> None:
+    client = await mem_runtime.endpoint(PATH).client()
+    with pytest.raises(
+        ValueError, match=r"^(min_count must be positive|timeout_s must be a finite non-negative number)$"
+    ):
+        await client.wait_for_instances_by_runtime_data("role", "x", count, timeout_s=seconds)
 
 
 @pytest.mark.process  # starts processes

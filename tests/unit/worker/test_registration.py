@@ -451,6 +451,55 @@ async def test_an_adapter_is_registered_beside_its_base_model(model_directory: P
     assert endpoint.cards == {}
 
 
+PREFILL, DECODE, ENCODE = WorkerType.Prefill, WorkerType.Decode, WorkerType.Encode
+OPEN = ModelType.Chat | ModelType.Prefill
+
+
+@each_case(
+    ("role", "takes", "surface", "needs", "sentence"),
+    [
+        (None, ModelInput.Tokens, ModelType.Chat, None, "worker_type is required"),
+        (PREFILL, ModelInput.Text, ModelType.Prefill, [[DECODE]], "worker_type=Prefill requires model_input"),
+        (PREFILL, ModelInput.Tensor, ModelType.Empty, [[DECODE]], "worker_type=Prefill requires model_input"),
+        (ENCODE, ModelInput.Text, ModelType.Chat, [[DECODE]], "worker_type=Encode requires model_input"),
+        (PREFILL, ModelInput.Tokens, ModelType.Chat, [[DECODE]], "must not have an OpenAI surface .*Chat"),
+        (PREFILL, ModelInput.Tokens, ModelType.Embedding, [[DECODE]], "must not have an OpenAI surface"),
+        (PREFILL, ModelInput.Tokens, OPEN, [[DECODE]], "must not have an OpenAI surface"),
+        (PREFILL, ModelInput.Tokens, ModelType.Prefill, None, "worker_type=Prefill requires a non-empty `needs`"),
+        (DECODE, ModelInput.Tokens, ModelType.Chat, [], "worker_type=Decode requires a non-empty `needs`"),
+        (ENCODE, ModelInput.Tokens, ModelType.Empty, None, "worker_type=Encode requires a non-empty `needs`"),
+    ],
+)
+async def test_a_role_that_could_not_serve_is_refused_as_a_value_error(
+    role: WorkerType | None, takes: ModelInput, surface: ModelType, needs: Any, sentence: str
+) -> None:
+    endpoint = RecordingEndpoint()
+    for error in (InvalidArgument, ValueError):
+        with pytest.raises(error, match=sentence):
+            await register_model(takes, surface, endpoint, "m", worker_type=role, needs=needs)
+    assert endpoint.cards == {}
+
+
+@each_case(
+    ("role", "surface", "needs"),
+    [
+        (PREFILL, ModelType.Empty, [[DECODE]]),
+        (PREFILL, ModelType.Prefill, ((DECODE,),)),
+        (DECODE, ModelType.Chat, [[PREFILL, ENCODE], [WorkerType.Aggregated]]),
+        (ENCODE, ModelType.Chat, [[WorkerType.Aggregated]]),
+        (WorkerType.Aggregated, ModelType.Empty, None),
+    ],
+)
+async def test_a_role_with_what_it_needs_is_registered_by_position(
+    model_directory: Path, role: WorkerType, surface: ModelType, needs: Any
+) -> None:
+    endpoint = RecordingEndpoint()
+    rest = (None,) * 8  # from router_config to base_model_path
+    await register_model(ModelInput.Tokens, surface, endpoint, str(model_directory), "m", 16, *rest, role, needs, False)
+    card = decode_card(endpoint.cards[None])
+    assert (WorkerType.from_card(card.worker_type), card.kv_cache_block_size) == (role, 16)
+
+
 @pytest.mark.parametrize("given", [{"lora_name": "a"}, {"base_model_path": "b"}])
 async def test_an_adapter_needs_its_name_and_its_base(given: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument, match="belong together"):

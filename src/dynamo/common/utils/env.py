@@ -1,5 +1,5 @@
-"""Facade: the flag variables of `dynamo.runtime.base.settings` under the native path."""
+"""Facade: `env_bool` of the native package."""
 
-from dynamo.runtime.base.settings import env_bool
+from dynamo.contract.flag_declarations import env_bool
 
 __all__ = ["env_bool"]

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from typing import Annotated, Any, Final, Self
 
 import msgspec
@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _NOTHING_ON_THE_WAY: Final = OnTheWay()
 OTHER_WORKERS: Final = 3  # that a request may be sent to, where workers decline it before they answer
+FIRST_CARDS_SECONDS: Final = 5.0  # how long the cards of the workers that are there may take to be read
 MAX_CARDS: Final = 65_536  # of one endpoint; a store gone wild must not take the memory
 
 _NOT_STARTED: Final = (CannotConnect, WorkerUnavailable, Overloaded)  # errors of a worker that has not begun
@@ -97,7 +98,13 @@ class RoutedEndpoint:
             self._stack.push_async_callback(client.close)
             self._stack.callback(client.on_change(self._set_ranks))
             background = await self._stack.enter_async_context(Background())
-            background.start(self._follow_cards(), "model cards of the workers")
+            known = asyncio.Event()
+            background.start(self._follow_cards(known), "model cards of the workers")
+            if self._needs_cards:
+                # Else the first request, right behind the constructor, would find no worker although all are registered.
+                with suppress(TimeoutError):  # the store does not answer: what comes later is taken as it comes
+                    async with asyncio.timeout(FIRST_CARDS_SECONDS):
+                        await known.wait()
             self._set_ranks()
         except BaseException:
             await self._stack.aclose()
@@ -150,7 +157,8 @@ class RoutedEndpoint:
 
     # -- the workers -------------------------------------------------------------------------------------------------
 
-    async def _follow_cards(self) -> None:
+    async def _follow_cards(self, known: asyncio.Event) -> None:
+        """Take the cards as they change, and set `known` once those that there are have been taken."""
         workers = self.endpoint
         prefix = f"{MODEL_CARDS}/{workers.namespace}/{workers.component}/{workers.name}"
         async with aclosing(follow(workers.runtime.discovery, prefix)) as changes:
@@ -158,6 +166,7 @@ class RoutedEndpoint:
                 for change in batch:
                     self._take_card(change)
                 self._set_ranks()
+                known.set()
 
     def _take_card(self, change: Change) -> None:
         if not isinstance(change, Put):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 from urllib.parse import unquote
 
+from dynamo.errors import InvalidArgument
 from dynamo.runtime.http.replies import NOT_FOUND, Reply
 
 __all__ = ["ENGINE_PREFIX", "LORA_PREFIX", "EngineRoute", "EngineRoutes"]
@@ -75,6 +76,9 @@ class EngineRoutes:
             return self._too_deep()
         try:
             return Reply.json(200, await callback(request))
+        except InvalidArgument as error:  # the mistake of a caller has no traceback that would help
+            logger.warning("engine route %s refused a request: %s", name, error)
+            return Reply.json(500, {"error": "Handler error", "message": str(error)})
         except Exception as error:  # the boundary: the operator gets the reason, the log the traceback
             logger.exception("engine route %s failed", name)
             message = f"Python callback failed: {type(error).__name__}: {error}"
