@@ -32,6 +32,8 @@ from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.protocol.openai.sse import ChatStream
 from dynamo.router.dispatch import RoutedStream
+from dynamo.router.failover import NO_WAIT, DispatchLimits, DispatchRequest
+from dynamo.router.record import DispatchRecord
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.calls.request_plane.mux.frames import step_frames
@@ -195,8 +197,8 @@ class Bench:
 
     def _routed(self, stream: MuxStream, request: Any = None) -> RoutedStream:
         if request is None:
-            request = SimpleNamespace(body={}, stall_detector=None)
-        dispatcher = SimpleNamespace(pool=None, replacement_wait_seconds=0.0, queries_of_death=None)
+            request = DispatchRequest({}, [], record=DispatchRecord(), timer=StageTimer(), limits=DispatchLimits())
+        dispatcher = SimpleNamespace(pool=None, worker_wait=NO_WAIT, queries_of_death=None, stages=())
         routed = RoutedStream(dispatcher, request, Context("r"))  # type: ignore[arg-type]
         routed._stream = stream
         return routed

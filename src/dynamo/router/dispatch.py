@@ -1,4 +1,4 @@
-"""From a request to the items of its answer, whatever happens to the workers: choose, open, retry, migrate, give up.
+"""From a request to the items of its answer, whatever happens to the workers. `router/course.py` decides; this does it.
 
 `Dispatcher.open` returns a `RoutedStream`. It is read like the stream of one worker; behind it the request may move to
 another worker, before its first token (a retry) or after (a migration).
@@ -10,15 +10,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from dynamo.errors import DynamoException, StreamIncomplete
+from dynamo.errors import DynamoException
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.failover import NO_WAIT, DispatchRequest, Failover, WorkerWait
-from dynamo.router.migration import Move, continued, tokens_left
-from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.query_of_death import QueriesOfDeath, Suspect
+from dynamo.router.answer_leg import AnswerLeg, Silence
+from dynamo.router.course import Again, CourseState, Fail, Failed, Finish, NextStage
+from dynamo.router.drive import CANCELLED, ITEMS, drive
+from dynamo.router.failover import NO_WAIT, DispatchRequest, WorkerWait
+from dynamo.router.migration import Move, continued
+from dynamo.router.pool import ModelPool
+from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.record import DispatchRecord
-from dynamo.router.stages import DispatchStage, Onward, StageJob, run_stages
+from dynamo.router.stages import DispatchStage, StageJob, StageResult, run_stages
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseStream, StreamItem, TokenLane
 
@@ -73,47 +76,13 @@ class Dispatcher:
         record.placement = pool.choose(request).placement
 
 
-class _Loss:
-    """The loss of a worker in the middle of an answer."""
-
-    __slots__ = ("at", "error")
-
-    def __init__(self, error: DynamoException, at: float) -> None:
-        self.error, self.at = error, at
-
-
-class RoutedStream(AsyncIterator[list[StreamItem]]):
+class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
     """The items of one answer, whichever workers they come from. Made by `Dispatcher.open`.
 
     Read it with `next_batch` (or by iterating); from the second batch on, `push` hands items on without waking a task.
     """
 
-    __slots__ = (
-        "_body",
-        "_context",
-        "_dispatcher",
-        "_failover",
-        "_idle_error",
-        "_is_closed",
-        "_loss",
-        "_stream",
-        "_suspect",
-        "_worker",
-        "is_reading",
-        "request",
-    )
-
-    def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
-        self._dispatcher, self.request, self._context = dispatcher, request, context
-        self._body = request.body
-        self._failover = Failover(dispatcher.pool, request, context, dispatcher.worker_wait)
-        self._suspect = Suspect(request.body, context.id(), dispatcher.queries_of_death)
-        self._worker: ChosenWorker | None = None  # the last one that was tried
-        self._stream: ResponseStream | None = None
-        self._loss: _Loss | None = None  # of the last worker, after it had begun to answer
-        self._idle_error: DynamoException | None = None  # set: the worker is left because it sent nothing
-        self._is_closed = False
-        self.is_reading = False  # waiting for the worker, and not for the reader
+    __slots__ = ()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -134,10 +103,13 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         while not self._is_closed:
             stream = self._stream
             if stream is None:
-                if self._loss is None:
-                    self._suspect.check(self._now)
-                is_plain = self._loss is None and not self._dispatcher.stages  # as nearly every request is
-                items = await (self._begin() if is_plain else self._start())
+                if self._lost_at is None:
+                    if self._dispatcher.queries_of_death.remembered:
+                        self._suspected().check(self._now)
+                    is_apart = type(await drive(self._failover.course, self)) is NextStage
+                    items = await self._run_stages() if is_apart else self._first
+                else:
+                    items = await self._go_on(self._lost_at)
                 if not items:
                     self._on_missing_terminal_chunk()
                 return items
@@ -195,15 +167,12 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         self._is_closed = True
         if self.request.stall_detector is not None:
             self.request.stall_detector.remove(self)
-        self._release()
+        if self._stream is not None:
+            self._release()
         if self._failover.session is not None:
             self._failover.session.release()
 
     # -- what the stall detector needs (`stall_detector.WatchedStream`) ----------------------------------------------
-
-    @property
-    def request_id(self) -> str:
-        return self._context.id()
 
     @property
     def tokens(self) -> int:
@@ -211,11 +180,12 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
     @property
     def attempts(self) -> int:
-        return self._failover.attempts.count
+        return self._failover.course.count
 
     @property
     def instance_id(self) -> int | None:
-        return self._worker.instance.instance_id if self._worker is not None and self._stream is not None else None
+        worker = self._failover.worker
+        return worker.instance.instance_id if worker is not None and self._stream is not None else None
 
     def fail_over(self, error: DynamoException, *, is_worker_fault: bool = True, is_last: bool = False) -> bool:
         """Leave a worker that sends nothing, because of `error`; return whether that was done.
@@ -226,13 +196,11 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         if (
             stream is None
             or self._is_closed
-            or self._idle_error is not None
+            or (self._silence is not None and not self._silence.is_taken)
             or not (is_last or self._failover.can_move(error))
         ):
             return False
-        self._idle_error = error
-        if not is_worker_fault:
-            self._failover.exempt_error = error
+        self._silence = Silence(error, is_exempt=not is_worker_fault)
         stream.kill()  # and whatever reads it finds that it has ended
         return True
 
@@ -244,19 +212,17 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             raise self._missing_end("the worker ended the stream without a finish reason")
         self._is_closed = True
 
-    def _missing_end(self, text: str) -> DynamoException:
-        idle_error, self._idle_error = self._idle_error, None
-        return idle_error or StreamIncomplete(text)
-
     def _on_worker_lost(self, error: DynamoException) -> None:
         """Take the loss of a worker that had begun to answer. Raises `error` unless another one may go on."""
-        worker = self._worker
+        failover = self._failover
+        worker = failover.worker
         assert worker is not None
-        self._failover.record_failure(worker, error)
-        if not self._failover.may_move(error):
-            raise error
-        if (blocker := self._failover.migration_blocker()) is not None:
-            logger.warning("request %s cannot go on at another worker: %s", self.request_id, blocker)
+        failover.stages = self._dispatcher.stages
+        lost = failover.lost(worker, error, is_exempt=self._is_exempt(error), has_begun=True)
+        instruction = failover.course.step(lost)
+        if isinstance(instruction, Fail):
+            if instruction.why is not None:
+                logger.warning("request %s cannot go on at another worker: %s", self.request_id, instruction.why)
             raise error
         logger.warning(
             "request %s: lost worker %x after %d tokens (%s: %s)",
@@ -267,121 +233,66 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             error,
         )
         self._release()
-        self._failover.attempts.failed(worker, error)
-        self._loss = _Loss(error, self._now())
+        self._first = []
+        self._lost_at = self._now()
 
     # -- beginning at a worker ---------------------------------------------------------------------------------------
 
-    async def _start(self) -> list[StreamItem]:
-        """Return the first items of the answer, or of its continuation after a loss."""
-        request, loss = self.request, self._loss
-        if loss is None:
-            return await self._run_stages()
-        if request.generated and tokens_left(request.body, len(request.generated)) == 0:
+    async def _go_on(self, lost_at: float) -> list[StreamItem]:
+        """Return the first items of the continuation after a loss."""
+        request, failover = self.request, self._failover
+        if isinstance(failover.course.instruction, Finish):
             # Everything the request allows had arrived when its worker was lost, all but the word that it was the end.
             return [StreamItem(0, 0, len(request.generated), [], "length")]
-        self._body = continued(request.body, request.prompt, request.generated)
+        failover.given = StageResult(continued(request.body, request.prompt, request.generated))
         self._context.prompt_tokens = len(request.prompt)
         move = Move(is_ongoing=True)
         request.record.moves.append(move)
         try:
-            items = await self._run_stages(loss.error)
+            items = await self._proceed()
             move.outcome = "cancelled" if self._context.is_stopped() else "success"
         finally:
-            move.seconds = self._now() - loss.at
+            move.seconds = self._now() - lost_at
         return items
 
-    async def _run_stages(self, lost_by: DynamoException | None = None) -> list[StreamItem]:
-        """Return the first items from the stages and the worker that answers. `lost_by`: why the last worker was lost."""
-        stages, request = self._dispatcher.stages, self.request
-        if not stages:
-            return await self._begin(lost_by)
-        if lost_by is not None and not await self._failover.has_next(lost_by):
-            return []  # while no worker could go on, no prompt was computed again
+    async def _proceed(self) -> list[StreamItem]:
+        """Drive the course until there are items; return them, [] when the request was cancelled."""
+        if type(await drive(self._failover.course, self)) is NextStage:
+            return await self._run_stages()
+        return self._first
+
+    async def _run_stages(self) -> list[StreamItem]:
+        """Return the first items from the stages and the worker that answers."""
+        request, failover = self.request, self._failover
+        course = failover.course
         job = StageJob(
-            self._body, self._context, request.record, request.timer, request.limits.retries, request.first_token_seconds,
-            self._suspect, self._failover,
+            failover.body, self._context, request.record, request.timer, request.limits.retries,
+            request.first_token_seconds, self._suspected(), failover, self._begin_again,
         )  # fmt: skip
 
-        async def answer(onward: Onward) -> list[StreamItem]:
+        async def answer() -> list[StreamItem]:
             self._release()  # a decode that ended with its prefill
-            failover = self._failover
-            self._body, failover.transfer, failover.decided, failover.is_single_use, failover.renew = onward
-            return await self._begin(lost_by)
+            return await self._proceed()
 
-        return await run_stages(stages, job, answer)
+        try:
+            items = await run_stages(failover.stages, job, answer)
+        except DynamoException as error:
+            if course.state is CourseState.STAGING:
+                course.step(Failed(error))
+            raise
+        if course.state is CourseState.STAGING:  # a stage has answered, or seen that the request was cancelled
+            course.step(ITEMS if items else CANCELLED)
+        return items
 
-    async def _begin(self, last: DynamoException | None = None) -> list[StreamItem]:
-        """Open the stream and wait for its first items, trying other workers while nothing has been received.
+    async def _begin_again(self, error: DynamoException, *, readmits_all: bool = False) -> bool:
+        """Prepare the last stage for another round because of `error`; False: the request was cancelled.
 
-        `last`: why the worker before was lost.
+        Raises the error where no worker could take what the stage makes. `readmits_all`: the workers tried so far as well.
         """
-        context, timer, record = self._context, self.request.timer, self.request.record
-        move: Move | None = None
-        lost_at = 0.0
-        pool, clock = self._dispatcher.pool, asyncio.get_running_loop().time
-        kv, failover = pool.kv, self._failover
-        choose = failover.choose if pool.on_the_way is None else failover.pass_and_choose
-        while True:
-            if kv is not None:
-                self.request.kv = await kv.query(self._body, record, pinned=self.request.pinned_instance_id)
-            worker = await choose(last)
-            if worker is None:
-                return []  # cancelled while it waited for one
-            timer.routed()
-            self._worker = worker
-            self._failover.attempts.begin(worker)
-            sent_at = clock()
-            try:
-                self._stream = await worker.open(self._body, context)
-                timer.dispatched()
-                if failover.session is not None:
-                    failover.session.sent(worker.instance.instance_id, worker.placement.dp_rank)
-                self.is_reading = True
-                items = await self._stream.next_batch()
-                if not items and not context.is_stopped():
-                    raise self._missing_end("the worker ended the stream without a single chunk")
-            except DynamoException as error:
-                self.is_reading = False
-                timer.arrived(failed=True)
-                self._release()
-                self._failover.record_failure(worker, error)
-                if error is not self._failover.exempt_error:
-                    self._suspect.count_failure(self._dispatcher.pool, worker, error, sent_at=sent_at, now=self._now())
-                self._failover.attempts.failed(worker, error)
-                if not self._failover.may_move(error) or self._failover.must_start_over(error):
-                    raise
-                logger.info(
-                    "request %s: worker %x failed before its first token (%s: %s)",
-                    context.id(), worker.instance.instance_id, type(error).__name__, error,
-                )  # fmt: skip
-                last = error
-                body = await failover.next_body(self._body, error)
-                if body is None:
-                    return []  # cancelled while it was made anew
-                self._body = body
-                move = Move(is_ongoing=False)
-                record.moves.append(move)
-                lost_at = self._now()
-            else:
-                if move is not None:
-                    move.outcome, move.seconds = "success", self._now() - lost_at
-                self.is_reading = False
-                timer.arrived()
-                if items:
-                    self._suspect.acquit()
-                record.instances.append(worker.instance)
-                record.placement = worker.placement
-                return items
-
-    def _release(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+        failover = self._failover
+        failover.given = StageResult(failover.body)  # the prompt is computed again, maybe elsewhere
+        failover.course.step(Again(error, readmits_all))
+        return isinstance(await drive(failover.course, self), NextStage)
 
 
 async def _listen(

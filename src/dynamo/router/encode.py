@@ -26,7 +26,7 @@ from dynamo.router.detour import Detour
 from dynamo.router.handoff import read_reply
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
-from dynamo.router.stages import Onward, Proceed, StageJob
+from dynamo.router.stages import Proceed, StageJob, StageResult
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
@@ -165,9 +165,9 @@ class EncodeStage:
         themselves."""
         self.router, self._receiver, self._is_required = router, receiver, is_required
 
-    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> Onward:
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> StageResult:
         """Return the request as it is: encode workers take turns, whatever the request. See `DispatchStage.advise`."""
-        return Onward(body)
+        return StageResult(body)
 
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
         """Pass on the request with the result of an encode worker. See `DispatchStage.run`.
@@ -178,7 +178,7 @@ class EncodeStage:
             WorkerUnavailable: the encode workers failed, and the workers that compute prompts encode nothing themselves.
         """
         if not carries_media(job.body):
-            return await proceed(Onward(job.body))
+            return await proceed(StageResult(job.body))
         context = job.context
         job.answering.check_room()  # before anything is encoded that no worker could take
 
@@ -190,7 +190,7 @@ class EncodeStage:
             return body
 
         body = await encode_again()
-        return [] if body is None else await proceed(Onward(body, renew=encode_again))
+        return [] if body is None else await proceed(StageResult(body, renew=encode_again))
 
     async def _encode(self, job: StageJob) -> WorkerRequest | None:
         """Return the encoded request, or the request as it was where the next workers encode; None: it was cancelled."""

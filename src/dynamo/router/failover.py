@@ -5,39 +5,42 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec import Struct
 
-from dynamo.errors import (
-    CannotConnect,
-    Disconnected,
-    DynamoException,
-    EngineShutdown,
-    NoReplacement,
-    Overloaded,
-    WorkerUnavailable,
-    rule_of,
-)
+from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
-from dynamo.router.handoff import Renew, may_be_taken
+from dynamo.router.course import (
+    Choose,
+    Chosen,
+    Course,
+    CourseRules,
+    Declined,
+    Event,
+    Lost,
+    NoWorker,
+    StageDone,
+    WorkerFound,
+    may_be_taken,
+)
+from dynamo.router.drive import CANCELLED
 from dynamo.router.kv.sessions import SessionHold
-from dynamo.router.migration import migration_blocker
+from dynamo.router.migration import migration_blocker, tokens_left
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
-from dynamo.router.stages import DispatchTimer
+from dynamo.router.replacement import NO_WAIT, ReplacementWait, WorkerWait
+from dynamo.router.stages import DispatchStage, DispatchTimer, StageResult
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.calls.context import Context
-from dynamo.runtime.calls.request_plane.base import Instance
 
 __all__ = [
     "DEFAULT_RETRIES",
     "NO_WAIT",
-    "Attempts",
     "DispatchLimits",
     "DispatchRequest",
     "Failover",
@@ -143,12 +146,16 @@ class DispatchRequest:
     ) -> PlacementRequest:
         """Return what the choice of a worker may look at."""
         routing = self.body.get("routing")
+        if not routing:  # by position, which takes half as long
+            return PlacementRequest(
+                self.prompt, None, self.pinned_instance_id, bound, 0, excluded, healthy_only, self.kv, transfer
+            )
         return PlacementRequest(
             token_ids=self.prompt,
-            lora_name=routing.get("lora_name") if routing else None,
+            lora_name=routing.get("lora_name"),
             pinned_instance_id=self.pinned_instance_id,
             bound=bound,
-            priority=(routing.get("priority") or 0) if routing else 0,
+            priority=routing.get("priority") or 0,
             excluded=excluded,
             healthy_only=healthy_only,
             kv=self.kv,
@@ -156,150 +163,86 @@ class DispatchRequest:
         )
 
 
-class Attempts:
-    """The workers that one request has tried."""
-
-    __slots__ = ("_shed", "_tried", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._tried: dict[WorkerKey, Instance] = {}  # not to be tried again
-        self._shed: list[WorkerKey] = []  # of those, the ones that only had no room
-
-    def begin(self, worker: ChosenWorker) -> None:
-        """Record an attempt at a worker."""
-        self.count += 1
-        self._tried[worker.key] = worker.instance
-
-    @property
-    def excluded(self) -> Collection[WorkerKey]:
-        """The workers that are not to be tried again."""
-        return self._tried.keys()
-
-    def failed(self, worker: ChosenWorker, error: DynamoException) -> None:
-        """Note why an attempt failed. A worker that only had no room may be tried again once another worker is lost."""
-        if isinstance(error, Overloaded):
-            self._shed.append(worker.key)
-        elif self._shed:
-            for key in self._shed:
-                self._tried.pop(key, None)
-            self._shed.clear()
-
-    def readmit(self, worker: ChosenWorker) -> None:
-        """Let a worker be tried again."""
-        self._tried.pop(worker.key, None)
-
-    def forget_tried(self) -> None:
-        """Let every worker be tried again."""
-        self._tried.clear()
-        self._shed.clear()
-
-    def readmit_restarted(self, pool: ModelPool) -> None:
-        """Let workers be tried again that registered anew under their old id."""
-        for key, instance in list(self._tried.items()):
-            current = pool.instance(key[1])
-            if current is not None and current is not instance and (current.endpoint == instance.endpoint):
-                del self._tried[key]
-
-
-class WorkerWait(NamedTuple):
-    """How a request waits while its model has no worker."""
-
-    seconds: float = 0.0  # 0: not at all
-    is_from_arrival: bool = False  # else from the loss of the last worker on
-
-
-NO_WAIT: Final = WorkerWait()
+FOUND: Final = WorkerFound()
 
 
 class Failover:
-    """Decides what one request does after a failure. It opens no stream itself."""
+    """Chooses the workers of one request, and waits for one where none is left. What comes next is its course's decision."""
 
     __slots__ = (
         "_context",
-        "_may_wait",
-        "_pool",
+        "_may_queue",
+        "_replacement",
         "_request",
         "_worker_wait",
-        "attempts",
-        "decided",
-        "exempt_error",
-        "is_single_use",
-        "renew",
+        "course",
+        "given",
+        "pool",
         "session",
-        "transfer",
+        "stages",
+        "worker",
     )
 
-    def __init__(self, pool: ModelPool, request: DispatchRequest, context: Context, worker_wait: WorkerWait) -> None:
-        self._pool, self._request, self._context = pool, request, context
+    def __init__(
+        self,
+        pool: ModelPool,
+        request: DispatchRequest,
+        context: Context,
+        worker_wait: WorkerWait,
+        stages: Sequence[DispatchStage],
+    ) -> None:
+        self.pool, self._request, self._context = pool, request, context
         self._worker_wait = worker_wait
+        self.stages = stages
+        self.course = Course(_rules(request, stages))
+        self.given: StageResult | None = None  # by the stages to the worker that answers; None: the request as it is
+        self.worker: ChosenWorker | None = None  # the last one that was chosen
         self.session: SessionHold | None = None  # of the request, where it has one; released by the stream
-        self._may_wait = True  # in the router's queue: before the first attempt only
-        self.attempts = Attempts()
-        self.exempt_error: DynamoException | None = None  # does not count against the worker
-        self.is_single_use = False  # no second worker can answer what one has taken
-        self.renew: Renew | None = None  # makes the request anew, where one worker only can take what it holds
-        self.decided: ChosenWorker | None = None  # what a stage has chosen already; taken once
-        self.transfer: TransferRule | None = None  # where the KV blocks of its prompt can be sent; None: anywhere
+        self._may_queue = True  # in the router's queue: before the first attempt only
+        self._replacement: ReplacementWait | None = None  # made where a worker is lost, or there is none
 
-    def placement(self, *, healthy_only: bool = False) -> PlacementRequest:
+    def placement(
+        self, *, healthy_only: bool = False, excluded: Collection[WorkerKey] | None = None
+    ) -> PlacementRequest:
         """Return what the choice of the next worker may look at."""
-        session, sessions = self.session, self._pool.sessions
-        bound = None if session is None else session.rank
-        if session is None and sessions is not None:  # a stage asks before the session is held
-            bound = sessions.bound_rank(self._request.body)
-        return self._request.placement(
-            self.attempts.excluded, healthy_only=healthy_only, transfer=self.transfer, bound=bound
-        )
+        bound = None if self.pool.on_the_way is None else self._bound_rank()
+        if excluded is None:
+            excluded = self.course.excluded
+        transfer = None if self.given is None else self.given.transfer
+        return self._request.placement(excluded, healthy_only=healthy_only, transfer=transfer, bound=bound)
 
-    async def _join_session(self) -> None:
-        request = self._request
-        dp_rank = (request.body.get("routing") or {}).get("dp_rank")
-        self.session = await self._pool.hold_session(
-            request.body, self._context, worker_id=request.pinned_instance_id, dp_rank=dp_rank
-        )
+    def _bound_rank(self) -> WorkerRank | None:
+        """Return where the session of the request is bound; a stage needs that before the session is held."""
+        session, sessions = self.session, self.pool.sessions
+        if session is not None:
+            return session.rank
+        return None if sessions is None else sessions.bound_rank(self._request.body)
 
-    def _fits_session(self, worker: ChosenWorker) -> bool:
-        """Return whether a request of this session may go to a worker: the session is bound there, or not yet."""
-        bound = None if self.session is None else self.session.rank
-        return bound is None or bound == (worker.instance.instance_id, worker.placement.dp_rank or 0)
+    @property
+    def body(self) -> WorkerRequest:
+        """The request for the worker that answers."""
+        return self._request.body if self.given is None else self.given.body
 
-    def readmit(self, worker: ChosenWorker) -> None:
-        """Readmit a worker that refused the request."""
-        self.attempts.readmit(worker)
+    # -- what the stages need (`stages.AnsweringWorkers`) ------------------------------------------------------------
 
     def check_room(self) -> None:
         """Raise Overloaded where every worker that may be chosen is busy; nothing is chosen."""
-        self._pool.check_room(self.placement())
-
-    def must_start_over(self, error: DynamoException) -> bool:
-        """Return whether the prompt has to be computed again, as a worker may have taken what it is given once."""
-        return self.is_single_use and may_be_taken(error)
-
-    async def next_body(self, body: WorkerRequest, error: DynamoException) -> WorkerRequest | None:
-        """Return the request for the next worker after `error`: `body`, made anew where the last worker may have taken what
-        it gives away once. None: the request was cancelled meanwhile."""
-        return body if self.renew is None or not may_be_taken(error) else await self.renew()
-
-    async def has_next(self, error: DynamoException) -> bool:
-        """Return whether another worker is there, waiting for one if it is expected; False: the request was cancelled.
-
-        Raises `error` when none is.
-        """
-        self.transfer = None  # the prompt is computed again, maybe elsewhere
-        if self._pool.has_worker(self.placement()):
-            return True
-        if not self.expects_replacement(error):
-            raise error
-        return await self.await_replacement(error, self._now()) is not None
-
-    def start_over(self) -> None:
-        """Readmit all workers that were tried; how many they were stays."""
-        self.attempts.forget_tried()
+        self.pool.check_room(self.placement())
 
     def has_worker_for(self, rule: TransferRule) -> bool:
         """Return whether a worker that was not tried is there for KV blocks that can be sent by this rule only."""
-        return self._pool.has_worker(self._request.placement(self.attempts.excluded, transfer=rule))
+        return self.pool.has_worker(self._request.placement(self.course.excluded, transfer=rule))
+
+    def take(self, result: StageResult) -> None:
+        """Take over what a stage passes on, to the next one or to the worker that answers."""
+        self.given = result
+        self.course.step(StageDone(result.is_single_use))
+
+    def declined(self, worker: ChosenWorker) -> None:
+        """Readmit the worker that a stage had chosen: it does not serve the request as it was sent."""
+        self.course.step(Declined(worker.key))
+
+    # -- what may come after a failure -------------------------------------------------------------------------------
 
     def migration_blocker(self) -> str | None:
         """Return what keeps the rest of the answer from another worker; None: nothing does."""
@@ -310,151 +253,174 @@ class Failover:
             request.body,
             len(request.prompt) + len(request.generated),
             longest=request.limits.longest_movable_tokens,
-            runtime_data=self._pool.runtime_config.runtime_data,
+            runtime_data=self.pool.runtime_config.runtime_data,
         )
 
     def can_move(self, error: DynamoException) -> bool:
         """Return whether a healthy worker is there that may go on after `error`."""
         if not self.may_move(error) or (self._request.tokens and self.migration_blocker() is not None):
             return False
-        return self._pool.has_worker(self.placement(healthy_only=True))
+        return self.pool.has_worker(self.placement(healthy_only=True))
 
     def may_move(self, error: DynamoException) -> bool:
         """Return whether another worker may be tried after `error`."""
-        return (
-            rule_of(error).retryable
-            and not self._context.is_stopped()
-            and not self._is_late()
-            and self._request.pinned_instance_id is None
-            and self.attempts.count <= self._request.limits.retries
-        )
+        return self.course.may_move(error, is_over=self._is_over())
+
+    def _is_over(self) -> bool:
+        return self._context.is_stopped() or self._is_late()
 
     def _is_late(self) -> bool:
         """Return whether the request's own deadline has passed: then no worker is at fault, and none need be tried."""
         deadline = self._context.deadline
         return deadline is not None and self._now() >= deadline
 
-    def record_failure(self, worker: ChosenWorker, error: DynamoException) -> None:
-        """Note the failure, and count it against its worker, so that the next request need not find out for itself."""
-        request = self._request
-        request.record.note_failure("generate", worker.placement, error, self._now(), request.tokens)
-        if error is self.exempt_error or self._is_late():
-            return
-        if self.session is not None:
-            self.session.failed(worker.instance.instance_id, error)
-        if worker.record_failure(error):
-            self.attempts.readmit(worker)
+    def lost(self, worker: ChosenWorker, error: DynamoException, *, is_exempt: bool, has_begun: bool) -> Lost:
+        """Note the failure, and count it against its worker, so that the next request need not find out for itself.
 
-    async def pass_and_choose(self, last: DynamoException | None) -> ChosenWorker | None:
-        """Do as `choose`, in a pool with a queue or sessions: before its first attempt a request may have to wait for its turn,
-        or for its session to be bound.
+        `is_exempt`: it does not count. `has_begun`: some of the answer has come. Return what the course is to know of it.
         """
-        pool = self._pool
+        request, tokens = self._request, self._request.tokens
+        request.record.note_failure("generate", worker.placement, error, self._now(), tokens)
+        is_registered_anew = False
+        if not is_exempt and not self._is_late():
+            if self.session is not None:
+                self.session.failed(worker.instance.instance_id, error)
+            is_registered_anew = worker.record_failure(error)
+        self._waiting().lost[worker.key] = worker.instance
+        is_over = self._is_over()
+        if not has_begun:
+            return Lost(error, tokens, is_over, is_registered_anew)
+        return Lost(
+            error,
+            tokens,
+            is_over,
+            is_registered_anew,
+            blocker=self.migration_blocker(),
+            is_complete=bool(request.generated) and tokens_left(request.body, len(request.generated)) == 0,
+            stages=len(self.stages),
+        )
+
+    async def next_body(self, error: DynamoException) -> bool:
+        """Make the request for the next worker after `error`: anew where the last worker may have taken what it gives away
+        once. False: the request was cancelled meanwhile."""
+        given = self.given
+        if given is None or given.renew is None or not may_be_taken(error):
+            return True
+        body = await given.renew()
+        if body is None:
+            return False
+        self.given = given._replace(body=body)
+        return True
+
+    # -- the choice of a worker --------------------------------------------------------------------------------------
+
+    async def choose(self, order: Choose) -> Event:
+        """Choose a worker. See `drive.Leg`."""
+        if order.looks_only:
+            return self._look(order)
+        pool = self.pool
+        if pool.kv is not None and not order.is_after_wait:
+            request = self._request
+            request.kv = await pool.kv.query(self.body, request.record, pinned=request.pinned_instance_id)
+        if pool.on_the_way is None:
+            worker = self._place(order) if self.given is None else self._chosen(order)
+        else:
+            turn = await self._pass(order)
+            if turn is None:
+                return CANCELLED
+            worker = turn
+        self.worker, candidate = worker, worker.placement.candidate
+        return Chosen((candidate.endpoint, candidate.instance_id))
+
+    def no_worker(self, error: WorkerUnavailable) -> NoWorker:
+        """Return whether a worker was there moments ago, so that the request may wait for the next one. See `drive.Leg`."""
+        order = self.course.instruction
+        is_after_wait = isinstance(order, Choose) and order.is_after_wait
+        return self._waiting().no_worker(error, self.course.last, is_after_wait=is_after_wait)
+
+    async def wait(self, seconds: float) -> Event:
+        """Wait for a change of the pool. See `drive.Leg`."""
+        return await self._waiting().wait(seconds)
+
+    def _waiting(self) -> ReplacementWait:
+        if self._replacement is None:
+            is_pinned = self._request.pinned_instance_id is not None
+            self._replacement = ReplacementWait(self.pool, self._context, self._worker_wait, is_pinned=is_pinned)
+        return self._replacement
+
+    def _look(self, order: Choose) -> Event:
+        """Report whether a worker could be chosen. Raises WorkerUnavailable where there is none."""
+        if order.is_after_wait:
+            self._place(order)
+        elif not self.pool.has_worker(self.placement(excluded=order.excluded)):
+            raise WorkerUnavailable(f"No workers available for {self.pool.name}")
+        return FOUND
+
+    def _chosen(self, order: Choose) -> ChosenWorker:
+        """Return the worker that a stage has chosen already, once; else one that is chosen now."""
+        given = self.given
+        if given is not None and given.worker is not None:
+            self.given = given._replace(worker=None)
+            if self._fits_session(given.worker):  # else the session was bound elsewhere since a stage looked at it
+                return given.worker
+        return self._place(order)
+
+    def _place(self, order: Choose) -> ChosenWorker:
+        worker = self.pool.choose(self.placement(excluded=order.excluded))
+        if order.is_after_wait:
+            self._waiting().end()
+        if order.last is not None and not order.looks_only:
+            logger.info("request %s: moves to worker %x", self._context.id(), worker.instance.instance_id)
+        return worker
+
+    async def _pass(self, order: Choose) -> ChosenWorker | None:
+        """Choose in a pool with a queue or sessions; None: the request was cancelled meanwhile.
+
+        Before its first attempt a request may have to wait for its session to be bound, and for its turn.
+        """
+        pool = self.pool
         if self.session is None and pool.sessions is not None:
             await self._join_session()
-        if self.decided is not None and not self._fits_session(self.decided):
-            self.decided = None  # the session was bound elsewhere since a stage looked at it
-        worker = await self.choose(last)
-        may_wait, self._may_wait = self._may_wait, False
-        if worker is None or not may_wait or last is not None or pool.gate is None:
+        worker, session = self._chosen(order), self.session
+        may_queue, self._may_queue = self._may_queue, False
+        if not may_queue or order.last is not None or pool.gate is None:
             return worker
         wait = pool.wait_for_turn(worker, self._context)
-        if wait is not None and self.session is not None and self.session.may_go_elsewhere:
+        if wait is not None and session is not None and session.may_go_elsewhere:
             wait.close()  # a session that only prefers its worker goes elsewhere before it waits
-            self.session.go_elsewhere()
-            worker = await self.choose(None)
-            wait = None if worker is None else pool.wait_for_turn(worker, self._context)
+            session.go_elsewhere()
+            worker = pool.choose(self.placement(excluded=order.excluded))
+            wait = pool.wait_for_turn(worker, self._context)
         if wait is None:
             return worker
         began = self._now()
         is_turn = await wait
         self._request.record.queued_seconds += self._now() - began
-        return await self.choose(None) if is_turn else None
+        return pool.choose(self.placement(excluded=order.excluded)) if is_turn else None
 
-    async def choose(self, last: DynamoException | None) -> ChosenWorker | None:
-        """Choose a worker; where none is left, wait for a replacement if one is expected. None: the request was cancelled.
-
-        Where no worker can be had, the failure of the last one is raised, which explains more. `last` None: none has failed.
-        """
-        worker, self.decided = self.decided, None
-        if worker is not None:
-            return worker
-        try:
-            worker = self._pool.choose(self.placement())
-        except WorkerUnavailable as error:
-            if not self.expects_replacement(last):
-                raise last or error from None
-            failure = last or NoReplacement(self._pool.name)
-            worker = await self.await_replacement(failure, self._waits_since(last))
-        if worker is not None and last is not None:
-            logger.info("request %s: moves to worker %x", self._context.id(), worker.instance.instance_id)
-        return worker
-
-    def _waits_since(self, last: DynamoException | None) -> float:
-        emptied_at = self._pool.emptied_at
-        if last is not None or emptied_at is None or self._worker_wait.is_from_arrival:
-            return self._now()
-        return emptied_at
-
-    def expects_replacement(self, last: DynamoException | None) -> bool:
-        """Return whether a worker was there moments ago and is gone now, and the request may wait for the next one.
-
-        An error that a worker reports of a request shows that the worker is there, and so does a worker that is silent:
-        neither makes room for a replacement.
-        """
-        if self._worker_wait.seconds <= 0 or self._request.pinned_instance_id is not None or self._context.is_stopped():
-            return False
-        if last is None:
-            emptied_at = self._pool.emptied_at
-            if emptied_at is None or self._worker_wait.is_from_arrival:
-                return emptied_at is not None
-            return self._now() < emptied_at + self._worker_wait.seconds
-        if isinstance(last, CannotConnect | Disconnected):
-            return not last.is_reported
-        if (
-            isinstance(last, WorkerUnavailable)
-            and last.is_reported
-            and (self._request.body.get("routing") or {}).get("lora_name")
-        ):
-            return False  # the adapter was unloaded there; its worker is well
-        return isinstance(last, EngineShutdown | WorkerUnavailable)
-
-    async def await_replacement(self, failure: DynamoException, lost_at: float) -> ChosenWorker | None:
-        """Wait until a worker can be chosen. Raises `failure` when none comes in time; None: the request was cancelled.
-
-        `lost_at`: when the last worker was lost.
-        """
-        pool, began = self._pool, self._now()
-        deadline = lost_at + self._worker_wait.seconds
-        if self._context.deadline is not None:
-            deadline = min(deadline, self._context.deadline)
-        logger.warning(
-            "request %s: no worker of model %s is left; waiting up to %.1f s for a replacement",
-            self._context.id(),
-            pool.name,
-            deadline - began,
+    async def _join_session(self) -> None:
+        request = self._request
+        dp_rank = (request.body.get("routing") or {}).get("dp_rank")
+        self.session = await self.pool.hold_session(
+            request.body, self._context, worker_id=request.pinned_instance_id, dp_rank=dp_rank
         )
-        while not self._context.is_stopped():
-            self.attempts.readmit_restarted(pool)
-            try:
-                worker = pool.choose(self.placement())
-            except WorkerUnavailable:
-                if self._now() >= deadline:
-                    break
-                await pool.wait_for_change(self._context, deadline)
-            else:
-                logger.warning("request %s: a replacement came after %.1f s", self._context.id(), self._now() - began)
-                return worker
-        else:
-            return None
-        logger.warning(
-            "request %s: gave up after %.1f s: no replacement came for the last worker of model %s",
-            self._context.id(),
-            self._now() - began,
-            pool.name,
-        )
-        raise failure
+
+    def _fits_session(self, worker: ChosenWorker) -> bool:
+        """Return whether a request of this session may go to a worker: the session is bound there, or not yet."""
+        bound = None if self.session is None else self.session.rank
+        return bound is None or bound == (worker.instance.instance_id, worker.placement.dp_rank or 0)
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+_PLAIN: Final = CourseRules(retries=DEFAULT_RETRIES)
+
+
+def _rules(request: DispatchRequest, stages: Sequence[DispatchStage]) -> CourseRules:
+    retries, pinned, routing = request.limits.retries, request.pinned_instance_id, request.body.get("routing")
+    if retries == DEFAULT_RETRIES and pinned is None and not (stages or routing):
+        return _PLAIN  # as nearly every request
+    has_adapter = routing is not None and bool(routing.get("lora_name"))
+    return CourseRules(retries=retries, stages=len(stages), is_pinned=pinned is not None, has_adapter=has_adapter)

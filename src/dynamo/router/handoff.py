@@ -7,12 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Literal
 
 from dynamo.errors import (
-    CannotConnect,
     DynamoException,
-    Overloaded,
     StreamIncomplete,
     Unknown,
-    WorkerUnavailable,
     revive,
 )
 from dynamo.placement.kv_transfer import TransferRule
@@ -34,7 +31,6 @@ __all__ = [
     "Renew",
     "StageReply",
     "decode_request",
-    "may_be_taken",
     "prefill_request",
     "read_reply",
 ]
@@ -53,11 +49,6 @@ _CACHED_COUNTS: Final = {"assume_kv_reuse": False, "track_prefill_tokens": False
 
 Renew = Callable[[], Awaitable[WorkerRequest | None]]
 """Makes a request anew that holds what one worker can take only; None: it was cancelled meanwhile."""
-
-
-def may_be_taken(error: DynamoException) -> bool:
-    """Return whether a worker that failed with `error` may have taken what a request gives away once."""
-    return not isinstance(error, CannotConnect | Overloaded | WorkerUnavailable)
 
 
 class PrefillAnswer:

@@ -35,38 +35,35 @@ class WorkerHold(msgspec.Struct, frozen=True):
 class OperatorDesk:
     """The holds of one process, shared by all pools. Empty, it costs a choice one test. Used on the event loop only."""
 
-    __slots__ = ("_holds", "on_choice")
+    __slots__ = ("holds", "on_choice")
 
     def __init__(self) -> None:
-        self._holds: dict[int, WorkerHold] = {}
+        self.holds: dict[int, WorkerHold] = {}
         self.on_choice: OnChoice | None = None
         """Called with each choice of a worker, while somebody wants to know of them."""
 
-    def __bool__(self) -> bool:
-        return bool(self._holds)
-
     def put(self, hold: WorkerHold, now: float) -> None:
         """Hold a worker from `now` on, in place of an earlier hold; or take that back. The oldest goes where there are too many."""
-        self._holds.pop(hold.instance_id, None)
+        self.holds.pop(hold.instance_id, None)
         if not hold.kind:
             return
         until = None if hold.seconds is None else now + hold.seconds
-        self._holds[hold.instance_id] = msgspec.structs.replace(hold, until=until)
-        if len(self._holds) > MAX_HOLDS:
-            del self._holds[next(iter(self._holds))]
+        self.holds[hold.instance_id] = msgspec.structs.replace(hold, until=until)
+        if len(self.holds) > MAX_HOLDS:
+            del self.holds[next(iter(self.holds))]
 
     def of(self, instance_id: int, now: float) -> WorkerHold | None:
         """Return the hold on a worker; None: there is none, or it is over."""
-        hold = self._holds.get(instance_id)
+        hold = self.holds.get(instance_id)
         if hold is not None and hold.until is not None and now >= hold.until:
-            del self._holds[instance_id]
+            del self.holds[instance_id]
             return None
         return hold
 
     def keep_only(self, present: frozenset[int]) -> None:
         """Forget the holds on workers that have left."""
-        for instance_id in self._holds.keys() - present:
-            del self._holds[instance_id]
+        for instance_id in self.holds.keys() - present:
+            del self.holds[instance_id]
 
     def apply(self, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Return the candidates without the drained ones; those in quarantine count as failed."""

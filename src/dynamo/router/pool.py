@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Container, Coroutine, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
 
 from dynamo.errors import DynamoException, InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
@@ -47,7 +49,7 @@ class WorkerClient(Protocol):
     async def close(self) -> None: ...
 
 
-class ChosenWorker(NamedTuple):
+class ChosenWorker(Struct, frozen=True):
     """A worker that was chosen for one attempt of a request."""
 
     placement: Placement
@@ -57,13 +59,14 @@ class ChosenWorker(NamedTuple):
 
     @property
     def key(self) -> WorkerKey:
-        return self.placement.candidate.key
+        candidate = self.placement.candidate
+        return candidate.endpoint, candidate.instance_id
 
-    async def open(self, body: WorkerRequest, context: Context) -> ResponseStream:
+    def open(self, body: WorkerRequest, context: Context) -> Awaitable[ResponseStream]:
         """Send `body` there and return its stream. Errors are those of the request plane."""
         if self.kv is not None:
-            return await self.kv.open(self, body, context)
-        return await self.client.open(self.instance, body, context)
+            return self.kv.open(self, body, context)
+        return self.client.open(self.instance, body, context)
 
     def record_failure(self, error: DynamoException) -> bool:
         """Leave the worker out for a while if `error` is about the connection to it.
@@ -224,9 +227,9 @@ class ModelPool(OperatedWorkers):
             placement = self.kv.settle(placement, request, now)
         if self.desk.on_choice is not None:
             self.desk.on_choice(self.name, candidates, placement)
-        endpoint, instance_id = placement.candidate.key
-        client = self._clients[endpoint]
-        return ChosenWorker(placement, client.named(instance_id), client, self.kv)
+        candidate = placement.candidate
+        client = self._clients[candidate.endpoint]
+        return ChosenWorker(placement, client.named(candidate.instance_id), client, self.kv)
 
     def wait_for_turn(self, worker: ChosenWorker, context: Context) -> Coroutine[None, None, bool] | None:
         """Return the wait of a request that is about to go to `worker`; None: it may go at once.
@@ -289,7 +292,7 @@ class ModelPool(OperatedWorkers):
     def candidates(self) -> list[Candidate]:
         """Return the members that discovery lists, as a policy sees them; without those that an operator drains."""
         found = self.listed()
-        return self.desk.apply(found, asyncio.get_running_loop().time()) if self.desk else found
+        return self.desk.apply(found, asyncio.get_running_loop().time()) if self.desk.holds else found
 
     def listed(self) -> list[Candidate]:
         """Return the members that discovery lists, whatever an operator says of them."""

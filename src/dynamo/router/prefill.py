@@ -31,13 +31,13 @@ from dynamo.placement.kv_transfer import TransferRule, transfer_rule
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import BootstrapInfo, RoutingHints, WorkerRequest
+from dynamo.router.course import may_be_taken
 from dynamo.router.detour import Detour
 from dynamo.router.handoff import (
     Handoff,
     PrefillAnswer,
     Renew,
     decode_request,
-    may_be_taken,
     prefill_request,
     read_reply,
 )

@@ -23,7 +23,7 @@ from dynamo.router.record import DispatchRecord
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 
-__all__ = ["DispatchStage", "DispatchTimer", "Onward", "PrefillStage", "Proceed", "StageJob", "run_stages"]
+__all__ = ["DispatchStage", "DispatchTimer", "PrefillStage", "Proceed", "StageJob", "StageResult", "run_stages"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +43,26 @@ class AnsweringWorkers(Protocol):
         """Raise Overloaded where every worker that may be chosen is busy; nothing is chosen."""
         ...
 
-    def readmit(self, worker: ChosenWorker) -> None:
-        """Readmit a worker that refused the request."""
+    def take(self, result: StageResult) -> None:
+        """Take over what a stage passes on."""
         ...
 
-    def start_over(self) -> None:
-        """Readmit all workers."""
+    def declined(self, worker: ChosenWorker) -> None:
+        """Readmit the worker that a stage had chosen: it does not serve the request as it was sent."""
         ...
 
     def may_move(self, error: DynamoException) -> bool:
         """Return whether another worker may be tried after `error`."""
         ...
 
-    async def has_next(self, error: DynamoException) -> bool:
-        """Return whether another worker is there, waiting for one if it is expected; False: the request was cancelled.
 
-        Raises `error` when none is.
+class BeginAgain(Protocol):
+    """Prepares that the last stage is done again."""
+
+    async def __call__(self, error: DynamoException, *, readmits_all: bool = False) -> bool:
+        """Return whether a worker is there for it, waiting for one if it is expected; False: the request was cancelled.
+
+        Raises `error` where there is none. `readmits_all`: the workers tried so far may be tried again.
         """
         ...
 
@@ -74,10 +78,11 @@ class StageJob(NamedTuple):
     limit_seconds: float | None  # what one worker of a stage may take, where its answer is awaited
     suspect: Suspect  # counts the workers that die on the request
     answering: AnsweringWorkers
+    begin_again: BeginAgain
     renew: Renew | None = None  # makes `body` anew for another worker, where one worker only can take it
 
 
-class Onward(NamedTuple):
+class StageResult(NamedTuple):
     """What a stage passes on to the next one, or to the worker that answers."""
 
     body: WorkerRequest
@@ -87,7 +92,7 @@ class Onward(NamedTuple):
     renew: Renew | None = None  # makes `body` anew for another worker, as what was encoded for it is given once
 
 
-Proceed = Callable[[Onward], Awaitable[list[StreamItem]]]
+Proceed = Callable[[StageResult], Awaitable[list[StreamItem]]]
 """From the request of the next stage to the first items of the answer."""
 
 
@@ -101,21 +106,23 @@ class DispatchStage(Protocol):
         """
         ...
 
-    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> Onward:
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> StageResult:
         """Note in `record` which worker this stage would take now, and return the next stage's request."""
         ...
 
 
-async def run_stages(stages: Sequence[DispatchStage], job: StageJob, answer: Proceed) -> list[StreamItem]:
-    """Pass the request through `stages` in order, then to `answer`; return the first items of the answer."""
-    if not stages:
-        return await answer(Onward(job.body))
-    first, rest = stages[0], stages[1:]
-    if not rest:
-        return await first.run(job, answer)
-    return await first.run(
-        job, lambda onward: run_stages(rest, job._replace(body=onward.body, renew=onward.renew), answer)
-    )
+async def run_stages(
+    stages: Sequence[DispatchStage], job: StageJob, answer: Callable[[], Awaitable[list[StreamItem]]]
+) -> list[StreamItem]:
+    """Pass the request through `stages` in order, then call `answer`; return the first items of the answer."""
+
+    async def proceed(result: StageResult) -> list[StreamItem]:
+        job.answering.take(result)
+        if rest := stages[1:]:
+            return await run_stages(rest, job._replace(body=result.body, renew=result.renew), answer)
+        return await answer()
+
+    return await stages[0].run(job, proceed)
 
 
 class PrefillStage:
@@ -128,7 +135,7 @@ class PrefillStage:
         self.router, self._decoders = router, decoders
         self._condition = None if rules is None else ConditionalPrefill(rules, router, decoders)
 
-    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> Onward:
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> StageResult:
         """Note the prefill worker. See `DispatchStage.advise`."""
         router = self.router
         if self._condition is not None:
@@ -137,14 +144,14 @@ class PrefillStage:
             request = PlacementRequest(pinned_instance_id=_pinned(body), bound=bound)
             bypass = await self._condition.decide(body, record, request, self._can_receive)
             if bypass is not None:
-                return Onward(bypass.body, worker=bypass.worker)
+                return StageResult(bypass.body, worker=bypass.worker)
         try:
             handoff = await router.advise(body, record, self._can_receive)
         except DynamoException as error:
             if router.is_enforced or not can_fall_back_to_decode(error):
                 raise
-            return Onward(body)
-        return Onward(handoff.body, handoff.transfer)
+            return StageResult(body)
+        return StageResult(handoff.body, handoff.transfer)
 
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
         """Request the prefill and pass on where to fetch the result. See `DispatchStage.run`.
@@ -175,7 +182,7 @@ class PrefillStage:
                     raise
                 router.detour.note(error)
                 try:
-                    return await proceed(Onward(job.body, renew=job.renew))
+                    return await proceed(StageResult(job.body, renew=job.renew))
                 except (InvalidArgument, Unknown) as refusal:
                     raise error from refusal  # an engine that only decodes: it is not the client's request that is wrong
             router.detour.note(None)
@@ -187,7 +194,7 @@ class PrefillStage:
                 router.release_blocks(handoff, self._decoders, context)
                 return []
             try:
-                onward = Onward(handoff.body, handoff.transfer, is_single_use=handoff.is_concurrent)
+                onward = StageResult(handoff.body, handoff.transfer, is_single_use=handoff.is_concurrent)
                 return await handoff.join_decode(proceed(onward))
             except DynamoException as error:
                 why = None if context.is_stopped() else _why_again(job, handoff, error, attempts)
@@ -202,7 +209,7 @@ class PrefillStage:
                     type(attempts.last).__name__,
                     attempts.last,
                 )
-                if not await job.answering.has_next(attempts.last):
+                if not await job.begin_again(attempts.last, readmits_all=handoff.failure is not None):
                     return []
                 if job.renew is not None:
                     body = await job.renew()
@@ -217,10 +224,10 @@ class PrefillStage:
         if bypass is None:
             return None
         try:
-            return await proceed(Onward(bypass.body, worker=bypass.worker))
+            return await proceed(StageResult(bypass.body, worker=bypass.worker))
         except (InvalidArgument, Unknown) as refusal:  # of an engine that only decodes; or the prefill worker's, too
             logger.info("request %s: the decode worker does not compute the prompt: %s", job.context.id(), refusal)
-            answering.readmit(bypass.worker)
+            answering.declined(bypass.worker)
             job.record.bypass = None
             return None
 
@@ -240,8 +247,7 @@ def _why_again(job: StageJob, handoff: Handoff, error: DynamoException, attempts
     if (failure := handoff.failure) is not None:
         if is_named or not rule_of(failure).retryable:
             return None
-        job.answering.start_over()  # a decode worker that failed for want of a prompt is as good as any
-        return "the prefill failed"
+        return "the prefill failed"  # and a decode worker that failed for want of a prompt is as good as any
     if handoff.is_concurrent and job.answering.may_move(error):
         attempts.tried.pop()  # the prefill worker has done nothing wrong
         return "the decode worker was lost"

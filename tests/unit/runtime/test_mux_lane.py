@@ -334,7 +334,7 @@ async def test_a_routed_stream_opens_the_lane_of_its_worker_s_stream() -> None:
     wire = Wire()
     stream = wire.open()
     request = DispatchRequest({}, [], record=Any, timer=Any, limits=DispatchLimits())  # type: ignore[arg-type]
-    pool = SimpleNamespace(pool=None, worker_wait=NO_WAIT, queries_of_death=None)
+    pool = SimpleNamespace(pool=None, worker_wait=NO_WAIT, queries_of_death=None, stages=())
     routed = RoutedStream(pool, request, Context("r"))  # type: ignore[arg-type]
     routed._stream = stream
     seen: list[list[int]] = []
