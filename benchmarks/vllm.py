@@ -33,7 +33,7 @@ from cases import Figures, chat, driven, load, measured_load, prepared, streamin
 from model import words
 from stack import Stack, free_port, processes
 
-MODEL = Path(__file__).parents[1] / "src" / "dynamo" / "reference" / "demo" / "model"
+MODEL = Path(__file__).parents[1] / "src" / "lab" / "dynamo" / "reference" / "demo" / "model"
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32")
 START_SECONDS = 900.0
 WORDS = 16

@@ -19,8 +19,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-SOURCE: Final = ROOT / "src" / "dynamo"
+from wings import name_in_package, source_files
+
 CEILINGS: Final = Path(__file__).with_suffix(".toml")
 
 MAX_PARAMETERS: Final = 6
@@ -65,7 +65,7 @@ class Module:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.name = str(path.relative_to(SOURCE))
+        self.name = name_in_package(path)
         self.text = path.read_text()
 
     @cached_property
@@ -89,7 +89,7 @@ class Module:
 
 
 def modules() -> list[Module]:
-    return [Module(path) for path in sorted(SOURCE.rglob("*.py")) if "template" not in path.relative_to(SOURCE).parts]
+    return [Module(path) for path in source_files() if "template" not in path.parts]
 
 
 @cache

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+from wings import ROOT, WINGS, located
+
 TABLE: Final = Path(__file__).with_suffix(".toml")
 TEST_SECONDS: Final = 300  # a mutant may make a test hang; that counts as caught, and pytest-timeout is usually faster
 ALLOWED_SURVIVORS: Final = 1  # of the whole table
@@ -35,18 +36,18 @@ class Mutant:
     """One deliberate break."""
 
     name: str  # what is broken, as a sentence
-    file: str  # below src/dynamo
+    file: str  # below the package
     old: str
     new: str
     tests: tuple[str, ...]  # what pytest is given
 
     def apply(self, source: Path) -> None:
         """Break the copy of the package in `source`. Raises StaleMutant."""
-        path = source / "dynamo" / self.file
-        text = path.read_text() if path.exists() else ""
-        if text.count(self.old) != 1:
+        path = located(self.file)
+        text = path.read_text() if path is not None else ""
+        if path is None or text.count(self.old) != 1:
             raise StaleMutant(f"{self.name}: {self.file} has the text {text.count(self.old)} times: {self.old!r}")
-        path.write_text(text.replace(self.old, self.new))
+        (source / path.relative_to(ROOT / "src")).write_text(text.replace(self.old, self.new))
 
 
 def read_table(path: Path = TABLE) -> list[Mutant]:
@@ -63,11 +64,8 @@ def check(mutants: Sequence[Mutant]) -> list[str]:
         if [m.name for m in mutants].count(name) > 1
     ]
     for mutant in mutants:
-        text = (
-            (ROOT / "src" / "dynamo" / mutant.file).read_text()
-            if (ROOT / "src" / "dynamo" / mutant.file).exists()
-            else ""
-        )
+        source = located(mutant.file)
+        text = source.read_text() if source is not None else ""
         if text.count(mutant.old) != 1:
             problems.append(f"{mutant.name}: {mutant.file} has the text {text.count(mutant.old)} times: {mutant.old!r}")
         paths = [test.partition("::")[0] for test in mutant.tests if test.startswith("tests/")]
@@ -83,7 +81,11 @@ def is_caught(mutant: Mutant) -> tuple[bool, float, str]:
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         mutant.apply(source)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
-        env = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(source / wing) for wing in WINGS),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         try:
             done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TEST_SECONDS)
         except subprocess.TimeoutExpired:

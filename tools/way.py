@@ -30,12 +30,13 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from wings import ROOTS, located, name_in_package
+
 if TYPE_CHECKING:
     from dynamo.frontend.app import Frontend
     from dynamo.runtime.calls.request_plane.base import Handler
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-SOURCE: Final = ROOT / "src" / "dynamo"
+SOURCES: Final = tuple(f"{root}/dynamo/" for root in ROOTS)
 
 WORK_STATEMENTS: Final = 8
 TOKEN: Final = ord("a")  # always the same one: its text is known after the first time
@@ -87,7 +88,7 @@ class Tracer:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         code = frame.f_code
-        if self.is_over or not code.co_filename.startswith(str(SOURCE)):
+        if self.is_over or not code.co_filename.startswith(SOURCES):
             return None
         if self._task is not None and asyncio.current_task() is not self._task:
             return None
@@ -96,7 +97,7 @@ class Tracer:
             return None
         call = self._by_frame.get(frame)
         if call is None:  # else a coroutine goes on
-            module = code.co_filename.removeprefix(f"{SOURCE}/").removesuffix(".py")
+            module = name_in_package(Path(code.co_filename)).removesuffix(".py")
             call = self._by_frame[frame] = Call(module, code.co_qualname, set())
         lines = call.lines
 
@@ -114,7 +115,9 @@ class Tracer:
 def _statements(module: str) -> dict[int, int]:
     """Return the first line of the innermost statement for each line of a module."""
     first: dict[int, int] = {}
-    for node in ast.walk(ast.parse((SOURCE / f"{module}.py").read_text())):  # outer statements before the inner ones
+    source = located(f"{module}.py")
+    assert source is not None, module
+    for node in ast.walk(ast.parse(source.read_text())):  # outer statements before the inner ones
         if isinstance(node, ast.stmt):
             first.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), node.lineno))
     return first

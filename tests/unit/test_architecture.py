@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from wings import WINGS, name_in_package, source_files, wing_of
+
 import dynamo
 from support.cases import each_case
 
-ROOT = Path(dynamo.__file__).parent
 PURE_FORBIDDEN = frozenset({"asyncio", "socket", "ssl", "selectors", "time", "os", "threading", "subprocess", "signal"})
 
 # Each room and the rooms it may import. The longest prefix of a module's name decides.
@@ -127,10 +128,35 @@ FRONTEND_DEBTS: frozenset[tuple[str, str]] = frozenset(
 RUNTIME_FOLDERS = ("base", "observe", "discovery", "calls", "http")  # each may import those before it
 INSIDE_RUNTIME = {folder: frozenset(RUNTIME_FOLDERS[: place + 1]) for place, folder in enumerate(RUNTIME_FOLDERS)}
 
+# The wings: the kernel imports none of them, but finds their modules by name (the commands, the engines) or entry point.
+INSIDE_WINGS: dict[str, frozenset[str]] = {
+    "kernel": frozenset({"kernel"}),
+    "engines": frozenset({"kernel", "engines"}),
+    "compat": frozenset(WINGS) - {"inspect"},  # a facade stands before any wing
+    "lab": frozenset({"kernel", "engines", "compat", "lab"}),
+    "inspect": frozenset({"kernel", "inspect"}),
+}
+
+# Arrows between wings that point the wrong way and are to be cut: nothing may be added here.
+WING_DEBTS: frozenset[str] = frozenset(
+    {
+        "cli.doctor.starts -> health_check",
+        "cli.engines -> engines.callable.engine",
+        "cli.parsers -> cli.bench",
+        "cli.parsers -> cli.bench.replay",
+        "cli.parsers -> cli.doctor",
+        "cli.parsers -> cli.replay",
+        "cli.parsers -> replay.presets",
+        "contract.config -> health_check",
+        "contract.health_check -> health_check",
+        "contract.requests.logits -> logits_processing",
+    }
+)
+
 
 def modules() -> Iterator[tuple[str, Path]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
+    for path in source_files():
+        parts = Path(name_in_package(path)).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         if name and not any(part == "template" for part in parts):
             yield name, path
@@ -263,6 +289,25 @@ def test_arrows_inside_the_runtime_point_one_way() -> None:
     assert sorted(wrong) == []
 
 
+@functools.cache
+def wing_of_module(module: str) -> str | None:
+    """Return the wing of a module, or of the module that has the named attribute."""
+    while module and module not in PATHS:
+        module = module.rpartition(".")[0]
+    return wing_of(PATHS[module]) if module else None
+
+
+def test_the_kernel_imports_no_wing_and_a_wing_only_those_it_may() -> None:
+    wrong = set()
+    for name, path in MODULES:
+        allowed = INSIDE_WINGS[wing_of(path)]
+        for module in imports(path):
+            if module.startswith("dynamo.") and wing_of_module(module[7:]) not in {*allowed, None}:
+                wrong.add(f"{name} -> {module[7:]}")
+    assert sorted(wrong - WING_DEBTS) == []
+    assert sorted(WING_DEBTS - wrong) == [], "a debt that is paid is no debt: take it out"
+
+
 def circles(arrows: set[tuple[str, str]]) -> list[str]:
     """Return the names that are left once all that lead nowhere, or to such names alone, have been taken away."""
     left = {name for arrow in arrows for name in arrow}
@@ -280,7 +325,7 @@ def test_the_pure_rooms_do_no_io(name: str) -> None:
 def public_packages() -> list[str]:
     found = [
         info.name
-        for info in pkgutil.walk_packages([str(ROOT)], "dynamo.")
+        for info in pkgutil.walk_packages(dynamo.__path__, "dynamo.")
         if info.ispkg and "template" not in info.name
     ]
     return sorted(found)

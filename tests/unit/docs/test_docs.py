@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wings import name_in_package, source_files
 
 from dynamo.cli.parsers import command_parsers
 from dynamo.contract.args import add_backend_arguments
@@ -24,7 +25,6 @@ from dynamo.runtime.calls.request_plane import metrics as plane_metrics
 from support.cases import each_case
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
-SOURCE = ROOT / "src" / "dynamo"
 COMMANDS = (
     "serve",
     "chat",
@@ -119,7 +119,7 @@ def test_the_error_table_is_the_table_of_the_code() -> None:
 def test_everything_that_is_not_built_is_listed() -> None:
     """By the names that the code passes to the two functions that answer 422."""
     listed = " ".join(row[0] for row in rows("errors.md", "Field", "Answer"))
-    for path in (SOURCE / "protocol" / "openai").glob("*.py"):
+    for path in source_files("protocol/openai"):
         for call in calls(path, "_not_built", "_deprecated"):
             word = call.args[-1] if call.func.id == "_not_built" else call.args[0]  # type: ignore[attr-defined]
             if isinstance(word, ast.Constant):
@@ -151,7 +151,7 @@ def test_the_metrics_tables_are_those_of_the_code() -> None:
 
 @cache
 def texts_beside_the_metrics() -> list[str]:
-    return [path.read_text() for path in SOURCE.rglob("*.py") if path.name not in ("metrics.py", "prometheus_names.py")]
+    return [path.read_text() for path in source_files() if path.name not in ("metrics.py", "prometheus_names.py")]
 
 
 def is_used(name: str) -> bool:
@@ -168,8 +168,8 @@ def test_a_metric_is_said_to_be_not_filled_exactly_when_nothing_fills_it() -> No
 def test_metrics_are_registered_by_their_families_only() -> None:
     """Else the page would not have them."""
     found = {
-        path.relative_to(SOURCE).as_posix()
-        for path in SOURCE.rglob("*.py")
+        name_in_package(path)
+        for path in source_files()
         if re.search(r"\b(registry|metrics)\.(counter|gauge|histogram)(_vector)?\(", path.read_text())
     }
     assert found == {"runtime/observe/metrics/family.py"}
@@ -177,9 +177,7 @@ def test_metrics_are_registered_by_their_families_only() -> None:
 
 def test_every_family_of_the_code_is_on_the_page() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    names = {
-        name for path in SOURCE.rglob("*.py") for name in re.findall(r"Family\(\s*\"([a-z_]+)\"", path.read_text())
-    }
+    names = {name for path in source_files() for name in re.findall(r"Family\(\s*\"([a-z_]+)\"", path.read_text())}
     prefixes = ("", "dynamo_frontend_", "dynamo_autoscale_")
     missing = [name for name in names if not any(f"`{prefix}{name}`" in page for prefix in prefixes)]
     assert (missing, len(names) > 80) == ([], True)
@@ -194,7 +192,7 @@ _VARIABLE = re.compile(
 
 def variables_of_the_source() -> set[str]:
     """String constants that are nothing but the name of a variable. A name in a sentence is not one."""
-    texts = [path.read_text() for path in SOURCE.rglob("*.py")]
+    texts = [path.read_text() for path in source_files()]
     return {
         node.value
         for text in texts
@@ -221,7 +219,7 @@ def test_the_settings_page_lists_exactly_the_variables_that_are_read() -> None:
 
 def test_no_text_or_comment_names_a_variable_that_is_not_on_the_settings_page() -> None:
     name = re.compile(r"\bDYN_[A-Z0-9_]*[A-Z0-9](?![A-Z0-9_]*[*{])\b")
-    texts = [path.read_text() for path in SOURCE.rglob("*.py")]
+    texts = [path.read_text() for path in source_files()]
     named = {found for text in texts for found in name.findall(text)}
     assert named - documented_variables() - {"DYN_HISTOGRAM_X"} == set()
 

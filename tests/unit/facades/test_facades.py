@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from wings import name_in_package, source_files
 
 import dynamo
 import dynamo._core
@@ -133,14 +134,13 @@ FACADES = {
     "dynamo.llm": "many rooms",
     "dynamo.llm.exceptions": "dynamo.errors",
 }
-ROOT = Path(dynamo.__file__).parent
 
 
 def test_every_module_of_the_guides_paths_is_in_the_list() -> None:
     found = set()
     for folder in ("common", "llm", "_core"):
-        for path in (ROOT / folder).rglob("*.py"):
-            parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        for path in source_files(folder):
+            parts = ("dynamo", *Path(name_in_package(path)).with_suffix("").parts)
             found.add(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     assert found == set(FACADES)
 

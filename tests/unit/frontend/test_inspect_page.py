@@ -8,6 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from wings import WINGS
+
 from dynamo.frontend.parts.inspector.inspect_page import INSPECT_PATH, inspect_files
 from support.access import bearer, key, write_keys
 from support.asgi_client import AsgiClient
@@ -62,7 +64,8 @@ def test_every_file_of_the_folder_is_served_and_in_the_wheel() -> None:
     assert set(inspect_files()) == paths - {INSPECT_PATH + "index.html"} | {INSPECT_PATH}
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     # Hatchling takes every file of a package that git does not ignore.
-    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/dynamo"]}
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": [f"src/{wing}/dynamo" for wing in WINGS]}
 
 
 async def test_the_page_comes_with_a_policy_and_is_sent_once(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ OURS: Final = ("DYN_", "ETCD_AUTH_", "ETCD_LEASE_")  # prefixes that nothing els
 @functools.cache
 def known_variables(root: Path | None = None) -> frozenset[str]:
     """Return the variables that the source of this version names. A test holds the source against the settings page."""
-    folder = root or Path(dynamo.__file__ or "").parent
-    return frozenset(name.decode() for path in folder.rglob("*.py") for name in _VARIABLE.findall(path.read_bytes()))
+    folders = dynamo.__path__ if root is None else [root]
+    files = (path for folder in folders for path in Path(folder).rglob("*.py"))
+    return frozenset(name.decode() for path in files for name in _VARIABLE.findall(path.read_bytes()))
 
 
 def unknown_variables(env: Mapping[str, str], known: frozenset[str]) -> Iterator[Diagnosis]:

@@ -13,9 +13,10 @@ from urllib.parse import unquote, urlsplit
 
 import dynamo
 
-__all__ = ["Installation"]
+__all__ = ["CHECKOUT", "Installation"]
 
 DISTRIBUTION: Final = "dynamo-unified"
+CHECKOUT: Final = Path(dynamo.__file__ or "").resolve().parents[3]  # CHECKOUT/src/kernel/dynamo/__init__.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Installation:
         try:
             distribution = metadata.distribution(DISTRIBUTION)
         except metadata.PackageNotFoundError:
-            return cls._of_checkout(Path(dynamo.__file__ or "").resolve().parents[2])
+            return cls._of_checkout(CHECKOUT)
         origin = distribution.read_text("direct_url.json")
         return cls(distribution.version, pip_arguments(json.loads(origin)) if origin else "")
 

@@ -4,12 +4,16 @@ The import root is `dynamo`, so that every snippet of the guide "Writing Unified
 """
 
 from pathlib import Path
+from pkgutil import extend_path
 
 __version__ = "0.1.0"
 
+# A checkout has five source roots (see src/README.md); an installed wheel has them merged, and nothing is added.
+__path__ = extend_path(__path__, __name__)
+
 # The native system installs into the same import root. Two systems mixed in one folder fail later and far away
 # (half of the modules are theirs), so the mixture is refused at the first import.
-_native = sorted(p.name for p in (Path(__file__).parent / "_core").parent.glob("_core*.so"))
+_native = sorted(found.name for folder in __path__ for found in Path(folder).glob("_core*.so"))
 if _native:
     raise ImportError(
         f"dynamo-unified and the native ai-dynamo share this environment (found dynamo/{_native[0]}). "

@@ -53,6 +53,7 @@ class LoadedEncoder:
 def load_encoder(arguments: TransformersArguments, directory: Path) -> LoadedEncoder:
     """Load a model without its head. Raises InvalidArgument for one that transformers cannot read."""
     import torch
+
     import transformers
 
     began = time.perf_counter()
@@ -124,6 +125,7 @@ def load_transformers(arguments: TransformersArguments, directory: Path) -> Load
 def _load_model(kind: Any, arguments: TransformersArguments, directory: Path) -> tuple[Any, str]:
     """Return a model and the device that it is on. `kind`: transformers' class that chooses the model's own."""
     import torch
+
     import transformers
 
     device = _device(arguments.device)
@@ -145,6 +147,7 @@ def _load_model(kind: Any, arguments: TransformersArguments, directory: Path) ->
 
 def _start_batching(model: Any, arguments: TransformersArguments, config: Any, device: str) -> Any:
     import torch
+
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 

@@ -17,8 +17,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
-import dynamo
-from dynamo.cli.installation import Installation
+from dynamo.cli.installation import CHECKOUT, Installation
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
@@ -175,7 +174,7 @@ def _sdk_source(sdk: str | None) -> str:
     """Return where cargo finds the SDK, as members of a dependency in TOML."""
     if sdk is not None and "://" in sdk:
         return f"git = {json.dumps(sdk)}"
-    place = Path(dynamo.__file__ or "").resolve().parents[2] / "rust" / SDK if sdk is None else Path(sdk).resolve()
+    place = CHECKOUT / "rust" / SDK if sdk is None else Path(sdk).resolve()
     if not (place / "Cargo.toml").is_file():
         where = "beside this installation" if sdk is None else f"in {place}"
         raise UsageError(
