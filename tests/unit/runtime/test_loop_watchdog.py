@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from dynamo.runtime.observe.loop_watchdog import LogLimit, LoopWatchdog, place_of
 from dynamo.runtime.observe.metrics import MetricsRegistry
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 
@@ -55,6 +57,19 @@ async def test_an_installed_engine_is_named_when_nothing_of_its_user_runs(tmp_pa
     asyncio.get_running_loop().call_soon(engine.generate, found, sys._getframe)
     await asyncio.sleep(0)
     assert found == [("engine.py:2 (generate)", True)]
+
+
+@each_case(
+    ("room", "is_the_engines"), [("worker", False), ("runtime", False), ("contract", False), ("reference", True)]
+)
+async def test_a_place_in_the_machinery_is_not_the_engines(room: str, is_the_engines: bool) -> None:
+    package = importlib.import_module(f"dynamo.{room}")
+    file, names = str(Path(package.__file__ or "").with_name("block.py")), {}
+    exec(compile("def block(found, look, frame):\n    found.append(look(frame()))\n", file, "exec"), names)
+    found: list[tuple[str, bool] | None] = []
+    asyncio.get_running_loop().call_soon(names["block"], found, place_of, sys._getframe)
+    await asyncio.sleep(0)
+    assert found == [("block.py:2 (block)", is_the_engines)]
 
 
 async def test_a_loop_that_waits_blocks_nobody() -> None:

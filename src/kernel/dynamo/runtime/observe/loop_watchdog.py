@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import dynamo
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 
 __all__ = ["LogLimit", "LoopBlock", "LoopBlockMetrics", "LoopWatchdog", "place_of"]
@@ -31,8 +32,8 @@ STANDSTILL_SECONDS: Final = 0.5  # the thread itself woke up this late: perhaps 
 
 _STDLIB: Final = str(Path(os.__file__).parent)
 _PACKAGES: Final = ("/site-packages/", "/dist-packages/")
-_ROOT: Final = str(Path(__file__).parent.parent)
-_MACHINERY: Final = tuple(f"{_ROOT}/{room}/" for room in ("runtime", "worker", "contract"))
+_ROOTS: Final = tuple(f"{folder}/" for folder in dynamo.__path__)
+_MACHINERY: Final = tuple(f"{root}{room}/" for root in _ROOTS for room in ("runtime", "worker", "contract"))
 _LOOP_FUNCTIONS: Final = frozenset({"_run", "_run_once", "run", "run_forever", "run_until_complete"})
 _LOOP_FILES: Final = ("asyncio/runners.py", "asyncio/base_events.py", "asyncio/events.py")
 
@@ -65,7 +66,7 @@ def place_of(frame: FrameType | None) -> tuple[str, bool] | None:
             break
         if file.startswith(_MACHINERY):
             other = other or frame
-        elif file.startswith(_ROOT):
+        elif file.startswith(_ROOTS):
             return _name_frame(frame), True
         elif any(folder in file for folder in _PACKAGES):
             installed = installed or frame
