@@ -27,13 +27,10 @@ CONTRACT = frozenset(
         "kv",
         "runtime",
         "contract",
-        "logits_processing",
-        "prometheus_names",
-        "health_check",
     }
 )
 WORKER = CONTRACT | {"worker"}
-FRONTEND = PURE | {"runtime", "router", "frontend", "prometheus_names", "supervise"}
+FRONTEND = PURE | {"runtime", "router", "frontend", "supervise"}
 FACADE = WORKER | {"engines", "common", "llm", "_core"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -45,9 +42,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "scaling": frozenset({"errors", "scaling"}),
     "scheduling": frozenset({"errors", "protocol", "kv", "scheduling"}),
     "prometheus_names": frozenset(),
-    "runtime": frozenset({"errors", "settings", "placement", "runtime", "prometheus_names"}),
-    "logits_processing": frozenset(),
-    "health_check": frozenset({"errors", "runtime", "health_check"}),
+    "runtime": frozenset({"errors", "settings", "placement", "runtime"}),
+    "logits_processing": CONTRACT,
+    "health_check": CONTRACT,
     "contract": CONTRACT,
     "worker": WORKER,
     "engines": WORKER | {"engines"},
@@ -136,22 +133,6 @@ INSIDE_WINGS: dict[str, frozenset[str]] = {
     "lab": frozenset({"kernel", "engines", "compat", "lab"}),
     "inspect": frozenset({"kernel", "inspect"}),
 }
-
-# Arrows between wings that point the wrong way and are to be cut: nothing may be added here.
-WING_DEBTS: frozenset[str] = frozenset(
-    {
-        "cli.doctor.starts -> health_check",
-        "cli.engines -> engines.callable.engine",
-        "cli.parsers -> cli.bench",
-        "cli.parsers -> cli.bench.replay",
-        "cli.parsers -> cli.doctor",
-        "cli.parsers -> cli.replay",
-        "cli.parsers -> replay.presets",
-        "contract.config -> health_check",
-        "contract.health_check -> health_check",
-        "contract.requests.logits -> logits_processing",
-    }
-)
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -304,8 +285,7 @@ def test_the_kernel_imports_no_wing_and_a_wing_only_those_it_may() -> None:
         for module in imports(path):
             if module.startswith("dynamo.") and wing_of_module(module[7:]) not in {*allowed, None}:
                 wrong.add(f"{name} -> {module[7:]}")
-    assert sorted(wrong - WING_DEBTS) == []
-    assert sorted(WING_DEBTS - wrong) == [], "a debt that is paid is no debt: take it out"
+    assert sorted(wrong) == []
 
 
 def circles(arrows: set[tuple[str, str]]) -> list[str]:

@@ -80,7 +80,7 @@ def build_parser() -> CommandParser:
 def words_of_commands() -> list[WordsOfCommand]:
     """Return the words of `dynamo` itself and of each of its commands."""
     from dynamo.cli.main import COMMANDS  # which names this module
-    from dynamo.cli.parsers import FIRST_WORDS, command_parsers
+    from dynamo.cli.parsers import command_parsers, first_words
 
     parsers = {tuple(name.split()): parser for name, parser in command_parsers().items()}
     known: dict[tuple[str, ...], str] = {(name,): what for name, (_, what) in COMMANDS.items()}
@@ -90,7 +90,7 @@ def words_of_commands() -> list[WordsOfCommand]:
     found = [WordsOfCommand((), tuple((name, what) for name, (_, what) in COMMANDS.items()), top)]
     for path, parser in parsers.items():
         below = tuple((other[-1], known[other]) for other in parsers if other[:-1] == path)
-        found += _words(path, parser, below, FIRST_WORDS.get(" ".join(path), ()))
+        found += _words(path, parser, below, first_words().get(" ".join(path), ()))
     return found
 
 

@@ -30,6 +30,10 @@ BUILT_IN: Final[dict[str, str]] = {
 }
 """The engines that come with us, by the name a person types."""
 
+OF_FUNCTIONS: Final = (
+    "dynamo.engines.callable.engine"  # its `engine_class(function, name)` makes an engine of a function
+)
+
 EXTRAS: Final = frozenset({"reference"})  # built-in engines that need the extra of their name
 
 
@@ -72,11 +76,11 @@ def load_engine(engine: str) -> type[BaseEngine]:
     if isinstance(found, type) or not callable(found):
         raise UsageError(f"{module_name}:{class_name} is neither a subclass of LLMEngine or RawEngine nor a function")
 
-    from dynamo.engines.callable.engine import engine_class
     from dynamo.errors import InvalidArgument
 
     try:
-        return engine_class(found, class_name)
+        made: type[BaseEngine] = importlib.import_module(OF_FUNCTIONS).engine_class(found, class_name)
+        return made
     except InvalidArgument as error:
         raise UsageError(f"{module_name}:{error}") from error
 

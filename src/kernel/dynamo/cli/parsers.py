@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import inspect
 from typing import Final
 
-from dynamo.cli import batch, chat, completion, conformance, explain, keys, new, serve, simulate, status, top
-from dynamo.cli.bench import options as bench
-from dynamo.cli.bench.replay import options as replay
-from dynamo.cli.doctor import command as doctor
 from dynamo.cli.engines import BUILT_IN
-from dynamo.cli.replay import command as resend
-from dynamo.replay.presets import PRESETS
+from dynamo.cli.main import COMMANDS
 from dynamo.settings.command import CommandParser
 
-__all__ = ["FIRST_WORDS", "FLAG_WORDS", "command_parsers"]
+__all__ = ["FLAG_WORDS", "command_parsers", "first_words"]
 
-# Words that may stand behind a flag, or come first behind a command, although others may, too.
-FLAG_WORDS: Final[Mapping[str, tuple[str, ...]]] = {"--engine": tuple(sorted(BUILT_IN))}
-FIRST_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "conformance": tuple(sorted(BUILT_IN)),
-    "bench replay": tuple(PRESETS),
+# Words that may stand behind a flag, although others may, too.
+FLAG_WORDS: Final = {"--engine": tuple(sorted(BUILT_IN))}
+
+HOMES: Final = {
+    **{name: module for name, (module, _) in COMMANDS.items()},
+    "bench": "dynamo.cli.bench.options",
+    "bench replay": "dynamo.cli.bench.replay.options",
 }
+"""The module with `build_parser()`, or `build_parser(environment)`, of each command."""
+
+
+def first_words() -> dict[str, tuple[str, ...]]:
+    """Return the words that may come first behind a command, although others may, too."""
+    presets = importlib.import_module("dynamo.replay.presets").PRESETS
+    return {"conformance": tuple(sorted(BUILT_IN)), "bench replay": tuple(presets)}
 
 
 def command_parsers() -> dict[str, CommandParser]:
     """Make the parser of each command, by its name (`bench replay` is one); no environment is read."""
-    return {
-        "serve": serve.build_parser({}),
-        "chat": chat.build_parser({}),
-        "new": new.build_parser(),
-        "conformance": conformance.build_parser(),
-        "keys": keys.build_parser({}),
-        "simulate": simulate.build_parser(),
-        "batch": batch.build_parser({}),
-        "explain": explain.build_parser(),
-        "replay": resend.build_parser({}),
-        "top": top.build_parser({}),
-        "status": status.build_parser({}),
-        "doctor": doctor.build_parser({}),
-        "bench": bench.build_parser(),
-        "bench replay": replay.build_parser(),
-        "completion": completion.build_parser(),
-    }
+    return {name: _parser_of(home) for name, home in HOMES.items()}
+
+
+def _parser_of(home: str) -> CommandParser:
+    build = importlib.import_module(home).build_parser
+    parser: CommandParser = build({}) if inspect.signature(build).parameters else build()
+    return parser

@@ -8,9 +8,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Self, TypedDict, Unpack
 
 from dynamo.contract.flag_values import adapter_of, endpoint_of, endpoint_types_of, name_of, read_structural_tag
-from dynamo.contract.health_check import parse_health_check_payload_cli
+from dynamo.contract.health_check import PAYLOAD_VARIABLE, parse_health_check_payload_cli
 from dynamo.contract.modes import DisaggregationMode, coerce_disaggregation_mode, parse_disaggregation_mode
-from dynamo.health_check import PAYLOAD_VARIABLE
 from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
 from dynamo.protocol.structural_tag import TAG_SCHEMAS, TAG_SCOPES, check_structural_tag

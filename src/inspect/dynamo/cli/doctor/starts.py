@@ -17,12 +17,12 @@ from dynamo.cli.serve import read_options
 from dynamo.cli.usage import UsageError
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.args import flagged_settings as worker_settings
+from dynamo.contract.health_check import load_health_check_from_env
 from dynamo.errors import DynamoException
 from dynamo.frontend.args import flagged_settings as frontend_settings
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.parts.stored_responses.opening import SQLITE
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.health_check import load_health_check_from_env
 from dynamo.runtime.observe.logging import LoggingSettings
 from dynamo.runtime.observe.tracing import TracingSettings
 from dynamo.settings.extras import install_command

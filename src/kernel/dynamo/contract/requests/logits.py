@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 from dynamo.contract.modes import DisaggregationMode
-from dynamo.logits_processing import BaseLogitsProcessor
 
 __all__ = [
+    "BaseLogitsProcessor",
     "ForcedTokenSequenceSpec",
     "LogitsProcessorEntry",
     "LogitsProcessorSpec",
@@ -21,6 +21,17 @@ __all__ = [
 ]
 
 _FORCED_SEQUENCE: Final = "forced_sequence"
+
+
+@runtime_checkable
+class BaseLogitsProcessor(Protocol):
+    """Change the logits of one position of one request, whichever engine runs it. A processor with state belongs to one request only."""
+
+    def __call__(self, input_ids: Sequence[int], logits: Any) -> None:
+        """Edit `logits` (the engine's own tensor, one value per vocabulary entry) in place; return nothing.
+
+        `input_ids` are the tokens so far.
+        """
 
 
 @dataclass(frozen=True)
