@@ -13,13 +13,27 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
-from wings import name_in_package, source_files
+from house_shape import (
+    any_inside,
+    classes_near_the_bar,
+    folders_in_circles,
+    hidden_members,
+    large_class_share,
+    lines_of_source,
+    lines_of_tests,
+    lines_of_wing,
+    long_file_share,
+    loops_that_choose,
+    modules_with_one_user,
+    person_words,
+)
+from house_source import Figure, Finding, Module, attributes_of, modules
+from wings import WINGS
 
 CEILINGS: Final = Path(__file__).with_suffix(".toml")
 
@@ -40,56 +54,6 @@ NOT_A_VERB: Final = frozenset(
     can must should see
     """.split()  # noqa: SIM905 - a hundred quoted words would hide the words
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One place that is above a bar."""
-
-    where: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One line of the table."""
-
-    name: str
-    value: float
-    bar: str
-    findings: tuple[Finding, ...] = ()
-
-
-class Module:
-    """One source file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = name_in_package(path)
-        self.text = path.read_text()
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text)
-
-    @property
-    def room(self) -> str:
-        """The first folder, or the module at the top."""
-        return self.name.split("/", maxsplit=1)[0].removesuffix(".py")
-
-    @property
-    def lines(self) -> int:
-        return self.text.count("\n")
-
-    def classes(self) -> Iterator[ast.ClassDef]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
-
-    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def modules() -> list[Module]:
-    return [Module(path) for path in source_files() if "template" not in path.parts]
 
 
 @cache
@@ -131,32 +95,12 @@ def large_classes(house: Iterable[Module]) -> Figure:
             if f"{module.name}:{node.name}" in _exempt("classes"):
                 continue
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            attributes = _attributes(node)
+            attributes = attributes_of(node)
             if lines > MAX_CLASS_LINES or len(attributes) > MAX_ATTRIBUTES:
                 found.append(
                     Finding(f"{module.name}:{node.lineno}", f"{node.name}: {lines} lines, {len(attributes)} attributes")
                 )
     return Figure("classes over 300 lines or 12 attributes", len(found), "0", tuple(found))
-
-
-def _attributes(node: ast.ClassDef) -> set[str]:
-    """Return the names that instances hold: assigned on `self`, or in `__slots__`. Records declare theirs, and count not."""
-    names: set[str] = set()
-    for inner in ast.walk(node):
-        if (
-            isinstance(inner, ast.Attribute)
-            and isinstance(inner.ctx, ast.Store)
-            and isinstance(inner.value, ast.Name)
-            and inner.value.id == "self"
-        ):
-            names.add(inner.attr)
-        if isinstance(inner, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == "__slots__" for t in inner.targets
-        ):
-            names |= {
-                c.value for c in ast.walk(inner.value) if isinstance(c, ast.Constant) and isinstance(c.value, str)
-            }
-    return names
 
 
 def long_files(house: Iterable[Module]) -> Figure:
@@ -295,6 +239,14 @@ def climbs_of_a_request(house: Iterable[Module]) -> Figure:
     return Figure("climbs of a chat request on its way to the worker", len(found), "<= 3", found)
 
 
+def stays_by_five_statements(house: Iterable[Module], *, is_climb: bool) -> Figure:
+    """Count the stays, or the climbs, of a chat request where a function with five statements is a stop already."""
+    found = [stay for stay in _way("--least", "5") if stay["is_climb"] or not is_climb]
+    name, bar = ("climbs", "<= 3") if is_climb else ("stays", "<= 18")
+    places = tuple(Finding(stay["module"], ", ".join(stay["functions"])) for stay in found)
+    return Figure(f"{name} of a chat request by the rule of five statements", len(found), bar, places)
+
+
 @cache
 def _way(*arguments: str) -> list[dict[str, Any]]:
     # In a process of its own: tracing slows everything in it down, and a frontend leaves much behind.
@@ -305,6 +257,8 @@ def _way(*arguments: str) -> list[dict[str, Any]]:
     way: list[dict[str, Any]] = json.loads(done.stdout)
     return way
 
+
+LINES: Final = {"kernel": "<= 90000", "engines": "-", "lab": "-", "inspect": "-", "compat": "-"}
 
 FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
     ("parameters", long_parameter_lists),
@@ -319,6 +273,20 @@ FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
     ("way", stays_of_a_request),
     ("climbs", climbs_of_a_request),
     ("token", stays_of_a_token),
+    ("way_by_five", partial(stays_by_five_statements, is_climb=False)),
+    ("climbs_by_five", partial(stays_by_five_statements, is_climb=True)),
+    *((f"lines_{wing}", partial(lines_of_wing, wing, LINES[wing])) for wing in WINGS),
+    ("lines", lines_of_source),
+    ("lines_tests", lines_of_tests),
+    ("large_classes", large_class_share),
+    ("near_classes", classes_near_the_bar),
+    ("long_files", long_file_share),
+    ("one_user", modules_with_one_user),
+    ("any_inside", any_inside),
+    ("persons", person_words),
+    ("hidden", hidden_members),
+    ("loops", loops_that_choose),
+    ("circles", folders_in_circles),
 )
 
 

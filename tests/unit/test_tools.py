@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import logging
@@ -49,6 +50,37 @@ def test_every_mutant_breaks_one_place_that_is_there() -> None:
 )
 def test_a_docstring_begins_with_a_verb_or_not(doc: str, expected: bool) -> None:
     assert tool("house").begins_with_verb(doc) is expected
+
+
+@each_case(
+    ("text", "words"),
+    [
+        ("Nobody asked the worker.", ["Nobody", "asked"]),
+        ("A process whose record expired reports it.", []),
+        ("Look up the record.", []),  # a machine does that
+    ],
+)
+def test_words_for_persons_are_found(text: str, words: list[str]) -> None:
+    assert tool("house_shape").PERSON_WORDS.findall(text) == words
+
+
+def test_folders_that_import_each_other_are_in_a_circle_and_a_folder_inside_another_is_not() -> None:
+    def file(name: str, imported: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, dotted=name, folder=name.rpartition(".")[0], nodes=[_import(imported)])
+
+    def _import(name: str) -> ast.Import:
+        return ast.Import([ast.alias(name)])
+
+    house = [
+        file("room.a.one", "room.b.two"),
+        file("room.b.two", "room.c.three"),
+        file("room.c.three", "room.a.one"),
+        file("room.d.four", "room.a.one"),
+        file("room.a.deep.five", "room.a.one"),
+    ]
+    found = tool("house_shape").folders_in_circles(house)
+    assert [finding.where for finding in found.findings] == ["room.a", "room.b", "room.c"]
+    assert found.findings[0].text == "room.a.one -> room.b.two"
 
 
 def test_a_stay_is_a_run_of_work_in_one_module_and_a_climb_leads_to_a_higher_room() -> None:
