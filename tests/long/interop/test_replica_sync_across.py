@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.kv_query import KvQuery, RankInfo
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.replica_events import BookedPrompt, BookingEvent
-from dynamo.router.kv.router import KvQuery, KvRouter, RankInfo
+from dynamo.router.kv.router import KvRouter
 from dynamo.router.peers.replica_sync import ReplicaSync
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime

@@ -16,7 +16,7 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo
-from dynamo.placement.kv_state import KvChoice
+from dynamo.placement.kv_state import KvChoice, Selection
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.replay.generated import TraceShape, generate
 from dynamo.replay.kv_frontend import KvFrontend
@@ -24,7 +24,7 @@ from dynamo.replay.run import run_replay
 from dynamo.replay.setup import ReplaySetup, Restart
 from dynamo.router.kv.decisions import DecisionHeader, DecisionLog, read_decisions, recompute
 from dynamo.router.kv.domains import policy_of
-from dynamo.router.kv.router import KvRouter, Selection
+from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.scheduling import SchedulerOptions
 from support.patience import PATIENCE_SECONDS

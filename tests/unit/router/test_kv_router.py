@@ -11,9 +11,9 @@ import pytest
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.active_load import common_blocks
-from dynamo.placement.kv_query import AllEligibleWorkersOverloaded, KvOverrides, NoEndpoints
+from dynamo.placement.kv_query import AllEligibleWorkersOverloaded, KvOverrides, KvQuery, NoEndpoints, RankInfo, Trust
 from dynamo.placement.policies.kv_policies import kv_policy
-from dynamo.router.kv.router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Trust
+from dynamo.router.kv.router import KvRouter, KvRouterOptions
 
 A, B, C = WorkerRank(1), WorkerRank(2), WorkerRank(3)
 BLOCK = 16

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 
 from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.kv_query import KvQuery, RankInfo
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.replica_events import BookedPrompt, BookedWorker, BookingEvent, PrefillHint, decode_bookings
 from dynamo.placement.session_affinity import SessionAffinity, SessionLease
-from dynamo.router.kv.router import KvQuery, KvRouter, RankInfo
+from dynamo.router.kv.router import KvRouter
 from dynamo.router.peers.replica_sync import (
     BINDINGS_TOPIC,
     BOOKINGS_TOPIC,

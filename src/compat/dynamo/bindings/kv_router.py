@@ -25,6 +25,7 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.native_bindings import media_of_blocks
 from dynamo.placement.kv_query import KvOverrides, KvQuery
+from dynamo.placement.kv_state import Selection
 from dynamo.router.kv import router as library
 from dynamo.router.kv.domains import policy_of
 from dynamo.router.kv.queue_gate import POLICY_CLASS
@@ -83,7 +84,7 @@ class _Routing:
     def router(self) -> library.KvRouter:
         return self.workers.router
 
-    async def turn_of(self, query: KvQuery, policy_class: str | None) -> library.Selection:
+    async def turn_of(self, query: KvQuery, policy_class: str | None) -> Selection:
         """Choose a rank, once it is the turn of the request. What is to be booked is booked before any await."""
         router, gate = self.router, self.workers.way.gate
         selection = router.select(query, _now())

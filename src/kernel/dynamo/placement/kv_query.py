@@ -1,4 +1,4 @@
-"""What a KV-aware choice is asked, what is known of each rank beforehand, and the filters that come before every cost.
+"""The query of a KV-aware choice, the facts of each rank, and the filters that come before every cost.
 
 The filters are pure functions: ranks and a query in, the eligible ranks out, or the error that says why there are none.
 """

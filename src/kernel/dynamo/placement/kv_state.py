@@ -7,7 +7,7 @@ of it (`RankMatch`). So a choice among many ranks costs little more than its cos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -24,8 +24,10 @@ __all__ = [
     "KvPolicy",
     "KvRequest",
     "KvState",
+    "Lookup",
     "RankMatch",
     "RankState",
+    "Selection",
 ]
 
 
@@ -149,3 +151,26 @@ class KvPolicy(Protocol):
         choice is the same either way.
         """
         ...
+
+
+class Lookup(msgspec.Struct, frozen=True, gc=False):
+    """A prompt's blocks and the ranks that hold some of them, as they were at `at`."""
+
+    sequence: Sequence[int]  # chained hashes of the complete blocks
+    prompt_tokens: int
+    overlaps: Mapping[WorkerRank, Overlap]
+    at: float
+
+
+class Selection(msgspec.Struct, frozen=True, gc=False):
+    """The rank for one request, and everything it was chosen from."""
+
+    rank: WorkerRank
+    cached_tokens: int
+    overlap: Overlap
+    trust: Trust
+    state: KvState
+    choice: KvChoice
+    lookup: Lookup
+    tracking_sequence: Sequence[int]  # what is booked
+    potential_decode_blocks: float  # of the rank with this prompt, the unfinished last block included

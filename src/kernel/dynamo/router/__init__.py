@@ -1,10 +1,12 @@
 """From a request to the items of its answer: worker pools, dispatch, hand-over, migration, stalls, and the KV feed."""
 
+from dynamo.placement.kv_query import KvQuery, RankInfo
+from dynamo.placement.kv_state import Selection
 from dynamo.router.dispatch import Dispatcher, RoutedStream
 from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.handoff import Handoff, PrefillAnswer
 from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
-from dynamo.router.kv.router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Selection
+from dynamo.router.kv.router import KvRouter, KvRouterOptions
 from dynamo.router.kv_events.feed import KvEventFeed, KvSink
 from dynamo.router.pool import ChosenWorker, ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter

@@ -9,10 +9,11 @@ from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.kv_query import KvQuery, RankInfo, Trust
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.replay.flight import Flight
 from dynamo.replay.frontend import Routed
-from dynamo.router.kv.router import KvQuery, KvRouter, RankInfo, Trust
+from dynamo.router.kv.router import KvRouter
 from dynamo.scheduling import SchedulerOptions
 
 __all__ = ["KvFrontend"]

@@ -15,8 +15,7 @@ import msgspec
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement.kv_state import KvChoice, KvPolicy, KvState
-from dynamo.router.kv.router import Selection
+from dynamo.placement.kv_state import KvChoice, KvPolicy, KvState, Selection
 
 __all__ = ["DecisionHeader", "DecisionLog", "DecisionRecord", "read_decisions", "recompute"]
 

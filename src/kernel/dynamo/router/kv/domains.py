@@ -21,7 +21,7 @@ from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import RankInfo, Trust
-from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.kv_state import KvPolicy, Selection
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
@@ -30,7 +30,7 @@ from dynamo.router.kv.indexes import EventlessGuesses
 from dynamo.router.kv.metrics import EventCounters, KvMetrics, SeriesGroups
 from dynamo.router.kv.on_the_way import OnTheWay, PoolKind, way_to_pool
 from dynamo.router.kv.placement import KvPlacement
-from dynamo.router.kv.router import KvRouter, KvRouterOptions, Selection
+from dynamo.router.kv.router import KvRouter, KvRouterOptions
 from dynamo.router.kv.sessions import SessionRelay
 from dynamo.router.kv.settings import KV_POLICIES, KvRouterSettings
 from dynamo.router.kv_events.feed import MAX_RECOVERIES, KvEventFeed

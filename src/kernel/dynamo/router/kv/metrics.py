@@ -10,9 +10,9 @@ from typing import Final
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.overlap import Overlap
 from dynamo.placement.kv_query import Trust
+from dynamo.placement.kv_state import Selection
 from dynamo.router.kv.placement import KvWatcher
 from dynamo.router.kv.queue_metrics import FAMILIES as QUEUE_FAMILIES
-from dynamo.router.kv.router import Selection
 from dynamo.router.kv_events.feed import REFUSALS
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry, add_each, observe_each
 

@@ -30,11 +30,11 @@ from dynamo.placement.kv_query import (
     read_preferred_taints,
     read_priority,
 )
-from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.kv_state import KvPolicy, Selection
 from dynamo.placement.policies.least_loaded import fewest_in_flight
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.kv.decisions import DecisionLog
-from dynamo.router.kv.router import KvRouter, Selection
+from dynamo.router.kv.router import KvRouter
 from dynamo.router.record import DispatchRecord
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseStream

@@ -19,10 +19,11 @@ import msgspec
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery, exclusion_of
+from dynamo.placement.kv_state import Selection
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, QueueRequest, QueueUsage, RankPrefill, RouterQueue
 from dynamo.placement.queueing.router_queue import RECHECK_SECONDS
 from dynamo.router.kv.queue_metrics import QueueMetrics
-from dynamo.router.kv.router import KvRouter, Selection
+from dynamo.router.kv.router import KvRouter
 from dynamo.runtime.calls.context import Context, on_loop
 
 if TYPE_CHECKING:

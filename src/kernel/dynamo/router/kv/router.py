@@ -23,31 +23,23 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, OverlapIndex, WorkerRank
 from dynamo.placement.active_load import DEFAULT_EXPIRY_SECONDS, ActiveLoad, Booked, LoadOfRank, common_blocks
 from dynamo.placement.kv_query import (
-    KvOverrides,
     KvQuery,
     RankExclusion,
     RankInfo,
-    Trust,
     eligible_ranks,
     is_unconstrained,
     preferred_weight,
 )
-from dynamo.placement.kv_state import KvChoice, KvPolicy, KvRequest, KvState, RankMatch, RankState
+from dynamo.placement.kv_state import KvChoice, KvPolicy, KvRequest, KvState, Lookup, RankMatch, RankState, Selection
 from dynamo.placement.rank_states import RankStates
 from dynamo.placement.timing_learner import TimingLearner
 from dynamo.router.kv.indexes import KvIndexes
 
 __all__ = [
     "BookingObserver",
-    "KvOverrides",
-    "KvQuery",
     "KvRouter",
     "KvRouterOptions",
-    "Lookup",
     "PotentialLoad",
-    "RankInfo",
-    "Selection",
-    "Trust",
 ]
 
 EXAMINED_PREFILLS: Final = 16  # prompts of one running pass that are compared with a new one
@@ -63,29 +55,6 @@ class KvRouterOptions(msgspec.Struct, frozen=True, gc=False):
     tracks_output_blocks: bool = False
     assumes_kv_reuse: bool = True  # False: every request's blocks are counted as its own
     expiry_seconds: float = DEFAULT_EXPIRY_SECONDS
-
-
-class Lookup(msgspec.Struct, frozen=True, gc=False):
-    """A prompt's blocks and the ranks that hold some of them, as they were at `at`."""
-
-    sequence: Sequence[int]  # chained hashes of the complete blocks
-    prompt_tokens: int
-    overlaps: Mapping[WorkerRank, Overlap]
-    at: float
-
-
-class Selection(msgspec.Struct, frozen=True, gc=False):
-    """The rank for one request, and everything it was chosen from."""
-
-    rank: WorkerRank
-    cached_tokens: int
-    overlap: Overlap
-    trust: Trust
-    state: KvState
-    choice: KvChoice
-    lookup: Lookup
-    tracking_sequence: Sequence[int]  # what is booked
-    potential_decode_blocks: float  # of the rank with this prompt, the unfinished last block included
 
 
 class PotentialLoad(msgspec.Struct, frozen=True, gc=False):

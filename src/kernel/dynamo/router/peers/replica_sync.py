@@ -15,6 +15,7 @@ from typing import Final, Protocol, Self
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
+from dynamo.placement.kv_state import Selection
 from dynamo.placement.replica_events import (
     MAX_BATCH,
     BadReplicaEvents,
@@ -31,7 +32,6 @@ from dynamo.placement.replica_events import (
     encode_bookings,
 )
 from dynamo.placement.session_affinity import AffinityRecord
-from dynamo.router.kv.router import Selection
 from dynamo.router.peers.bookings import PeerBookings
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.event_plane.base import Event, EventPublisher, encode_segment

@@ -33,12 +33,12 @@ from dynamo.placement.kv_query import (
     read_preferred_taints,
     read_priority,
 )
-from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.kv_state import KvPolicy, Selection
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelCard, ModelRuntimeConfig, decode_model_record
 from dynamo.router.kv.domains import router_options
 from dynamo.router.kv.on_the_way import OnTheWay, way_to_endpoint
-from dynamo.router.kv.router import KvRouter, Selection
+from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.sessions import SessionHold, session_id_of
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.kv_events.feed import KvEventFeed
