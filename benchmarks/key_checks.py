@@ -19,15 +19,17 @@ from typing import Any, Final, cast
 import msgspec
 from starlette.types import ASGIApp
 
+from dynamo.frontend.base.access import IDENTITY, Access, check_access
 from dynamo.frontend.base.asgi import RESPOND_EXTENSION
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.metrics.keys import KeyMetrics
 from dynamo.frontend.base.metrics.requests import RequestSeries
 from dynamo.frontend.base.stage_timer import StageTimer
-from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
 from dynamo.frontend.http.inference_route import AsgiSink
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.parts.keys.access_log import EXCHANGE, AccessLog
+from dynamo.frontend.parts.keys.charging import CHARGE, KeyCharges, reserve_tokens, show_limits
+from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.key_store import KeySources, KeyStore
 from dynamo.frontend.parts.keys.limit_table import LimitTable
@@ -38,10 +40,10 @@ from dynamo.frontend.parts.keys.rules.key_file import key_toml
 from dynamo.frontend.parts.keys.rules.key_text import hash_of, key_text
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
 from dynamo.frontend.parts.keys.usage_store import UsageStore
-from dynamo.frontend.pipeline.charging import close_charge, reserve_tokens
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
-from dynamo.frontend.pipeline.inference import bind_key
+from dynamo.frontend.pipeline.outcome import Outcome, Reached, TokensTaken
 from dynamo.frontend.pipeline.plan import Plan, Tally
+from dynamo.frontend.pipeline.reading import bind_key
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.openai.requests import ChatRequest
 from dynamo.runtime.observe.metrics import MetricsRegistry
@@ -132,10 +134,17 @@ def step_microseconds(table: LimitTable, **members: Any) -> Sequence[float]:
     count, quotas.on_closed = meter.count, lambda *_: None
     plan, used = Plan({"stop_conditions": {"max_tokens": 200}}, [[7] * 100]), TokenUse(100, 0, 150)
     sink, scope = AsgiSink({}, cast(Any, None), "0123456789abcdef"), {IDENTITY: identity}
+    charges_of, answered = (
+        KeyCharges(quotas),
+        Outcome("chat_completions", 0.1, Reached.ADMITTED, usage=TokensTaken(100, 0, 150)),
+    )
     request, exchange, limits = ChatRequest(model="model", messages=[]), answered_exchange(), LengthLimits(8192, 8192)
 
+    sink.exchange = exchange
+
     def headers(charge: Charge) -> object:
-        sink.charge = charge
+        exchange.keep(CHARGE, charge)
+        show_limits(exchange, charge)
         return sink._fixed()
 
     def allow(charge: Charge) -> None:
@@ -143,8 +152,8 @@ def step_microseconds(table: LimitTable, **members: Any) -> Sequence[float]:
         bind_key(request, charge.identity, OPENAI)
 
     def close(charge: Charge) -> None:
-        exchange.arrival.charge = charge
-        close_charge(exchange)
+        exchange.keep(CHARGE, charge)
+        charges_of.ended(exchange, answered)
 
     works: Sequence[Callable[[Charge], object]] = (
         allow,

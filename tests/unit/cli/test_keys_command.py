@@ -11,10 +11,11 @@ import pytest
 
 from dynamo.cli import keys
 from dynamo.cli.main import main
+from dynamo.frontend.base.access import KeyRole
 from dynamo.frontend.parts.keys.key_editor import change_key_file
 from dynamo.frontend.parts.keys.key_store import load_key_file
 from dynamo.frontend.parts.keys.rules.key_text import hash_of
-from dynamo.frontend.parts.keys.rules.records import Budget, KeyRole, LimitSet, Period, Revocation
+from dynamo.frontend.parts.keys.rules.records import Budget, LimitSet, Period, Revocation
 
 
 @pytest.fixture(params=["keys.toml", "keys.json"])

@@ -13,7 +13,7 @@ from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.http.application import PathDialects, UnmatchedPath
 from dynamo.frontend.http.inference_route import InferenceRoute
-from dynamo.frontend.pipeline.inference import GenerationCall
+from dynamo.frontend.pipeline.generation_call import GenerationCall
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from support.asgi_client import Exchange

@@ -7,7 +7,7 @@ from dynamo.errors import ResponseTimeout, WorkerUnavailable
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
-from dynamo.frontend.pipeline.inference import GenerationCall
+from dynamo.frontend.pipeline.generation_call import GenerationCall
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.identifiers import random_uuid

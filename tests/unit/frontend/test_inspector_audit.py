@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.asgi import BodyBudget
-from dynamo.frontend.http.auth import Access
 from dynamo.frontend.parts.inspector.routes import INSPECTOR_PATH, InspectorRoutes
 from dynamo.frontend.parts.inspector.settings import InspectorSettings
 from support.access import bearer, closed_cluster, key

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dynamo.frontend.base.access import KeyRole
 from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.parts.inspector.members import Members
 from dynamo.frontend.parts.inspector.operating import WorkerOperator
 from dynamo.frontend.parts.inspector.visitors import Visitor
-from dynamo.frontend.parts.keys.rules.records import KeyRole
 from dynamo.protocol.inspector.actions import WorkerActionRequest
 from support.cases import each_case
 from support.frontend_cluster import cluster

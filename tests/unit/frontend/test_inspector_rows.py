@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dynamo.cli.inspect.store import patched
 from dynamo.errors import CannotConnect, DynamoException
+from dynamo.frontend.base.access import KeyRole
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.metrics.requests import RequestSeries
 from dynamo.frontend.base.stage_timer import StageTimer
@@ -27,8 +28,8 @@ from dynamo.frontend.parts.inspector.stream_rows import STALLED_SECONDS
 from dynamo.frontend.parts.inspector.streams import StreamTable
 from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.frontend.parts.inspector.watching import CpuMeter, Watching, period_of
-from dynamo.frontend.parts.keys.rules.records import KeyRole
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
+from dynamo.frontend.pipeline.outcome import Outcome, Reached
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.filters import parse_filter
@@ -64,7 +65,6 @@ class House:
         clock = InspectorClock(wall_clock=lambda: 1000.0)
         clock.loop_time = lambda: self.now
         self.table = StreamTable(self.register, clock, "host:1")
-        self.register.on_end.append(self.table.forget)
 
     def request(self, *choices: Choice, name: str = "r") -> Exchange:
         """A request that was handed to its worker."""
@@ -223,6 +223,7 @@ async def test_a_request_that_has_ended_is_let_go_of(house: House) -> None:
     house.look()
     known = weakref.ref(exchange.work.running[0])  # type: ignore[union-attr]
     house.register.remove(exchange)
+    house.table.forget(exchange)
     del exchange
     gc.collect()
     assert known() is None
@@ -423,7 +424,7 @@ async def test_a_row_of_an_ended_request_is_made_once(house: House) -> None:
     house.token(exchange)
     exchange.end()
     recent = RecentRequests(InspectorClock(), "host:1")
-    assert recent.add(exchange).view is None
+    assert recent.add(exchange, Outcome("chat_completions", house.now, Reached.ADMITTED)).view is None
     (row,), _ = recent.rows(parse_filter(""), 9)
     assert recent.rows(parse_filter(""), 9)[0][0] is row
     assert (row.endpoint, row.outcome, row.ttft_seconds) == ("chat_completions", "ok", 0.0)

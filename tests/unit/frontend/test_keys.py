@@ -14,11 +14,12 @@ import pytest
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.base.access import Access
 from dynamo.frontend.http.adapters import ADAPTERS_PATH
 from dynamo.frontend.http.application import GuardedRoute
-from dynamo.frontend.http.auth import Access, KeyDoor
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.parts.inspector.routes import TokenDoor
+from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.key_store import KeySources, KeyStore
 from support.access import bearer, closed_cluster, key, secret_of, write_keys
 from support.asgi_client import AsgiClient

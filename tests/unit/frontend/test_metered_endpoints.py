@@ -11,8 +11,8 @@ from typing import Any
 
 from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine
 from dynamo.frontend.http.application import GuardedRoute
-from dynamo.frontend.http.auth import KeyDoor
 from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink

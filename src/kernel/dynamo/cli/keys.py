@@ -19,11 +19,12 @@ import msgspec
 
 from dynamo.cli.usage import UsageError
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.base.access import KeyRole, RouteGroup
 from dynamo.frontend.parts.keys.key_editor import change_key_file
 from dynamo.frontend.parts.keys.key_store import load_key_file
 from dynamo.frontend.parts.keys.rules.key_file import add_key, remove_key, replace_key
 from dynamo.frontend.parts.keys.rules.key_text import RANDOM_BYTES, check_imported, hash_of, key_text, new_id
-from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRole, Period, Revocation, RouteGroup
+from dynamo.frontend.parts.keys.rules.records import KeyRecord, Period, Revocation
 from dynamo.frontend.parts.keys.usage_store import COUNTS, GROUPS, UsageQuery, usage_rows
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags

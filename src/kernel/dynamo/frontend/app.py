@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.admission.process import Admission, Stage
@@ -34,16 +34,20 @@ from dynamo.frontend.models.text_models import TextModelLoader
 from dynamo.frontend.parts.batches.opening import open_batches
 from dynamo.frontend.parts.inspector.inspector import Inspector
 from dynamo.frontend.parts.inspector.other_frontends import open_other_frontends
+from dynamo.frontend.parts.keys.charging import KeyCharges
 from dynamo.frontend.parts.keys.key_store import KeyStore
-from dynamo.frontend.parts.keys.opening import open_cluster_limits, open_keys
+from dynamo.frontend.parts.keys.opening import OpenedKeys, open_cluster_limits, open_keys
 from dynamo.frontend.parts.keys.request_logs import RequestLogs
 from dynamo.frontend.parts.media.intake import MediaIntake
 from dynamo.frontend.parts.recording.opening import open_recording
+from dynamo.frontend.parts.recording.recording import Recording
 from dynamo.frontend.parts.scaling.signals import MANY, AutoscaleSignals
 from dynamo.frontend.parts.stored_responses.opening import open_response_store
 from dynamo.frontend.pipeline.exchange import ExchangeRegister
 from dynamo.frontend.pipeline.inference import Pipeline
+from dynamo.frontend.pipeline.outcome import Hooks
 from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.reports import RequestCounts, RequestLog
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.router.stall_detector import StallDetector, StallPolicy
 from dynamo.scaling.decide import ScaleRules
@@ -54,6 +58,14 @@ if TYPE_CHECKING:
 __all__ = ["Frontend"]
 
 logger = logging.getLogger(__name__)
+
+
+class OpenedParts(NamedTuple):
+    """What a frontend is made over, for tools and tests."""
+
+    runtime: DistributedRuntime
+    keys: OpenedKeys
+    recording: Recording
 
 
 class Frontend:
@@ -73,7 +85,6 @@ class Frontend:
         limit = settings.max_requests_in_flight
         admission = Admission(limit) if peers is None else peers.admission(limit)
         self.metrics = FrontendMetrics(runtime.metrics, prefix=settings.metrics_prefix)
-        self._runtime = runtime
         access = ClusterAccess(settings, runtime)
         text_models = TextModelLoader(settings, offload, now=now)
         self.models = ModelDirectory(
@@ -103,31 +114,52 @@ class Frontend:
             MediaIntake(settings.media, preparing, self.metrics.media),
             register,
             StallDetector(_stall_policy(settings), self.metrics.stalled),
-            *opened,
-            recording=recording,
+            Hooks([RequestCounts(self.metrics), RequestLog(settings.overload_status)]),
         )
+        self.opened = OpenedParts(runtime, opened, recording)
+        hooks = self.pipeline.hooks
+        if opened.quotas is not None:
+            hooks.add(KeyCharges(opened.quotas))
+        hooks.add(recording)
         responses = open_response_store(
             settings.responses_store, settings.response_limits, is_shared_port=peers is not None
         )
-        self.batches = open_batches(settings, self.pipeline)
+        self.batches = open_batches(settings, self.pipeline, opened.keys)
         if self.batches is not None:
             self.pipeline.media.serve_files(self.batches.files)
+            hooks.add(self.batches)
         logs = RequestLogs(settings)
-        self.inspector = Inspector(self.pipeline, self.loads, peers) if _has_inspector(settings) else None
+        self.inspector: Inspector | None = None
+        if _has_inspector(settings):
+            self.inspector = Inspector(self.pipeline, self.loads, peers, failures=recording.failures.ring)
+            hooks.add(self.inspector)
         others = None if self.inspector is None else open_other_frontends(settings.inspector, runtime.discovery)
         if self.inspector is not None and others is not None:
             self.inspector.join(others)
         signals = None if not settings.autoscale else self._signals(runtime, peers)
         operators = OperatorParts(
-            loads=self.loads, adapters=adapters, logs=logs, peers=peers, inspector=self.inspector, signals=signals
+            opened=opened,
+            loads=self.loads,
+            adapters=adapters,
+            logs=logs,
+            peers=peers,
+            inspector=self.inspector,
+            signals=signals,
         )
         routes = FrontendRoutes(self.pipeline, preparing, responses, self.batches, operators)
         self.asgi = routes.for_clients()
         self.admin_asgi = routes.for_operators()
         measures = [self.models.measure, *(() if signals is None else (partial(self._measure_load, signals),))]
         probe = LoopProbe(self.metrics.event_loop, measures)
-        # Once the store is followed:
-        self._starts: list[Callable[[], Awaitable[None] | None]] = [adapters.start, probe.start, recording.start]
+        self._starts: list[Callable[[], Awaitable[None] | None]] = [
+            runtime.start,
+            self.models.start,
+            self.loads.start,
+            adapters.start,
+            probe.start,
+            recording.start,
+        ]
+        self._starts += [part.start for part in (opened.keys, opened.meter) if part is not None]
         self._parts = AsyncExitStack()  # closed from the last one to the first: the view of the cluster goes late
         self._parts.callback(preparing.close)
         self._parts.push_async_callback(logs.aclose)
@@ -137,13 +169,13 @@ class Frontend:
         if self.keys is not None:
             self.keys.on_look.append(self._cut_revoked)
             self._parts.push_async_callback(self.keys.aclose)
-        if self.pipeline.quotas is not None:
-            self._parts.callback(self.pipeline.quotas.table.close)
+        if opened.quotas is not None:
+            self._parts.callback(opened.quotas.table.close)
         if cluster_limits is not None:
             self._starts.append(cluster_limits.start)
             self._parts.push_async_callback(cluster_limits.aclose)
-        if self.pipeline.meter is not None:  # after the requests have ended, and before their limits go
-            self._parts.push_async_callback(self.pipeline.meter.aclose)
+        if opened.meter is not None:  # after the requests have ended, and before their limits go
+            self._parts.push_async_callback(opened.meter.aclose)
         self._parts.push_async_callback(recording.aclose)
         self._parts.callback(text_models.close)
         self._parts.push_async_callback(access.aclose)
@@ -156,6 +188,7 @@ class Frontend:
         self._parts.callback(probe.stop)
         if self.batches is not None:
             self._parts.push_async_callback(self.batches.aclose)
+            self._starts.append(self.batches.start)
         if self.inspector is not None:
             self._starts.append(self.inspector.start)
             self._parts.push_async_callback(self.inspector.aclose)
@@ -191,7 +224,7 @@ class Frontend:
     @property
     def keys(self) -> KeyStore | None:
         """The keys in service; None where no route needs one."""
-        return self.pipeline.keys
+        return self.opened.keys.keys
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -206,19 +239,10 @@ class Frontend:
 
     async def start(self) -> None:
         """Follow the store. Raises `CannotConnect` when it cannot be reached."""
-        await self._runtime.start()
-        await self.models.start()
-        self.loads.start()
-        if self.keys is not None:
-            self.keys.start()
-        if self.pipeline.meter is not None:
-            self.pipeline.meter.start()
         for start in self._starts:
             begun = start()
             if begun is not None:
                 await begun
-        if self.batches is not None:
-            self.batches.start()
 
     async def drain(self, timeout_seconds: float, *, grace_seconds: float = 0.0) -> bool:
         """Decline new requests and wait for those in flight; whether all of them ended in time.

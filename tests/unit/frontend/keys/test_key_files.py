@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.frontend.base.access import KeyRole, RouteGroup
 from dynamo.frontend.parts.keys.rules.key_file import (
     KeyFileError,
     add_key,
@@ -18,7 +19,7 @@ from dynamo.frontend.parts.keys.rules.key_file import (
     replace_key,
 )
 from dynamo.frontend.parts.keys.rules.key_text import check_imported, hash_of, key_text, new_id
-from dynamo.frontend.parts.keys.rules.records import Budget, KeyRecord, KeyRole, LimitSet, Period, RouteGroup
+from dynamo.frontend.parts.keys.rules.records import Budget, KeyRecord, LimitSet, Period
 
 HASHES = [hash_of(str(number).encode()) for number in range(8)]
 

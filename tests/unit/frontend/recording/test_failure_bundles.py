@@ -17,7 +17,7 @@ PROMPT = "a marker that nothing else contains"
 
 
 def ring(house: Cluster) -> FailureRing:
-    notes = house.frontend.pipeline.failures
+    notes = house.frontend.opened.recording.failures
     assert notes is not None
     return notes.ring
 

@@ -193,7 +193,7 @@ async def test_bundles_with_content_go_through_the_function_too(
     async with cluster(tmp_path, recording=kept, request_trace=trace) as house:
         await house.worker(fail(Unknown("no")))
         await house.client.chat(PROMPT)
-        notes = house.frontend.pipeline.failures
+        notes = house.frontend.opened.recording.failures
         assert notes is not None
         found = [notes.ring.bundle(failure.id) for failure in notes.ring.recent()]
     assert [bundle["request"]["body"] for bundle in found if bundle is not None] == bodies

@@ -14,6 +14,7 @@ __all__ = [
     "RESPOND_EXTENSION",
     "BodyBudget",
     "ClientGone",
+    "HeaderPairs",
     "Headers",
     "Message",
     "Receive",
@@ -32,6 +33,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = dict[bytes, bytes]
+HeaderPairs = Sequence[tuple[bytes, bytes]]
 
 JSON: Final = b"application/json"
 

@@ -17,12 +17,12 @@ from dynamo.frontend.apis.embeddings import EmbeddingsApi
 from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.apis.scores import RerankApi, ScoreApi
+from dynamo.frontend.base.access import IDENTITY, Access, check_access
 from dynamo.frontend.base.asgi import RESPOND_EXTENSION, BodyBudget, Message, Receive, Scope, Send, reply
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.request_id import reject_route, with_request_id
 from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
-from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES, NotBuiltRoute
 from dynamo.frontend.http.operations import (
@@ -48,8 +48,10 @@ from dynamo.frontend.parts.inspector.peer_route import PeerRoute
 from dynamo.frontend.parts.inspector.published import uses_token
 from dynamo.frontend.parts.inspector.routes import InspectorRoutes, TokenDoor
 from dynamo.frontend.parts.keys.access_log import AccessLog, AuditedRoute, AuditLog
+from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.key_store import KeyStore
+from dynamo.frontend.parts.keys.opening import OpenedKeys
 from dynamo.frontend.parts.keys.request_logs import RequestLogs
 from dynamo.frontend.parts.keys.usage_route import UsageRoute
 from dynamo.frontend.parts.media.routes import MediaRoutes
@@ -58,7 +60,8 @@ from dynamo.frontend.parts.scaling.signals import AutoscaleSignals
 from dynamo.frontend.parts.stored_responses.base import ResponseStore
 from dynamo.frontend.parts.stored_responses.history import ResponseHistory
 from dynamo.frontend.parts.stored_responses.routes import CancelRoute, InputItemsRoute, StoredResponseRoute
-from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
+from dynamo.frontend.pipeline.generation_call import GenerationCall
+from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.result_api import ResultApi
 from dynamo.frontend.pipeline.results import ResultCall
 from dynamo.frontend.pipeline.token_count import TokenCountCall
@@ -86,6 +89,7 @@ RATE_HEADERS: Final = tuple(
 class OperatorParts:
     """What the routes of operators work with."""
 
+    opened: OpenedKeys
     loads: LoadFollower
     adapters: AdapterKeeper
     logs: RequestLogs
@@ -147,9 +151,12 @@ class FrontendRoutes:
         dialects = PathDialects({path: route.dialect for path, route in inference.items()})
         routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(dialects))
         app: ASGIApp = routes
-        if self._pipeline.keys is not None:
+        if self._operators.opened.keys is not None:
             app = self._door(
-                self._pipeline.keys, routes, dialects, is_open=_client_paths(self._pipeline.keys, routes.routes)
+                self._operators.opened.keys,
+                routes,
+                dialects,
+                is_open=_client_paths(self._operators.opened.keys, routes.routes),
             )
         app = self._audited(self._with_token(app), routes.routes)
         if self._operators.logs.access is not None:
@@ -170,7 +177,7 @@ class FrontendRoutes:
             default=UnmatchedPath(dialects),
         )
         app: ASGIApp = routes
-        keys = self._pipeline.keys
+        keys = self._operators.opened.keys
         if keys is not None:
             pages = _open_paths(routes.routes)
             app = self._door(keys, routes, dialects, is_open=lambda path: not keys.protects_admin or path in pages)
@@ -291,7 +298,7 @@ class FrontendRoutes:
 
     def _open_paths(self) -> Collection[str] | None:
         """Return the paths of the document that need no key; None where none does."""
-        keys = self._pipeline.keys
+        keys = self._operators.opened.keys
         if keys is None or not keys.sources.protect_clients:
             return None
         probes = ("/health", "/live", "/ready")
@@ -336,21 +343,19 @@ class FrontendRoutes:
         }
 
     def _inference(self, call: Call, access: Access = Access.INFERENCE) -> InferenceRoute:
-        return InferenceRoute(
-            call, access=access, body_limit_bytes=self._settings.limits.body_limit_bytes, budget=self._budget
-        )
+        limit = self._settings.limits.body_limit_bytes
+        return InferenceRoute(call, access=access, body_limit_bytes=limit, budget=self._budget)
 
     def _busy_threshold(self) -> SameSiteOnly:
-        return SameSiteOnly(
-            BusyThresholdRoute(self._operators.loads, self._pipeline.models, self._budget), self._settings
-        )
+        route = BusyThresholdRoute(self._operators.loads, self._pipeline.models, self._budget)
+        return SameSiteOnly(route, self._settings)
 
     def _admin_routes(self, elsewhere: AdminElsewhere | None = None) -> Sequence[BaseRoute]:
         """Return the admin routes; `elsewhere` answers for all of them where they are not served."""
         if self._settings.disable_admin_api:
             return ()
         adapters: ASGIApp = SameSiteOnly(AdaptersRoute(self._operators.adapters, self._budget), self._settings)
-        usage: ASGIApp = SameSiteOnly(UsageRoute(self._pipeline.meter), self._settings)
+        usage: ASGIApp = SameSiteOnly(UsageRoute(self._operators.opened.meter), self._settings)
         routes: Sequence[tuple[str, ASGIApp, tuple[str, ...], Access]] = (
             ("/busy_threshold", self._busy_threshold(), ("GET", "POST"), Access.ADMIN),
             ("/admin/usage", usage, ("GET",), Access.ADMIN),

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from dynamo.frontend.base.access import IDENTITY, Access
 from dynamo.frontend.base.asgi import (
     JSON,
     RESPOND_EXTENSION,
     BodyBudget,
     ClientGone,
+    Headers,
     Receive,
     Scope,
     Send,
@@ -21,13 +23,11 @@ from dynamo.frontend.base.asgi import (
     reply_rejected,
 )
 from dynamo.frontend.base.request_id import client_request_id, request_id_note
-from dynamo.frontend.http.auth import IDENTITY, Access
 from dynamo.frontend.http.byte_stream import ByteStream
 from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
 from dynamo.frontend.http.forms import FormDoor
 from dynamo.frontend.parts.keys.access_log import EXCHANGE
-from dynamo.frontend.parts.keys.quotas import Charge
-from dynamo.frontend.pipeline.exchange import Arrival, Exchange
+from dynamo.frontend.pipeline.exchange import ANSWER_HEADERS, Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.protocol.dialect import OPENAI, Dialect
@@ -41,14 +41,14 @@ __all__ = ["AsgiSink", "InferenceRoute", "watch_client"]
 class AsgiSink:
     """The answer of one exchange as ASGI messages, or in one write where our listener is below."""
 
-    __slots__ = ("_dialect", "_extensions", "_extra", "_request_id", "_send", "charge")
+    __slots__ = ("_dialect", "_extensions", "_extra", "_request_id", "_send", "exchange")
 
     def __init__(self, scope: Scope, send: Send, request_id: str, dialect: Dialect = OPENAI) -> None:
         self._send, self._request_id, self._dialect = send, request_id, dialect
         self._extensions: dict[str, Any] = scope.get("extensions") or {}
         written = request_id.encode("latin-1")
         self._extra = tuple([(name, written) for name in dialect.id_headers])
-        self.charge: Charge | None = None  # of a key whose limits the answer shows
+        self.exchange: Exchange | None = None  # that is answered; None: it was refused before there was one
 
     @property
     def on_leave(self) -> Callable[[Callable[[], None]], None] | None:
@@ -57,30 +57,28 @@ class AsgiSink:
 
     async def reply(self, status: int, body: bytes, headers: HeaderPairs = (), *, content_type: bytes = JSON) -> None:
         respond = self._extensions.get(RESPOND_EXTENSION)
-        fixed = self._extra if self.charge is None else self._fixed()
-        await reply(self._send, status, body, content_type=content_type, extra=(*fixed, *headers), respond=respond)
+        await reply(
+            self._send, status, body, content_type=content_type, extra=(*self._fixed(), *headers), respond=respond
+        )
 
     async def reject(self, rejected: RequestRejected) -> None:
         await reply_rejected(self._send, rejected, self._fixed(), dialect=self._dialect, request_id=self._request_id)
 
     def _fixed(self) -> tuple[tuple[bytes, bytes], ...]:
         """Return the headers of every answer."""
-        headers = self._extra
-        if self.charge is not None:
-            for status in self.charge.statuses():
-                headers += self._dialect.rate_headers(status)
-        return headers
+        further = None if self.exchange is None else self.exchange.of(ANSWER_HEADERS)
+        return self._extra if further is None else (*self._extra, *further(self._dialect))
 
     def open_stream(
         self, *, peek_seconds: float, keep_alive_seconds: float | None, late_headers: Callable[[], HeaderPairs]
     ) -> AnswerStream:
-        limits = None if self.charge is None or not self.charge.is_limited else self._fixed
+        is_fixed = self.exchange is None or self.exchange.of(ANSWER_HEADERS) is None
         return EventStream(
             self._send,
             push=self._extensions.get(PUSH_EXTENSION),
             splice=self._extensions.get(SPLICE_EXTENSION),
-            extra=self._extra if limits is None else (),
-            late_headers=late_headers if limits is None else lambda: (*limits(), *late_headers()),
+            extra=self._extra if is_fixed else (),
+            late_headers=late_headers if is_fixed else lambda: (*self._fixed(), *late_headers()),
             peek_seconds=peek_seconds,
             keep_alive_seconds=keep_alive_seconds,
             keep_alive=self._dialect.keep_alive,
@@ -125,22 +123,12 @@ class InferenceRoute:
         except ClientGone:
             return
         except RequestRejected as error:
-            self._call.decline_early(error, error, began)
-            await sink.reject(error)
+            arrival = _arrival(scope, b"", began, headers, known)
+            await self._call.refuse(self._call.open(request_id, arrival), error, sink)
             return
-        arrival = Arrival(
-            body,
-            loop.time(),  # how long a client takes to send its request is no time of ours
-            headers,
-            scope["headers"],
-            known,
-            request_id_note(headers),
-            _address_of(scope),
-            path=scope["path"],
-            identity=scope.get(IDENTITY),
-        )
-        exchange = self._call.open(request_id, arrival)
-        sink.charge = arrival.charge
+        # How long a client takes to send its request is no time of ours.
+        arrival = _arrival(scope, body, loop.time(), headers, known)
+        sink.exchange = exchange = self._call.open(request_id, arrival)
         if EXCHANGE in scope:
             scope[EXCHANGE] = exchange
         on_leave = sink.on_leave
@@ -161,6 +149,20 @@ async def watch_client(receive: Receive, exchange: Exchange) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     exchange.client_left()
+
+
+def _arrival(scope: Scope, body: bytes, at: float, headers: Headers, known: str | None) -> Arrival:
+    return Arrival(
+        body,
+        at,
+        headers,
+        scope["headers"],
+        known,
+        request_id_note(headers),
+        _address_of(scope),
+        path=scope["path"],
+        identity=scope.get(IDENTITY),
+    )
 
 
 def _address_of(scope: Scope) -> str | None:

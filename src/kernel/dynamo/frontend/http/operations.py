@@ -12,11 +12,11 @@ import msgspec
 
 from dynamo.frontend.admission.model import Reason, Urgency
 from dynamo.frontend.admission.process import Admission, Stage
+from dynamo.frontend.base.access import identity_of, is_closed
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.request_id import reject_route
-from dynamo.frontend.http.auth import identity_of, is_closed
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.parts.keys.limit_table import LimitTable

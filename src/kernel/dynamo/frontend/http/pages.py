@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Final
 
+from dynamo.frontend.base.access import identity_of
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
-from dynamo.frontend.http.auth import identity_of
 
 __all__ = ["DOCS_PATH", "SCRIPT_PATH", "DocsPage", "HomePage", "ScriptRoute"]
 

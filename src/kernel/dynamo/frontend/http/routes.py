@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dynamo.frontend.base.access import IDENTITY, check_access
 from dynamo.frontend.base.request_id import reject_route
-from dynamo.frontend.http.auth import IDENTITY, check_access
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.protocol.openai.errors import RequestRejected
 

@@ -9,26 +9,51 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct, field
 
 from dynamo.errors import Cancelled, DynamoException
 from dynamo.frontend.admission.model import AdmissionSlot
-from dynamo.frontend.base.asgi import ClientGone
+from dynamo.frontend.base.access import Caller
+from dynamo.frontend.base.asgi import ClientGone, HeaderPairs
 from dynamo.frontend.base.metrics.requests import RequestMetrics
 from dynamo.frontend.base.stage_timer import StageTimer
-from dynamo.frontend.parts.keys.identity import Identity
-from dynamo.frontend.parts.keys.quotas import Charge
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.request_ids import uuid_in
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.tracing import TraceContext
 
-__all__ = ["Arrival", "EarlyEnd", "Exchange", "ExchangeRegister", "KeyRevoked", "Phase", "RequestAborted"]
+__all__ = [
+    "ANSWER_HEADERS",
+    "Arrival",
+    "EarlyEnd",
+    "Exchange",
+    "ExchangeRegister",
+    "KeyRevoked",
+    "PartSlot",
+    "Phase",
+    "RequestAborted",
+]
+
+T = TypeVar("T")
 
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate", b"request-id")
+
+
+class PartSlot(Generic[T]):
+    """A place on every exchange for what one part keeps of it: `exchange.of(SLOT)`."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        """`name`: for people."""
+        self.name = name
+
+
+ANSWER_HEADERS: Final[PartSlot[Callable[[Dialect], HeaderPairs]]] = PartSlot("headers of every answer")
+"""Returns further headers at the time at which the answer is sent, in the shape of an API."""
 
 
 class KeyRevoked(Cancelled):
@@ -75,21 +100,19 @@ class Arrival(Struct):
     request_id_note: str = ""  # for the log, after our own id: the client's id, or what became of it
     client: str | None = None  # the peer's address; None: a caller in this process
     path: str = ""  # of the route
-    identity: Identity | None = None  # the key behind it; None: no key is needed
-    charge: Charge | None = None  # what it takes of the limits of its key
-    body_bytes: int = 0  # how long the body was
-    held: bytes = b""  # the body, where it is short enough to be held until the request ends: for what is kept of it
+    identity: Caller | None = None  # the key behind it; None: no key is needed
+    endpoint: str = ""  # of the API that takes it, as metrics name it
+    kept: dict[PartSlot[Any], Any] = field(default_factory=dict)  # what parts keep of it, by their slots
 
 
 class EarlyEnd:
     """What ends a request before its answer, or in place of it."""
 
-    __slots__ = ("is_client_gone", "outcome", "reason", "task", "was_interrupted")
+    __slots__ = ("is_client_gone", "reason", "task", "was_interrupted")
 
     def __init__(self) -> None:
         self.reason: DynamoException | None = None  # why we ended it ourselves
         self.is_client_gone = False
-        self.outcome: RequestRejected | None = None  # how it was rejected; None: it was not, as far as it has come
         self.task: asyncio.Task[object] | None = None  # that serves it
         self.was_interrupted = False  # that task was cancelled, so that it answers with the reason at once
 
@@ -129,6 +152,15 @@ class Exchange:
         self.now = asyncio.get_running_loop().time
         """Returns the time of the clock of its phases."""
 
+    def of(self, slot: PartSlot[T]) -> T | None:
+        """Return what is kept in a slot; None: nothing is."""
+        found: T | None = self.arrival.kept.get(slot)
+        return found
+
+    def keep(self, slot: PartSlot[T], value: T) -> None:
+        """Keep `value` until the request has ended, in place of what the slot had."""
+        self.arrival.kept[slot] = value
+
     @property
     def tally(self) -> Tally | None:
         """What came of it so far; None until it is preprocessed."""
@@ -140,7 +172,7 @@ class Exchange:
         return self.early_end.is_client_gone
 
     @property
-    def identity(self) -> Identity | None:
+    def identity(self) -> Caller | None:
         """The key behind it; None where no key is needed."""
         return self.arrival.identity
 
@@ -232,8 +264,6 @@ class ExchangeRegister:
 
     def __init__(self) -> None:
         self._exchanges: dict[Exchange, None] = {}
-        self.on_end: list[Callable[[Exchange], None]] = []
-        """Each is called once with each request that leaves."""
 
     def __len__(self) -> int:
         return len(self._exchanges)
@@ -251,12 +281,9 @@ class ExchangeRegister:
 
     def remove(self, exchange: Exchange) -> None:
         """Forget a request that is over; idempotent."""
-        if self._exchanges.pop(exchange, exchange) is None:
-            for ended in self.on_end:
-                ended(exchange)
-        exchange.early_end.outcome = None  # whose traceback has frames with this exchange
+        self._exchanges.pop(exchange, None)
 
-    def end_revoked(self, is_gone: Callable[[Identity], bool]) -> int:
+    def end_revoked(self, is_gone: Callable[[Caller], bool]) -> int:
         """End every request whose key `is_gone`; return how many there were."""
         found = [exchange for exchange in self if exchange.identity is not None and is_gone(exchange.identity)]
         for exchange in found:

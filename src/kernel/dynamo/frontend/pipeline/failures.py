@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from dynamo.errors import DynamoException, NoReplacement, RequestKillsWorkers, describe, http_assertion, rule_of
 from dynamo.frontend.admission.process import NotReady
-from dynamo.frontend.parts.keys.identity import key_rejection
+from dynamo.frontend.base.access import key_rejection
 from dynamo.frontend.pipeline.exchange import KeyRevoked, RequestAborted
 from dynamo.protocol.openai.errors import (
     NOT_BUILT_CODE,

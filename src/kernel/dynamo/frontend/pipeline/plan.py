@@ -18,7 +18,7 @@ from dynamo.router.stall_detector import StallDetector
 from dynamo.text.model import TextModel
 
 if TYPE_CHECKING:
-    from dynamo.frontend.parts.recording.tap import RequestTap
+    from dynamo.frontend.pipeline.tap import RequestTap
 
 __all__ = ["GenerationModel", "MovableStream", "Plan", "Tally", "WorkRequest", "reported_count"]
 

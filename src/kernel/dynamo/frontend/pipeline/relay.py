@@ -9,10 +9,9 @@ from typing import Any, cast
 
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.stage_timer import PARSE
-from dynamo.frontend.pipeline.charging import reserve_tokens
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
-from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline, Resolved
-from dynamo.frontend.pipeline.plan import WorkRequest
+from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline
+from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.relay_api import Planning, Relayed, RelayedApi, RelayWriter
 from dynamo.frontend.pipeline.results import object_of
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
@@ -47,9 +46,7 @@ class RelayCall(Call):
         request: Any = resolved.request
         at = Planning(pipeline.preprocessor, pipeline.media, model, exchange.context)
         plan = await self._relayed.plan(at, request)
-        if exchange.arrival.charge is not None:
-            reserve_tokens(exchange.arrival.charge, plan, model.length_limits)
-        exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
+        work = self._work(exchange, resolved, plan)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         timer.mark(PARSE)
         owner = "" if exchange.identity is None else exchange.identity.owner

@@ -18,7 +18,7 @@ from dynamo.runtime.observe.log_site import LogSite
 from dynamo.runtime.observe.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.observe.tracing import RequestSpan, exports_content, is_tracing, start_server_span
 
-__all__ = ["CLIENT_LEFT", "begin_record", "end_record", "log_declined", "worker_fields"]
+__all__ = ["begin_record", "end_record", "log_declined", "worker_fields"]
 
 logger = logging.getLogger(__name__)
 _completed: Final = LogSite(logger, COMPLETED, "end_record")
@@ -26,7 +26,6 @@ _completed: Final = LogSite(logger, COMPLETED, "end_record")
 SENT: Final = "http response sent"
 SPAN: Final = "http-request"
 MAX_CANDIDATES: Final = 16  # of a routing decision that a span names, the cheapest ones
-CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
 
 
 def begin_record(exchange: Exchange, request: Any, effects: HeaderEffects) -> None:

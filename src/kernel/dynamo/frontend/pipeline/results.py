@@ -13,12 +13,13 @@ from msgspec import Struct
 
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.base.stage_timer import PARSE
-from dynamo.frontend.pipeline.charging import reserve_tokens
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
-from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline, Resolved
+from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
+from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.result_api import ResultAnswer, ResultApi
 from dynamo.frontend.pipeline.result_plan import ResultPlan
+from dynamo.frontend.pipeline.tap import TAP
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
 from dynamo.router.fan_out import FanOut
@@ -42,11 +43,8 @@ class ResultCall(Call):
         request, model = resolved.request, resolved.model
         assert counters is not None
         plan = await self._results.plan(pipeline.preprocessor, request, model, timer)
-        if exchange.arrival.charge is not None:
-            reserve_tokens(exchange.arrival.charge, plan, model.length_limits)
-        exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
-        if pipeline.recorder is not None:
-            work.tap = pipeline.recorder.begin(exchange, request, resolved.effects)
+        work = self._work(exchange, resolved, plan)
+        work.tap = exchange.of(TAP)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         timer.mark(PARSE)
         results = await gather_results(model, work, plan, exchange.context)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from dynamo.frontend.base.asgi import HeaderPairs
 from dynamo.protocol.openai.errors import RequestRejected
 
 __all__ = ["AnswerBytes", "AnswerSink", "AnswerStream", "HeaderPairs", "SplicedEvents"]
-
-HeaderPairs = Sequence[tuple[bytes, bytes]]
 
 
 class SplicedEvents(Protocol):

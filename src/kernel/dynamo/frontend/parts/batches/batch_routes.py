@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import parse_qs
 
+from dynamo.frontend.base.access import identity_of
 from dynamo.frontend.base.asgi import (
     BodyBudget,
     Receive,
@@ -15,7 +16,6 @@ from dynamo.frontend.base.asgi import (
     read_body,
     reply_rejected,
 )
-from dynamo.frontend.http.auth import identity_of
 from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.frontend.parts.batches.file_routes import owner_of
 from dynamo.frontend.parts.batches.service import BatchService

@@ -20,6 +20,7 @@ from dynamo.frontend.parts.batches.journal import ResultJournal
 from dynamo.frontend.parts.batches.records import BatchRecord
 from dynamo.frontend.parts.batches.run import BatchRun, RunParts
 from dynamo.frontend.parts.batches.stored_files import StoredFiles
+from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.protocol.batches.objects import BatchErrorEntry, BatchErrors
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
 from dynamo.runtime.base.tasks import Background
@@ -65,6 +66,14 @@ class BatchConductor:
     def look(self) -> None:
         """Look at the index at once: something in it has changed."""
         self._look.set()
+
+    def note_wait(self, exchange: Exchange, ended_at: float) -> None:
+        """Take account of how long a client has waited for an answer, unless that was a line of a batch."""
+        counters = exchange.counters
+        if counters is None or self._parts.calls.is_line(exchange):
+            return
+        first = counters.first_token_seconds if counters.key[2] == "stream" else None
+        self._parts.pace.waited(ended_at - exchange.arrival.at if first is None else first)
 
     async def run(self) -> None:
         """Run until cancelled."""

@@ -8,8 +8,8 @@ import re
 from typing import Final
 from urllib.parse import parse_qs
 
+from dynamo.frontend.base.access import identity_of
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply_rejected
-from dynamo.frontend.http.auth import identity_of
 from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.frontend.http.multipart import FilePiece, read_form
 from dynamo.frontend.parts.batches.stored_files import StoredFiles, Upload

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.errors import Cancelled
-from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.base.access import Caller
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerBytes, AnswerStream, HeaderPairs
@@ -96,7 +96,7 @@ class LineCalls:
         """Return whether a request is a line that runs."""
         return self._running.get(exchange.arrival.client_request_id or "") is exchange
 
-    async def run(self, endpoint: str, request_id: str, body: bytes, identity: Identity | None) -> LineAnswer:
+    async def run(self, endpoint: str, request_id: str, body: bytes, identity: Caller | None) -> LineAnswer:
         """Execute one line for a key (None: there are none); never raises for what goes wrong with it."""
         call = self._calls[endpoint]
         arrival = Arrival(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dynamo.frontend.base.access import CallerLookup
 from dynamo.frontend.parts.batches.service import BatchService, BatchSettings
 from dynamo.frontend.parts.batches.stored_files import FileLimits
 from dynamo.frontend.pipeline.inference import Pipeline
@@ -10,7 +11,7 @@ from dynamo.frontend.settings import FrontendSettings
 __all__ = ["open_batches"]
 
 
-def open_batches(settings: FrontendSettings, pipeline: Pipeline) -> BatchService | None:
+def open_batches(settings: FrontendSettings, pipeline: Pipeline, keys: CallerLookup | None) -> BatchService | None:
     """Open the directory of files; None where there is none. Raises InvalidArgument when it cannot be used."""
     if settings.files_dir is None:
         return None
@@ -22,4 +23,4 @@ def open_batches(settings: FrontendSettings, pipeline: Pipeline) -> BatchService
         settings.batch_concurrency,
         settings.batch_model_wait_seconds,
     )
-    return BatchService(chosen, pipeline)
+    return BatchService(chosen, pipeline, keys)

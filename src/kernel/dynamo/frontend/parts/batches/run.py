@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo.frontend.base.access import Caller
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.parts.batches.fair_slots import FairSlots
 from dynamo.frontend.parts.batches.group_commit import Disk, GroupCommit
@@ -20,7 +21,6 @@ from dynamo.frontend.parts.batches.line_queue import LineQueue, NextLine
 from dynamo.frontend.parts.batches.metrics import BatchMetrics
 from dynamo.frontend.parts.batches.model_gate import ModelGate, ModelGates
 from dynamo.frontend.parts.batches.records import BatchRecord
-from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.protocol.batches.lines import line_request_id, result_line
 from dynamo.protocol.batches.status import BatchStatus
 from dynamo.runtime.base.tasks import Background
@@ -49,7 +49,7 @@ class RunParts:
     is_open: Callable[[], bool]  # whether the frontend takes requests
     knows_cluster: Callable[[], bool]  # whether it has had the time to find the models that are there
     known_models: set[str]  # that were served here since the start, at most MAX_SEEN_MODELS
-    identity: Callable[[str], Identity | None]  # of a key's id
+    identity: Callable[[str], Caller | None]  # of a key's id
     rng: random.Random
 
     def note_models(self) -> None:

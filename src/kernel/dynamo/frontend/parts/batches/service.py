@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.frontend.admission.process import OPEN
+from dynamo.frontend.base.access import Caller, CallerLookup
 from dynamo.frontend.parts.batches.conductor import BatchConductor
 from dynamo.frontend.parts.batches.directory import BatchDirectory
 from dynamo.frontend.parts.batches.fair_slots import FairSlots
@@ -27,9 +28,9 @@ from dynamo.frontend.parts.batches.model_gate import ModelGates
 from dynamo.frontend.parts.batches.records import BatchRecord
 from dynamo.frontend.parts.batches.run import RunParts
 from dynamo.frontend.parts.batches.stored_files import FileLimits, StoredFiles, no_such_file
-from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call, Pipeline
+from dynamo.frontend.pipeline.outcome import Outcome, RequestListener
 from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.requests import CreateBatch, PageQuery
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
@@ -66,29 +67,31 @@ def no_such_batch(id: str) -> RequestRejected:
     return RequestRejected(404, text, param="batch_id", stream_type="invalid_request_error")
 
 
-class BatchService:
+class BatchService(RequestListener):
     """The files and batches of a directory; several processes may share it."""
 
     def __init__(
         self,
         settings: BatchSettings,
         pipeline: Pipeline,
+        keys: CallerLookup | None = None,
         *,
         now: Callable[[], float] = time.time,
         after_step: Step = lambda _name: None,
     ) -> None:
-        """`now`: seconds since the epoch; `after_step` is told each durable step, which tests use to stop there.
+        """`keys`: those in service, None: no route needs one. `now`: seconds since the epoch; `after_step` is told each durable step, which tests use to stop there.
 
         Raises InvalidArgument when the directory cannot be used.
         """
-        self._settings, self._pipeline, self._now, self._after_step = settings, pipeline, now, after_step
+        self._settings, self._pipeline, self._keys = settings, pipeline, keys
+        self._now, self._after_step = now, after_step
         self._directory = BatchDirectory(settings.directory, allow_network=settings.allow_network)
         self._index = BatchIndex(self._directory.index)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dynamo-batches")
         self.files = StoredFiles(self._directory, self._index, self._disk, settings.limits, now=now)
         self._work = Background()
         self._calls: Mapping[str, Call] = {}
-        self._conductor: BatchConductor | None = None
+        self._conductor: BatchConductor | None = None  # None: it has not started
 
     def serve(self, calls: Mapping[str, Call]) -> None:
         """Execute lines by these calls, by endpoint. Called once, before `start`."""
@@ -103,7 +106,6 @@ class BatchService:
         rng = random.Random()
         calls = LineCalls(self._calls, overload_status=pipeline.settings.overload_status)
         pace = LinePace(lambda: pipeline.admission.in_flight > calls.running)
-        pipeline.register.on_end.append(lambda exchange: _note_wait(pace, calls, exchange))
         parts = RunParts(
             calls,
             pipeline.models,
@@ -129,6 +131,11 @@ class BatchService:
             is_revoked=self._is_revoked,
         )
         self._work.start(self._conductor.run(), "batches")
+
+    def ended(self, exchange: Exchange, outcome: Outcome) -> None:
+        """Take account of how long a client has waited for an answer: lines of batches make room for clients."""
+        if self._conductor is not None and outcome.is_answered:
+            self._conductor.note_wait(exchange, outcome.at)
 
     async def aclose(self) -> None:
         """Stop: what runs is executed again by the next runner. Idempotent."""
@@ -205,17 +212,13 @@ class BatchService:
             record.enter(BatchStatus.CANCELLING, self._now())
         return record
 
-    def _identity(self, key_id: str) -> Identity | None:
-        keys = self._pipeline.keys
+    def _identity(self, key_id: str) -> Caller | None:
+        keys = self._keys
         return None if keys is None or not key_id else keys.identity(key_id)
 
     def _is_revoked(self, key_id: str) -> bool:
         """Return whether a key that made a batch may not be used any more."""
-        keys = self._pipeline.keys
-        if keys is None or not key_id:
-            return False
-        identity = keys.identity(key_id)
-        return identity is None or not identity.record.enabled or identity.is_expired(keys.now())
+        return bool(key_id) and self._keys is not None and self._keys.is_revoked(key_id)
 
     def _look(self) -> None:
         if self._conductor is not None:
@@ -223,12 +226,3 @@ class BatchService:
 
     async def _disk(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
-
-
-def _note_wait(pace: LinePace, calls: LineCalls, exchange: Exchange) -> None:
-    """Tell the pace how long a person has waited for a request that was answered."""
-    counters = exchange.counters
-    if counters is None or calls.is_line(exchange) or exchange.is_client_gone or exchange.early_end.outcome is not None:
-        return
-    first = counters.first_token_seconds if counters.key[2] == "stream" else None
-    pace.waited(exchange.now() - exchange.arrival.at if first is None else first)

@@ -47,6 +47,7 @@ from dynamo.frontend.parts.inspector.watching import Watching
 from dynamo.frontend.parts.recording.failures import FailureRing
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Pipeline
+from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
 from dynamo.protocol.inspector.actions import AbortResult, BulkAbortRequest, BulkAbortResult, ExplainRequest
 from dynamo.protocol.inspector.filters import Filter, parse_filter
 from dynamo.protocol.inspector.views import (
@@ -123,11 +124,18 @@ class _Process:
         )
 
 
-class Inspector:
+class Inspector(RequestListener):
     """The state of one process as the records of the API. Used on the event loop only."""
 
-    def __init__(self, pipeline: Pipeline, loads: LoadFollower, peers: GroupPeer | None = None) -> None:
-        """`peers`: the other processes of the port."""
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        loads: LoadFollower,
+        peers: GroupPeer | None = None,
+        *,
+        failures: FailureRing | None = None,
+    ) -> None:
+        """`peers`: the other processes of the port. `failures`: those of this process; None: they are not kept."""
         settings = pipeline.settings
         self.settings = settings.inspector
         self.token = new_token()
@@ -135,7 +143,7 @@ class Inspector:
         self.clock = InspectorClock()
         metrics = pipeline.metrics
         self.process = _Process(self.clock, pipeline.admission, lambda: metrics.event_loop.lag.value)
-        self.tables = Tables(pipeline, loads, self.clock, self.process.id)
+        self.tables = Tables(pipeline, loads, self.clock, self.process.id, failures)
         self._pipeline = pipeline
         self._figures = _Figures(pipeline)
         self._background = Background()
@@ -145,7 +153,6 @@ class Inspector:
         self.operator = WorkerOperator(pipeline.models, self._members, self.clock)
         if peers is not None:
             peers.on_shared(self._take_shared)
-        pipeline.register.on_end.append(self._ended)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -188,9 +195,12 @@ class Inspector:
             self._figures.sample(now, self.clock.ms(now), self._kv_use())
             await asyncio.sleep(SLOT_SECONDS)
 
-    def _ended(self, exchange: Exchange) -> None:
+    def ended(self, exchange: Exchange, outcome: Outcome) -> None:
+        """Keep what came of a request that was let in."""
+        if outcome.reached is Reached.DOOR:
+            return
         self.tables.streams.forget(exchange)
-        ended = self.tables.recent.add(exchange)
+        ended = self.tables.recent.add(exchange, outcome)
         if exchange.tally is not None:
             self.tables.routing.ended(ended.exchange_id, exchange.model, exchange.tally)
             self.tables.caches.ended(exchange.tally)
@@ -289,12 +299,6 @@ class Inspector:
         found, _ = await self._members.ask(AskDetail(id, with_content), _MaybeDetail)
         return next((each.value for each in found if each.value is not None), None)
 
-    @property
-    def failures(self) -> FailureRing | None:
-        """The failures of this process."""
-        notes = self._pipeline.failures
-        return None if notes is None else notes.ring
-
     async def bundle(self, id: str, visitor: Visitor) -> dict[str, Any] | None:
         """Return everything that is known of a failure, in any process of the group; None: it has no bundle, or has one no longer.
 
@@ -311,7 +315,7 @@ class Inspector:
         return found.value
 
     def _own_bundle(self, id: str, with_content: bool) -> _MaybeBundle:
-        found = None if self.failures is None else self.failures.bundle(id)
+        found = None if self.tables.failures is None else self.tables.failures.bundle(id)
         is_hidden = found is not None and self._pipeline.settings.recording.keep_failed_content and not with_content
         return _MaybeBundle(None if is_hidden else found, is_hidden)
 
@@ -365,7 +369,7 @@ class Inspector:
             choices = self.tables.routing.choices()
             picture.prefixes, totals["prefixes"] = self.tables.caches.prefixes(choices, query.limit)
         if "errors" in views:
-            picture.errors = error_rows(self.failures, query.limit)
+            picture.errors = error_rows(self.tables.failures, query.limit)
         if "events" in views:
             picture.events, totals["events"] = self.tables.events.last(query.limit), len(self.tables.events)
         return picture

@@ -9,11 +9,12 @@ from typing import Final
 
 from msgspec import Struct
 
+from dynamo.frontend.base.access import Caller
 from dynamo.frontend.base.metrics.requests import RequestMetrics
 from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.parts.inspector.stream_rows import key_name, worker_name
-from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.pipeline.exchange import Exchange, KeyRevoked, RequestAborted
+from dynamo.frontend.pipeline.outcome import Outcome
 from dynamo.protocol.inspector.filters import Filter
 from dynamo.protocol.inspector.views import RecentView
 from dynamo.protocol.openai.errors import ABORTED_CODE, RequestRejected
@@ -28,7 +29,6 @@ KEPT_LONGER: Final = 200  # of the slow and the failed ones, which are looked fo
 SLOW_SECONDS: Final = 30.0
 MAX_MESSAGE: Final = 512  # characters
 
-_CLIENT_LEFT: Final = 499
 _SHED: Final = frozenset({429, 503, 529})
 
 
@@ -40,7 +40,7 @@ class EndedRequest(Struct, gc=False):  # nothing that it refers to refers to it
 
     exchange_id: str
     client_request_id: str | None
-    identity: Identity | None  # the key behind it
+    identity: Caller | None  # the key behind it
     model: str | None
     path: str
     counters: RequestMetrics | None
@@ -76,32 +76,26 @@ class RecentRequests:
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, exchange: Exchange) -> EndedRequest:
-        """Take a request that has just ended. Short: it runs for each request, whether somebody looks or not."""
-        arrival, work, times = exchange.arrival, exchange.work, exchange.phase_times
-        early_end = exchange.early_end
-        rejected, identity = early_end.outcome, arrival.identity
-        outcome, status, code, message = "ok", 200, None, None
+    def add(self, exchange: Exchange, outcome: Outcome) -> EndedRequest:
+        """Take a request that has just ended. Short: it runs for each request, whether anyone looks or not."""
+        arrival, work, times, rejected = exchange.arrival, exchange.work, exchange.phase_times, outcome.rejected
+        word, code, message = "ok" if outcome.is_answered else "cancelled", None, None
         if rejected is not None:
-            code, message = rejected.code, _message(exchange, rejected)
-        if early_end.is_client_gone:
-            outcome, status = "cancelled", _CLIENT_LEFT
-        elif rejected is not None:
-            outcome, status = _outcome(exchange, rejected), rejected.status
+            word, code, message = _outcome(exchange, rejected), rejected.code, _message(exchange, rejected)
+        usage = outcome.usage
         ended = EndedRequest(
-            exchange.response_id, arrival.client_request_id, identity, exchange.model, arrival.path, exchange.counters,
-            times, status, outcome, code, message,
+            exchange.response_id, arrival.client_request_id, arrival.identity, exchange.model, arrival.path,
+            exchange.counters, times, outcome.status, word, code, message, usage.prompt_tokens, usage.cached_tokens,
+            usage.output_tokens,
         )  # fmt: skip
         if work is not None:
             tally = work.tally
-            ended.prompt_tokens, ended.output_tokens = tally.prompt_tokens, tally.completion_tokens
-            ended.cached_tokens = tally.cached_tokens
             ended.finish_reason, ended.queued_seconds = tally.finish_reason, tally.queued_seconds
-            ended.instances = tally.instances
+            ended.instances = outcome.instances
             ended.encode_instance_id, ended.prefill_instance_id = tally.encode_instance_id, tally.prefill_instance_id
-            ended.moves = len(tally.moves)
+            ended.moves = len(outcome.moves)
         self._all.append(ended)
-        if outcome != "ok" or (times[-1] or 0.0) - arrival.at >= SLOW_SECONDS:
+        if word != "ok" or (times[-1] or 0.0) - arrival.at >= SLOW_SECONDS:
             self._kept.append(ended)
         return ended
 

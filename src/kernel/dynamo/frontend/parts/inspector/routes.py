@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.types import ASGIApp
 
+from dynamo.frontend.base.access import Access, KeyRole, identity_of, key_rejection
 from dynamo.frontend.base.asgi import (
     BodyBudget,
     ClientGone,
@@ -21,14 +22,11 @@ from dynamo.frontend.base.asgi import (
     reply,
     reply_rejected,
 )
-from dynamo.frontend.http.auth import Access, identity_of
 from dynamo.frontend.parts.inspector.inspector import Inspector
 from dynamo.frontend.parts.inspector.pictures import MAX_LIMIT, PictureQuery
 from dynamo.frontend.parts.inspector.streams import SORTS
 from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.frontend.parts.inspector.watching import MAX_VIEWERS, TooManyViewers, Viewer
-from dynamo.frontend.parts.keys.identity import key_rejection
-from dynamo.frontend.parts.keys.rules.records import KeyRole
 from dynamo.protocol.inspector.actions import (
     AbortRequest,
     BulkAbortRequest,
@@ -314,7 +312,7 @@ def visitor_of(scope: Scope) -> Visitor:
         role = identity.inspector_role
         if role is None:
             raise RequestRejected(403, "This API key may not use the inspector", code="insufficient_permissions")
-        return Visitor(role, identity.record.name or identity.id)
+        return Visitor(role, identity.shown_name)
     if scope.get(_HAS_TOKEN):
         return Visitor(KeyRole.ADMIN, None)
     raise key_rejection(

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import structs
 
+from dynamo.frontend.base.access import Caller
 from dynamo.frontend.parts.inspector.clock import InspectorClock
-from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.plan import MovableStream, Tally, WorkRequest
 from dynamo.protocol.inspector.views import StreamView
@@ -41,9 +41,9 @@ def worker_name(instance_id: int) -> str:
     return f"{instance_id:x}"
 
 
-def key_name(identity: Identity | None) -> str | None:
+def key_name(identity: Caller | None) -> str | None:
     """Return the name of a key; None where no key is needed."""
-    return None if identity is None else identity.record.name or identity.id
+    return None if identity is None else identity.shown_name
 
 
 class RowProgress(NamedTuple):

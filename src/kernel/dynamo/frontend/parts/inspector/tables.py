@@ -13,6 +13,7 @@ from dynamo.frontend.parts.inspector.routing import RoutingLog
 from dynamo.frontend.parts.inspector.streams import StreamTable
 from dynamo.frontend.parts.inspector.token_rates import TokenRates
 from dynamo.frontend.parts.inspector.workers import ClusterTable
+from dynamo.frontend.parts.recording.failures import FailureRing
 from dynamo.frontend.parts.recording.redaction import load_redaction
 from dynamo.frontend.pipeline.inference import Pipeline
 
@@ -22,7 +23,16 @@ __all__ = ["Tables"]
 class Tables:
     """One table for each kind of row, over the parts of one frontend."""
 
-    def __init__(self, pipeline: Pipeline, loads: LoadFollower, clock: InspectorClock, frontend_id: str) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        loads: LoadFollower,
+        clock: InspectorClock,
+        frontend_id: str,
+        failures: FailureRing | None,
+    ) -> None:
+        """`failures`: those of this process; None: they are not kept."""
+        self.failures = failures
         self.frontend_id = frontend_id
         self.events = EventLog(clock, frontend_id)
         self.streams = StreamTable(pipeline.register, clock, frontend_id)

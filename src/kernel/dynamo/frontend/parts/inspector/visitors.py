@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.frontend.parts.keys.rules.records import KeyRole
+from dynamo.frontend.base.access import KeyRole
 
 __all__ = ["Visitor"]
 

@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from starlette.types import ASGIApp
 
+from dynamo.frontend.base.access import identity_of
 from dynamo.frontend.base.asgi import RESPOND_EXTENSION, Message, Receive, Scope, Send
-from dynamo.frontend.http.auth import client_address, identity_of
+from dynamo.frontend.parts.keys.door import client_address
 from dynamo.frontend.parts.keys.line_file import LineFile
 from dynamo.frontend.parts.keys.rules.records import Network
 from dynamo.frontend.pipeline.exchange import Exchange

@@ -1,4 +1,4 @@
-"""The key behind a request, as the routes and the pipeline see it."""
+"""One key in service: what it may use, from where, and until when."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import ipaddress
 from collections.abc import Sequence
 from typing import Final
 
-from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRole, Network, RouteGroup
+from dynamo.frontend.base.access import KeyRole, RouteGroup, key_rejection
+from dynamo.frontend.parts.keys.rules.records import KeyRecord, Network
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["ENVIRONMENT_ID", "Identity", "key_rejection"]
+__all__ = ["ENVIRONMENT_ID", "Identity"]
 
 ENVIRONMENT_ID: Final = "env"  # of the key that DYN_API_KEY holds
-_INVALID: Final = "invalid_request_error"
-
-
-def key_rejection(code: str, message: str) -> RequestRejected:
-    """Return the 401 of a request whose key is missing, unknown or not valid any more."""
-    return RequestRejected(401, message, code=code, stream_type=_INVALID, more_headers={"www-authenticate": "Bearer"})
 
 
 class Identity:
@@ -39,6 +34,16 @@ class Identity:
 
         self.is_always_valid = record.enabled and self._expires_at is None
         """Whether `check_valid` never refuses it."""
+
+    @property
+    def shown_name(self) -> str:
+        """What people call the key: its name, else its id."""
+        return self.record.name or self.id
+
+    @property
+    def priority(self) -> int | None:
+        """The highest priority of its requests; None: any."""
+        return self.record.priority
 
     @property
     def sees_operations(self) -> bool:

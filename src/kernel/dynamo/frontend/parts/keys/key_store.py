@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.base.access import Caller
 from dynamo.frontend.parts.keys.identity import ENVIRONMENT_ID, Identity
 from dynamo.frontend.parts.keys.rules.key_file import KeyFileError, read_key_ring
 from dynamo.frontend.parts.keys.rules.key_text import HASH_PREFIX, check_imported, hash_of
@@ -151,8 +152,15 @@ class KeyStore:
         stored, identity = self._by_hash.get(digest, _NOBODY)
         return identity if hmac.compare_digest(digest, stored) else None
 
-    def is_gone(self, identity: Identity) -> bool:
+    def is_revoked(self, key_id: str) -> bool:
+        """Return whether a key is gone, disabled or expired, so that what was begun with it is not gone on with."""
+        identity = self.identity(key_id)
+        return identity is None or not identity.record.enabled or identity.is_expired(self.now())
+
+    def is_gone(self, identity: Caller) -> bool:
         """Return whether a key may not be used any more, by what is known now, and its running requests are to be cut."""
+        if not isinstance(identity, Identity):
+            return False
         now = self._by_id.get(identity.id)
         records = (
             (identity.record,) if now is None else (identity.record, now.record)

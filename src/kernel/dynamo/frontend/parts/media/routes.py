@@ -6,9 +6,9 @@ from typing import Any, Final, NamedTuple
 
 from starlette.types import ASGIApp
 
+from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.offload import Offload
-from dynamo.frontend.http.auth import Access
 from dynamo.frontend.http.forms import FormDoor, FormLimit
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.parts.media.apis.audio import SpeechApi, TranscriptionsApi, TranslationsApi

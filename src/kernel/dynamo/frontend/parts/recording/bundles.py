@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dynamo.frontend.base.stage_timer import STAGES
 from dynamo.frontend.parts.recording.failures import BUNDLE_SCHEMA, FailedRequest, FailureRing
@@ -22,9 +22,10 @@ from dynamo.router.kv.explain import explain_placement
 
 if TYPE_CHECKING:
     from dynamo.frontend.pipeline.exchange import Exchange
+    from dynamo.frontend.pipeline.outcome import Outcome
     from dynamo.frontend.pipeline.plan import Tally
 
-__all__ = ["FailureNotes"]
+__all__ = ["FailureNotes", "KeptBody"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,14 @@ CONTENT_BODY_BYTES: Final = 256 * 1024  # where content is kept
 MAX_MESSAGE_CHARACTERS: Final = 1000
 _HEADERS: Final = frozenset({"anthropic-beta", "anthropic-version", "user-agent"}) | SERVING_HEADERS
 _MAX_HEADER: Final = 256
-_PHASES: Final = ("received", "admitted", "preprocessed", "dispatched", "streaming", "ended")
+_PHASES: Final = ("received", "admitted", "preprocessed", "dispatched", "streaming")
+
+
+class KeptBody(NamedTuple):
+    """The body of a request, for what is kept of it."""
+
+    size: int
+    held: bytes  # empty: it was too long to be held until the request ends
 
 
 class FailureNotes:
@@ -52,7 +60,7 @@ class FailureNotes:
         """Return whether a body is to be held until its request ends."""
         return len(body) <= self._held_bytes
 
-    def declined(self, endpoint: str, rejected: RequestRejected, error_type: str, model: str = "") -> None:
+    def declined(self, outcome: Outcome, rejected: RequestRejected, model: str = "") -> None:
         """Count a request that was turned away before anything was done for it."""
         self.ring.count(
             FailedRequest(
@@ -60,47 +68,38 @@ class FailureNotes:
                 request_id="",
                 at_ms=self.ring.now_ms(),
                 status=rejected.status,
-                error_type=error_type,
+                error_type=outcome.error_type,
                 code=rejected.code or "",
-                endpoint=endpoint,
+                endpoint=outcome.endpoint,
                 model=model,
                 message=rejected.message[:MAX_MESSAGE_CHARACTERS],
             )
         )
 
-    def failed(
-        self, exchange: Exchange, endpoint: str, error: BaseException, rejected: RequestRejected, error_type: str
-    ) -> None:
-        """Note a request that failed; call it before the exchange ends. Never raises: the client still waits for its answer."""
-        try:
-            self._note(exchange, endpoint, error, rejected, error_type)
-        except Exception:
-            logger.exception("no bundle was made of the failed request %s", exchange.name)
-
-    def _note(
-        self, exchange: Exchange, endpoint: str, error: BaseException, rejected: RequestRejected, error_type: str
-    ) -> None:
-        body = exchange.arrival.held if self.holds(exchange.arrival.held) else b""
-        decoded = decode_body(body) if body else None
+    def failed(self, exchange: Exchange, outcome: Outcome, rejected: RequestRejected, kept: KeptBody) -> None:
+        """Note a request that failed."""
+        held = kept.held if self.holds(kept.held) else b""
+        decoded = decode_body(held) if held else None
         clean = _as_it_is if self._keeps_content else ContentScrubber(content_texts(decoded)).clean
-        tally = exchange.tally
+        why = rejected if outcome.why is None else outcome.why
         failure = FailedRequest(
             id=exchange.response_id,
             request_id=exchange.request_id,
             at_ms=self.ring.now_ms(),
             status=rejected.status,
-            error_type=error_type,
+            error_type=outcome.error_type,
             code=rejected.code or "",
-            endpoint=endpoint,
+            endpoint=outcome.endpoint,
             model=exchange.model or "",
-            worker=_worker_of(tally),
+            worker=_worker_of(exchange.tally),
             key_id="" if exchange.identity is None else exchange.identity.id,
-            message=clean(_what_went_wrong(error, rejected))[:MAX_MESSAGE_CHARACTERS],
+            message=clean(_what_went_wrong(why, rejected))[:MAX_MESSAGE_CHARACTERS],
         )
         lines = self.log_lines.take(exchange.context.id())
+        body = {"body_bytes": kept.size, **self._body(decoded, held)}
 
         def make() -> dict[str, Any] | None:
-            bundle = self._bundle(exchange, failure, rejected, decoded, lines, clean)
+            bundle = self._bundle(exchange, failure, rejected, body, lines, clean)
             return self._redacted(bundle) if self._redact is not None and self._keeps_content else bundle
 
         self.ring.add(failure, make)
@@ -120,7 +119,7 @@ class FailureNotes:
         exchange: Exchange,
         failure: FailedRequest,
         rejected: RequestRejected,
-        decoded: Any,
+        body: Mapping[str, Any],
         lines: Iterable[str],
         clean: Callable[[str], str],
     ) -> dict[str, Any]:
@@ -143,13 +142,12 @@ class FailureNotes:
                 "endpoint": failure.endpoint,
                 "model": exchange.model,
                 "key_id": failure.key_id or None,
-                "body_bytes": arrival.body_bytes,
                 "headers": _headers(arrival.header_pairs),
-                **self._body(decoded, arrival.held if self.holds(arrival.held) else b""),
+                **body,
             },
             "phases_ms": {
                 name: _ms(at - began)
-                for name, at in zip(_PHASES, exchange.phase_times, strict=True)
+                for name, at in zip(_PHASES, exchange.phase_times, strict=False)
                 if at is not None
             },
             "stages_ms": {

@@ -15,7 +15,6 @@ import msgspec
 
 from dynamo.frontend.parts.recording.redaction import Redact
 from dynamo.frontend.parts.recording.request_shape import decode_body, shape_of
-from dynamo.frontend.parts.recording.tap import RequestTap
 from dynamo.frontend.parts.recording.trace_settings import (
     REQUEST_END,
     REQUEST_PAYLOAD,
@@ -23,16 +22,17 @@ from dynamo.frontend.parts.recording.trace_settings import (
     RequestTraceSettings,
 )
 from dynamo.frontend.parts.recording.trace_writer import TraceWriter
+from dynamo.frontend.pipeline.tap import RequestTap
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.protocol.content_key import content_key
-from dynamo.runtime.observe.tracing import exports_content
 
 if TYPE_CHECKING:
     from dynamo.frontend.pipeline.exchange import Exchange
+    from dynamo.frontend.pipeline.outcome import Outcome
     from dynamo.frontend.pipeline.plan import Tally
     from dynamo.protocol.openai.headers import HeaderEffects
 
-__all__ = ["RequestRecorder", "open_tap"]
+__all__ = ["RequestRecorder"]
 
 RECORDED_BODY_BYTES: Final = 4 * 1024 * 1024  # a longer body is not in its record
 BLOCK_TOKENS: Final = 16
@@ -74,23 +74,20 @@ class RequestRecorder:
             request, effects.agent_context, exchange.arrival.at, follows=follows, keeps_content=settings.has_content
         )
 
-    def ended(
-        self, exchange: Exchange, endpoint: str, status: int, error_type: str = "", error: str | None = None
-    ) -> None:
-        """Record a request that has ended."""
+    def ended(self, exchange: Exchange, outcome: Outcome, held: bytes) -> None:
+        """Record a request that has ended. `held`: its body; empty: it was too long to be held."""
         work = exchange.work
         tap = None if work is None else work.tap
         if (tap is None and (work is not None or not self._is_drawn())) or (tap is not None and not tap.is_recorded):
             return
-        now = exchange.now()
-        received_ms = (time.time() - (now - exchange.arrival.at)) * 1000
-        facts = _facts(exchange, endpoint, now)
-        facts |= {"request_received_ms": int(received_ms), "http_status": status}
-        if error_type:
-            facts["error_type"] = error_type
-        if error is not None and self._settings.has_content:
-            facts["error"] = error
-        held, pairs = exchange.arrival.held, exchange.arrival.header_pairs
+        received_ms = (time.time() - (exchange.now() - exchange.arrival.at)) * 1000
+        facts = _facts(exchange, outcome.endpoint, outcome.at)
+        facts |= {"request_received_ms": int(received_ms), "http_status": outcome.status}
+        if outcome.error_type:
+            facts["error_type"] = outcome.error_type
+        if outcome.message is not None and self._settings.has_content:
+            facts["error"] = outcome.message
+        pairs = exchange.arrival.header_pairs
         prompt: Sequence[int] = work.plan.prompts[0] if work is not None and work.plan.prompts else ()
         self._writer.put(lambda: self._records(facts, tap, held, pairs, prompt))
 
@@ -146,19 +143,6 @@ class RequestRecorder:
                 payload["response"] = tap.folded() if tap.body is None else decode_body(tap.body)
             found.append({"event_type": REQUEST_PAYLOAD, "payload": payload})
         return found
-
-
-def open_tap(
-    recorder: RequestRecorder | None, exchange: Exchange, request: Any, effects: HeaderEffects
-) -> RequestTap | None:
-    """Return what notes the answer to a request, for its recording or for its span; None: neither wants it."""
-    tap = None if recorder is None else recorder.begin(exchange, request, effects)
-    is_shown = exports_content() and exchange.context.current_span().is_recording
-    if is_shown and (tap is None or not tap.keeps_content):
-        is_recorded = tap is not None
-        tap = RequestTap(request, effects.agent_context, exchange.arrival.at, follows=True, keeps_content=True)
-        tap.is_recorded = is_recorded
-    return tap
 
 
 def _facts(exchange: Exchange, endpoint: str, now: float) -> dict[str, Any]:

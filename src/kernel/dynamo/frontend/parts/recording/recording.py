@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+import logging
+from typing import Final
 
-from dynamo.frontend.parts.recording.bundles import FailureNotes
+from dynamo.frontend.parts.recording.bundles import FailureNotes, KeptBody
 from dynamo.frontend.parts.recording.recorder import RequestRecorder
-
-if TYPE_CHECKING:
-    from dynamo.frontend.pipeline.exchange import Exchange
-    from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.frontend.pipeline.exchange import Exchange, PartSlot
+from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
+from dynamo.frontend.pipeline.plan import Plan
+from dynamo.frontend.pipeline.reading import Resolved
+from dynamo.frontend.pipeline.tap import TAP
 
 __all__ = ["Recording"]
 
+logger = logging.getLogger(__name__)
 
-class Recording(NamedTuple):
-    """Both of its parts."""
+_BODY: Final[PartSlot[KeptBody]] = PartSlot("body")
+_NO_BODY: Final = KeptBody(0, b"")
 
-    failures: FailureNotes
-    recorder: RequestRecorder | None = None  # None: nothing is recorded
 
-    def holds(self, body: bytes) -> bool:
-        """Return whether a body is to be held until its request ends."""
-        return self.failures.holds(body) or (self.recorder is not None and len(body) <= self.recorder.held_bytes)
+class Recording(RequestListener):
+    """Listens to each request, and hands it to those that keep it."""
 
-    def failed(
-        self, exchange: Exchange, endpoint: str, error: BaseException, rejected: RequestRejected, error_type: str
-    ) -> None:
-        """Note a request that failed; call it before the exchange ends."""
-        self.failures.failed(exchange, endpoint, error, rejected, error_type)
+    def __init__(self, failures: FailureNotes, recorder: RequestRecorder | None = None) -> None:
+        """`recorder`: None where only failures are kept."""
+        self.failures, self.recorder = failures, recorder
+
+    def arrived(self, exchange: Exchange) -> None:
+        """Hold the body until the request ends, where it is short enough."""
+        body = exchange.arrival.body
+        is_held = self.failures.holds(body) or (self.recorder is not None and len(body) <= self.recorder.held_bytes)
+        exchange.keep(_BODY, KeptBody(len(body), body if is_held else b""))
+
+    def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
+        """Begin to note the answer, where the request is in the sample."""
         if self.recorder is not None:
-            self.recorder.ended(exchange, endpoint, rejected.status, error_type, rejected.message)
+            tap = self.recorder.begin(exchange, resolved.request, resolved.effects)
+            if tap is not None:
+                exchange.keep(TAP, tap)
+
+    def ended(self, exchange: Exchange, outcome: Outcome) -> None:
+        """Note a failure, and record the request."""
+        rejected, body = outcome.rejected, exchange.of(_BODY) or _NO_BODY
+        if rejected is not None:
+            if outcome.reached in (Reached.DOOR, Reached.RESOLVED):
+                self.failures.declined(outcome, rejected, exchange.model or "")
+                return
+            try:
+                self.failures.failed(exchange, outcome, rejected, body)
+            except Exception:  # its record is still to be written
+                logger.exception("no bundle was made of the failed request %s", exchange.name)
+        if self.recorder is not None and (rejected is not None or outcome.reached is Reached.ADMITTED):
+            self.recorder.ended(exchange, outcome, body.held)
 
     def start(self) -> None:
         """Begin to gather the log lines of requests."""

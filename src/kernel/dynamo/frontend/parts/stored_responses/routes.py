@@ -9,8 +9,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from dynamo.frontend.base.access import identity_of
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
-from dynamo.frontend.http.auth import identity_of
 from dynamo.frontend.parts.stored_responses.base import scoped_owner
 from dynamo.frontend.parts.stored_responses.history import ResponseHistory, not_found
 from dynamo.protocol.openai.errors import RequestRejected, not_built

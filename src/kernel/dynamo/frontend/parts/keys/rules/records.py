@@ -11,6 +11,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct, field
 
+from dynamo.frontend.base.access import KeyRole, RouteGroup
+
 __all__ = [
     "DEFAULT_BURST",
     "Budget",
@@ -34,37 +36,6 @@ KeyId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-
 Hash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Moment = Annotated[datetime, Meta(tz=True)]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-
-class RouteGroup(enum.StrEnum):
-    """Routes that a key may use or not."""
-
-    INFERENCE = "inference"
-    EMBEDDINGS = "embeddings"
-    MEDIA = "media"
-    FILES = "files"
-    BATCHES = "batches"
-    METRICS = "metrics"
-    """Never a part of "all routes": a key has it only where its record names it, as metrics show the ids of all keys."""
-
-
-class KeyRole(enum.StrEnum):
-    """What a key is for."""
-
-    USER = "user"
-    VIEWER = "viewer"
-    """May look at the inspector, but at no content; uses no other routes unless its record names them."""
-    CONTENT = "content"
-    """The same, with the text of prompts and answers where the inspector shows it."""
-    OPERATOR = "operator"
-    """May look at the inspector without content, and act: abort requests, drain workers."""
-    ADMIN = "admin"
-    """May use the admin routes, too."""
-
-    @property
-    def only_inspects(self) -> bool:
-        """Whether such a key is for the inspector alone."""
-        return self in (KeyRole.VIEWER, KeyRole.CONTENT, KeyRole.OPERATOR)
 
 
 class Revocation(enum.StrEnum):

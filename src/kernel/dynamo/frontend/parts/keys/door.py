@@ -1,86 +1,31 @@
-"""The door of a listener whose routes need keys: nobody passes it without one, whatever is behind it.
+"""The door of a listener whose routes need keys: nothing passes it without one, whatever is behind it.
 
-Routes say what they need of a key with `Access`; one that says nothing needs an admin's. So a new route is closed until
-somebody opens it. What a client sent as its key goes no further than this module.
+What a client sent as its key goes no further than this module.
 """
 
 from __future__ import annotations
 
-import enum
 import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from starlette.types import ASGIApp
 
+from dynamo.frontend.base.access import CLOSED, IDENTITY, key_rejection
 from dynamo.frontend.base.asgi import Receive, Scope, Send
 from dynamo.frontend.base.request_id import reject_route
-from dynamo.frontend.parts.keys.identity import Identity, key_rejection
+from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.key_store import KeyStore
-from dynamo.frontend.parts.keys.rules.records import Network, RouteGroup
+from dynamo.frontend.parts.keys.rules.records import Network
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["IDENTITY", "Access", "KeyDoor", "check_access", "client_address", "identity_of", "is_closed"]
-
-IDENTITY: Final = "dynamo.identity"
-"""The entry of a scope that holds the `Identity` of the request's key; there is none where no key is needed."""
-
-CLOSED: Final = (
-    "dynamo.closed"  # the entry of a scope that came through a door, with a key or, on an open route, without
-)
+__all__ = ["KeyDoor", "client_address"]
 
 MAX_KEY_BYTES: Final = 1024
 _BEARER: Final = b"bearer "
 _AUTHORIZATION: Final = b"authorization"
 _KEY_HEADERS: Final = frozenset({_AUTHORIZATION, b"x-api-key"})
-
-
-class Access(enum.Enum):
-    """What a route needs of a key."""
-
-    OPEN = enum.auto()
-    """Nothing, not even a key."""
-    ANY_KEY = enum.auto()
-    ADMIN = enum.auto()
-    INSPECT = enum.auto()
-    """An admin's, or one for the inspector."""
-    OPERATE = enum.auto()
-    """An admin's, or an operator's."""
-    INFERENCE = RouteGroup.INFERENCE
-    EMBEDDINGS = RouteGroup.EMBEDDINGS
-    MEDIA = RouteGroup.MEDIA
-    FILES = RouteGroup.FILES
-    BATCHES = RouteGroup.BATCHES
-    METRICS = RouteGroup.METRICS
-
-    def __init__(self, value: RouteGroup | int) -> None:
-        self.group = value if isinstance(value, RouteGroup) else None
-        """The group of routes that a key has to be for; None: what it needs is said by the member itself."""
-
-
-def check_access(scope: Scope, access: Access) -> None:
-    """Raise the 403 of a request whose key may not use a route; does nothing where no keys are needed."""
-    identity: Identity | None = scope.get(IDENTITY)
-    if identity is None or access is Access.OPEN or access is Access.ANY_KEY:
-        return
-    if access is Access.ADMIN:
-        identity.check_admin()
-    elif access is Access.INSPECT or access is Access.OPERATE:
-        identity.check_inspector(acts=access is Access.OPERATE)
-    elif access.group is not None and (access is not Access.METRICS or not identity.is_admin):
-        identity.check_group(access.group)
-
-
-def identity_of(scope: Scope) -> Identity | None:
-    """Return the key of a request; None where no keys are needed, or none was sent to an open route."""
-    found: Identity | None = scope.get(IDENTITY)
-    return found
-
-
-def is_closed(scope: Scope) -> bool:
-    """Return whether the listener of a request has a door: then what stands open shows no more than it must."""
-    return CLOSED in scope
 
 
 def client_address(scope: Scope, trusted: Sequence[Network]) -> str | None:

@@ -7,9 +7,12 @@ from itertools import pairwise
 from typing import Any, Final
 
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished
+from dynamo.frontend.pipeline.exchange import Exchange, PartSlot
+from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.runtime.observe.tracing import exports_content
 from dynamo.text.output import CallArguments, CallBegan, Content, Reasoning
 
-__all__ = ["RequestTap"]
+__all__ = ["TAP", "RequestTap", "open_tap"]
 
 MAX_PARTS: Final = 200_000  # of one answer
 MAX_CHARACTERS: Final = 8 * 1024 * 1024
@@ -130,6 +133,21 @@ class RequestTap:
         if calls:
             found["tool_calls"] = calls
         return found
+
+
+TAP: Final[PartSlot[RequestTap]] = PartSlot("notes of the answer")
+"""What notes the answer for a part, which keeps it here once the request is planned."""
+
+
+def open_tap(exchange: Exchange, request: Any, effects: HeaderEffects) -> RequestTap | None:
+    """Return what notes the answer to a request, for a part or for its span; None: neither needs it."""
+    tap = exchange.of(TAP)
+    is_shown = exports_content() and exchange.context.current_span().is_recording
+    if is_shown and (tap is None or not tap.keeps_content):
+        is_recorded = tap is not None
+        tap = RequestTap(request, effects.agent_context, exchange.arrival.at, follows=True, keeps_content=True)
+        tap.is_recorded = is_recorded
+    return tap
 
 
 def _folded_choice(number: int, found: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""Between a request and its charge: the tokens it may need once its prompt is known, and those it took in the end."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from dynamo.frontend.admission.model import Shed
+from dynamo.frontend.base.asgi import HeaderPairs
+from dynamo.frontend.models.length_limits import LengthLimits
+from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenDemand, TokenUse
+from dynamo.frontend.pipeline.exchange import ANSWER_HEADERS, Exchange, PartSlot
+from dynamo.frontend.pipeline.outcome import Outcome, RequestListener
+from dynamo.frontend.pipeline.plan import Plan
+from dynamo.frontend.pipeline.reading import Resolved
+from dynamo.frontend.pipeline.result_plan import ResultPlan
+from dynamo.frontend.pipeline.text_generation import TextPlan
+from dynamo.protocol.dialect import Dialect
+
+__all__ = ["CHARGE", "KeyCharges", "reserve_tokens", "show_limits"]
+
+CHARGE: Final[PartSlot[Charge]] = PartSlot("charge of the key")
+
+_NAMES: Final = ("max_completion_tokens", "max_tokens")  # of OpenAI's bodies; the first one counts
+
+
+def reserve_tokens(charge: Charge, plan: Plan, limits: LengthLimits) -> None:
+    """Reserve what a request may need of its key's limits, and hold its answers to what the key may have.
+
+    Raises RequestRejected: 400 for more than the key may have in one request, 429 where a limit or budget has not enough.
+    """
+    if isinstance(plan, ResultPlan):
+        charge.reserve(TokenDemand(plan.input_tokens, 0))
+        return
+    prompts = plan.prompts
+    if len(prompts) == 1:
+        longest = input_tokens = len(prompts[0])
+    else:
+        longest, input_tokens = max(map(len, prompts), default=0), sum(map(len, prompts))
+    most = limits.context if limits.combined is None else limits.combined
+    if limits.context is not None and most is not None and limits.context < most:
+        most = limits.context
+    if isinstance(plan, TextPlan):
+        # The words of a prompt are counted by its worker. Bytes are more than its tokens, and are given back at the end.
+        input_tokens = plan.tally().prompt_tokens
+        asked = next((body[name] for body in plan.bodies[:1] for name in _NAMES if body.get(name) is not None), None)
+    else:
+        asked = plan.body["stop_conditions"]["max_tokens"]
+    room = None if most is None else max(1, most - longest)
+    cap = charge.reserve(TokenDemand(input_tokens, asked, len(prompts) * plan.choices, room))
+    if cap is None or cap == asked:
+        return
+    if isinstance(plan, TextPlan):
+        for body in plan.bodies:
+            _limit_text(body, cap)
+    else:
+        plan.body["stop_conditions"]["max_tokens"] = cap
+
+
+def _limit_text(body: dict[str, Any], cap: int) -> None:
+    named = [name for name in _NAMES if body.get(name) is not None]
+    for name in named or _NAMES[1:]:
+        body[name] = cap
+
+
+class KeyCharges(RequestListener):
+    """Holds each request with a key to the limits of that key, and charges it for what it took."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
+
+    def arrived(self, exchange: Exchange) -> None:
+        """Open the charge of a request; nothing is taken yet."""
+        identity = exchange.identity
+        if isinstance(identity, Identity):
+            charge = self._quotas.open(identity, exchange.arrival.endpoint)
+            exchange.keep(CHARGE, charge)
+            show_limits(exchange, charge)
+
+    def began(self, exchange: Exchange, resolved: Resolved) -> None:
+        """Take a place and a request. Raises the 429 of a limit that has none."""
+        charge = exchange.of(CHARGE)
+        if charge is not None:
+            charge.enter(resolved.model.name)
+            show_limits(exchange, charge)
+
+    def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
+        """Reserve the tokens that a request may need. Raises as `reserve_tokens`."""
+        charge = exchange.of(CHARGE)
+        if charge is not None:
+            reserve_tokens(charge, plan, resolved.model.length_limits)
+
+    def ended(self, exchange: Exchange, outcome: Outcome) -> None:
+        """End the charge with what the request took: nothing where no worker got it, else its prompt and what was made."""
+        charge = exchange.of(CHARGE)
+        if charge is None:
+            return
+        if isinstance(outcome.why, Shed):
+            charge.forgive()
+        charge.has_succeeded = outcome.is_answered
+        seconds, usage = outcome.at - exchange.arrival.at, outcome.usage
+        if not (outcome.instances or usage.output_tokens):
+            charge.close(TokenUse(), seconds)
+        else:
+            cached, reasoning = usage.cached_tokens or 0, usage.reasoning_tokens or 0
+            used = TokenUse(usage.prompt_tokens, cached, usage.output_tokens, reasoning, usage.images)
+            charge.close(used, seconds)
+
+
+def show_limits(exchange: Exchange, charge: Charge) -> None:
+    """Show how far the rates of the key are used in every answer, where there are any."""
+    if charge.is_limited:
+        exchange.keep(ANSWER_HEADERS, _RateHeaders(charge).shown)
+
+
+class _RateHeaders:
+    """The headers that show how far the rates of one request's key are used."""
+
+    __slots__ = ("_charge",)
+
+    def __init__(self, charge: Charge) -> None:
+        self._charge = charge
+
+    def shown(self, dialect: Dialect) -> HeaderPairs:
+        """Return them as they are now."""
+        return [pair for status in self._charge.statuses() for pair in dialect.rate_headers(status)]

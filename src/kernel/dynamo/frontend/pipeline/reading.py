@@ -1,0 +1,129 @@
+"""From the body and the headers of a request to the typed request that keeps every rule, and the model that serves it."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, Final
+
+from msgspec import Struct
+
+from dynamo.frontend.admission.model import cap_priority
+from dynamo.frontend.base.access import Caller
+from dynamo.frontend.base.offload import Offload, takes_long
+from dynamo.frontend.models.directory import ModelDirectory
+from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.pipeline.api import Api
+from dynamo.frontend.pipeline.exchange import Arrival
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.dialect import Dialect
+from dynamo.protocol.openai.body import BodyLimits
+from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
+from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
+from dynamo.protocol.openai.requests import Request
+from dynamo.protocol.vectors.requests import ResultRequest
+
+__all__ = ["CallReader", "Resolved", "bind_key"]
+
+logger = logging.getLogger(__name__)
+
+_X: Final = b"x-"
+_THREAD_ID: Final = b"thread-id"  # the one header we read that does not begin with "x-"
+
+UNSUSPECTED_BODY_BYTES: Final = 16 * 1024 * 1024  # more than the longest embeddings, tools and schemas take
+
+
+class Resolved(Struct, frozen=True):
+    """A request that keeps every rule, and the model that serves it."""
+
+    request: Request | ResultRequest
+    model: ServedModel
+    effects: HeaderEffects
+
+
+class CallReader:
+    """Reads the requests of one API."""
+
+    def __init__(self, api: Api[Any], settings: FrontendSettings, models: ModelDirectory, offload: Offload) -> None:
+        self._api, self._settings, self._models, self._offload = api, settings, models, offload
+        prefix = settings.metadata_header_prefix.encode()
+        self._metadata_prefix = (
+            prefix if prefix[:2] != _X else None
+        )  # None: its headers are read as all of that kind are
+        self._surface_bit = api.model_type.value
+        self._limits = BodyLimits(
+            settings.json_depth_limit,
+            settings.messages_limit,
+            settings.json_members_limit,
+            settings.json_items_limit,
+        )
+
+    async def read(self, arrival: Arrival) -> Resolved:
+        """Check everything that can be wrong with a request before a worker gets it; in the native order of checks.
+
+        Raises RequestRejected.
+        """
+        settings, models, api = self._settings, self._models, self._api
+        decode = partial(
+            api.decode, arrival.body, ignore_unsupported=settings.ignore_unsupported_fields, limits=self._limits
+        )
+        # Off the loop where it takes long: other requests wait for the loop, and none for a thread of the executor.
+        is_large = takes_long(arrival.body)
+        if is_large and not api.takes_media:
+            _check_plausible(len(arrival.body), settings.body_bytes_per_token, models.longest_context)
+        request = await self._offload(decode) if is_large else decode()
+        if is_large:
+            request.__dict__["is_large"] = True
+        model = models.lookup(request.model)
+        if arrival.identity is not None:
+            bind_key(request, arrival.identity, api.dialect)
+        if model is None and models.is_registered(request.model):
+            raise model_not_ready(request.model)
+        prefix = self._metadata_prefix
+        effects = apply_headers(
+            request,
+            [
+                (name.decode("latin-1"), value.decode("latin-1"))
+                for name, value in arrival.header_pairs
+                if name[:2] == _X or name == _THREAD_ID or (prefix is not None and name.startswith(prefix))
+            ],
+            metadata_prefix=settings.metadata_header_prefix,
+            nvext_enabled=not settings.disable_nvext,
+        )
+        if arrival.identity is not None:
+            cap_priority(request, arrival.identity.priority)
+        for warning in effects.warnings:
+            logger.warning("%s", warning)
+        if request.repaired:
+            logger.warning("repaired a request body that was not strict JSON (model %r)", request.model[:128])
+        if is_large:
+            await self._offload(partial(api.validate, request))
+        else:
+            api.validate(request)
+        if model is None or not model.surface_bits & self._surface_bit:
+            raise api.dialect.unknown_model(request.model)
+        return Resolved(request, model, effects)
+
+
+def bind_key(request: Request | ResultRequest, caller: Caller, dialect: Dialect) -> None:
+    """Note the owner of a request. Raises the 404 of a model that its key may not use, which is that of an unknown one."""
+    if not caller.allows_model(request.model):
+        raise dialect.unknown_model(request.model)
+    request.__dict__["key_owner"] = caller.owner
+
+
+def _check_plausible(body_bytes: int, per_token: int, longest: int | None) -> None:
+    """Refuse a body that is too long for a prompt of any model, before it is decoded: that is done in one piece.
+
+    `per_token`: bytes that a token may take; `longest`: the longest context, None: not known.
+    """
+    if not per_token or longest is None or body_bytes <= UNSUSPECTED_BODY_BYTES + per_token * longest:
+        return
+    raise RequestRejected(
+        400,
+        f"A body of {body_bytes} bytes cannot be a prompt for any model here: the longest maximum context length is "
+        f"{longest} tokens, and {UNSUSPECTED_BODY_BYTES} bytes and {per_token} for each token are read "
+        "(DYN_HTTP_BODY_BYTES_PER_TOKEN)",
+        code="context_length_exceeded",
+        limit="body_tokens",
+    )
