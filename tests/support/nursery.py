@@ -29,8 +29,8 @@ PRELOADED = (
     "dynamo.runtime.calls.request_plane.listener",
     "dynamo.runtime.discovery.etcd",
     "dynamo.runtime.calls.event_plane.zmq",
-    "dynamo.runtime.calls.chaos.admission",
-    "dynamo.runtime.calls.chaos.worker",
+    "dynamo.chaos.admission",
+    "dynamo.chaos.worker",
     "uvloop",
 )
 

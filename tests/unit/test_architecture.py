@@ -60,11 +60,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "transformers": WORKER | {"transformers"},
     "sglang": WORKER | {"sglang"},
     "trtllm": WORKER | {"trtllm"},
+    "chaos": frozenset({"errors", "runtime", "chaos"}),
     "mocker": FACADE | {"scheduling", "mocker"},
     "replay": frozenset({"errors", "kv", "placement", "router", "scheduling", "mocker", "replay"}),
     "supervise": frozenset({"errors", "protocol", "runtime", "scaling", "supervise"}),
-    "testing": WORKER | FRONTEND | {"testing"},
-    "cli": WORKER | FRONTEND | {"engines", "testing", "scheduling", "mocker", "replay", "cli"},
+    "testing": WORKER | FRONTEND | {"chaos", "testing"},
+    "cli": WORKER | FRONTEND | {"engines", "testing", "scheduling", "mocker", "replay", "chaos", "cli"},
 }
 
 # Imports that point the wrong way and are to be cut; nothing may be added here.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dynamo.chaos.plan import Fault, FaultKind, parse_plan, plan_text
 from dynamo.cli.main import main
-from dynamo.runtime.calls.chaos.plan import Fault, FaultKind, parse_plan, plan_text
 from dynamo.testing.simulation import draw, run_scenario
 
 SEEDS = range(40, 52)

@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.cli.programs import programs
-from dynamo.cli.serve import read_options
-from dynamo.cli.usage import UsageError
-from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
-from dynamo.errors import InvalidArgument
-from dynamo.frontend.args import parse_args
-from dynamo.runtime.base.settings import ChaosSettings
-from dynamo.runtime.calls.chaos.admission import Role, admitted, check_real, faults_of
-from dynamo.runtime.calls.chaos.fault_plan import FaultPlan
-from dynamo.runtime.calls.chaos.plan import (
+from dynamo.chaos.admission import Role, admitted, check_real, faults_of
+from dynamo.chaos.fault_plan import FaultPlan
+from dynamo.chaos.plan import (
     _ITEM_KINDS,
     _LASTING,
     _ONLY_OF,
@@ -29,6 +22,13 @@ from dynamo.runtime.calls.chaos.plan import (
     plan_text,
     read_plan,
 )
+from dynamo.cli.programs import programs
+from dynamo.cli.serve import read_options
+from dynamo.cli.usage import UsageError
+from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.args import parse_args
+from dynamo.runtime.base.settings import ChaosSettings
 from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 

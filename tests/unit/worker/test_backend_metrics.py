@@ -335,8 +335,8 @@ def test_the_published_names_are_those_that_are_exposed(
     assert {name for name in exposed if name.startswith(prefix)} == published
 
 
-def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     registry = MetricsRegistry()
-    with pytest.raises(ImportError, match=r"dynamo-unified\[prometheus\]"):
+    with pytest.raises(ImportError, match=r"pip install .*prometheus-client"):
         register_global_registry(registry, engine_prefix="engine:")

@@ -231,10 +231,11 @@ def _chaos(flags: ServeFlags, engine_args: list[str]) -> Path | None:
     if flags.in_process:
         raise UsageError("--chaos has no meaning with --in-process: a fault would end everything")
     from dynamo.errors import InvalidArgument
-    from dynamo.runtime.calls.chaos.admission import admitted
+    from dynamo.runtime.base.settings import ChaosSettings
+    from dynamo.runtime.calls.faults import injection
 
     try:
-        admitted(str(flags.chaos), flags.allow_chaos)
+        injection().check(ChaosSettings(plan=str(flags.chaos), is_allowed=flags.allow_chaos))
     except InvalidArgument as error:
         raise UsageError(f"--chaos: {error}") from None
     return flags.chaos.absolute()

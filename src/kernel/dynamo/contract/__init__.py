@@ -4,6 +4,8 @@ The names of the guide's front door (`dynamo.common.backend`) but the worker, wh
 its contract. `run(MyEngine)` is in `dynamo.common.backend.run`.
 """
 
+from pkgutil import extend_path
+
 from dynamo.contract import telemetry
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import (
@@ -18,6 +20,8 @@ from dynamo.contract.engine import (
     RawRequest,
     RawResponseChunk,
 )
+
+__path__ = extend_path(__path__, __name__)  # the conformance kit is in the laboratory
 
 __all__ = [
     "BaseEngine",

@@ -35,6 +35,7 @@ from dynamo.contract.config import (
 from dynamo.contract.endpoint_name import ENDPOINT_SCHEME, parse_endpoint
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.calls.faults import injection
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import SettingReader, number, switch, text, words
@@ -146,9 +147,7 @@ def _runtime_settings(args: argparse.Namespace, env: Mapping[str, str]) -> Runti
     try:
         settings = RuntimeSettings.from_env(env, vars(args))
         if settings.chaos.plan is not None:
-            from dynamo.runtime.calls.chaos.admission import admitted  # a worker without a plan does without this
-
-            admitted(settings.chaos.plan, settings.chaos.is_allowed)
+            injection().check(settings.chaos)
     except InvalidArgument as error:
         _refuse(str(error))
     return settings

@@ -15,6 +15,7 @@ from dynamo.frontend.http.admin import log_exposure
 from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
 from dynamo.frontend.http.server import PortInUse, bind, bind_admin, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.calls.faults import injection
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.observe.logging import configure_dynamo_logging
 
@@ -74,14 +75,8 @@ async def _serve(settings: FrontendSettings, listener: socket, admin: socket | N
 def _plan_chaos(settings: FrontendSettings, runtime: DistributedRuntime) -> None:
     """Start fault injection where a plan requests it."""
     chaos = settings.runtime.chaos
-    if chaos.plan is None:
-        return
-    from dynamo.runtime.calls.chaos.admission import Role, admitted, faults_of
-    from dynamo.runtime.calls.chaos.frontend import FrontendChaos
-
-    name = chaos.name or str(Role.FRONTEND)
-    faults = faults_of(Role.FRONTEND, name, admitted(chaos.plan, chaos.is_allowed) or ())
-    runtime.planes.client_stand_in = FrontendChaos(faults, name=name).client
+    if chaos.plan is not None:
+        runtime.planes.client_stand_in = injection().frontend_faults(chaos)
 
 
 if __name__ == "__main__":

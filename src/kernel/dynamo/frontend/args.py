@@ -18,6 +18,7 @@ from dynamo.frontend.parts.keys.key_store import load_key_file
 from dynamo.frontend.parts.keys.rules.key_text import check_imported
 from dynamo.frontend.settings import DUMP_CONFIG_TO, ROUTES, FrontendSettings
 from dynamo.runtime.base.addresses import is_loopback
+from dynamo.runtime.calls.faults import injection
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import Setting, settings_of, without_secrets
@@ -162,10 +163,8 @@ def _check_chaos(settings: FrontendSettings) -> None:
     chaos = settings.runtime.chaos
     if chaos.plan is None:
         return
-    from dynamo.runtime.calls.chaos.admission import admitted  # a frontend without a plan does without this
-
     try:
-        admitted(chaos.plan, chaos.is_allowed)
+        injection().check(chaos)
     except InvalidArgument as error:
         raise ValueError(f"--chaos: {error}") from None
     if settings.workers > 1:

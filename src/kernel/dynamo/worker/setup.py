@@ -43,7 +43,7 @@ from dynamo.worker.settings import ALLOW_DOWNLOAD, MAP_BUILTIN_ERRORS, VALIDATE
 from dynamo.worker.topology import describe_place
 
 if TYPE_CHECKING:
-    from dynamo.runtime.calls.chaos.worker import WorkerChaos
+    from dynamo.runtime.calls.faults import WorkerFaults
 
 __all__ = ["Parts", "Setup"]
 
@@ -71,7 +71,7 @@ class Parts:
     publishing: Publishing | None = None
     running: RunningRequests | None = None
     admin: AdminRoutes | None = None
-    chaos: WorkerChaos | None = None
+    chaos: WorkerFaults | None = None
     served: ServedEndpoint | None = None
     rl: ServedEndpoint | None = None
     adapters: ServedEndpoint | None = None
@@ -193,7 +193,7 @@ class Setup:
             self._runtime.register_engine_route(name, route)
         self.parts.admin = admin
 
-    def handler(self, chaos: WorkerChaos | None) -> Handler:
+    def handler(self, chaos: WorkerFaults | None) -> Handler:
         engine = self._engine
         map_errors = bool(MAP_BUILTIN_ERRORS.value(os.environ))
         if chaos is not None:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynamo.contract.config import RESPONSE_PLANES, WorkerConfig
 from dynamo.contract.engine import BaseEngine, LLMEngine, RawEngine
@@ -32,6 +32,7 @@ from dynamo.protocol.model_types import VECTORS, ModelInput, parse_endpoint_type
 from dynamo.runtime.base.process_guard import guard_this_process
 from dynamo.runtime.base.settings import RuntimeSettings
 from dynamo.runtime.base.tasks import first_of
+from dynamo.runtime.calls.faults import injection
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoint import split_endpoint
 from dynamo.runtime.observe.logging import configure_dynamo_logging
@@ -44,10 +45,6 @@ from dynamo.worker.registration import check_encoder_route
 from dynamo.worker.setup import Setup
 from dynamo.worker.shutdown import Shutdown, StopRequest, shutdown_times
 from dynamo.worker.signals import Deadline, SignalGuard
-
-if TYPE_CHECKING:
-    from dynamo.runtime.calls.chaos.plan import Fault
-    from dynamo.runtime.calls.chaos.worker import WorkerChaos
 
 __all__ = ["Worker", "WorkerConfig", "shutdown_times"]
 
@@ -81,7 +78,7 @@ class Worker:
         self._entered = False
         self._stop = StopRequest(times or shutdown_times())
         self._serving = asyncio.Event()
-        self._faults: tuple[Fault, ...] | None = None  # of a chaos plan
+        self._has_faults = False  # of a chaos plan
 
     @property
     def state(self) -> State:
@@ -118,9 +115,8 @@ class Worker:
                 return
             chaos = self._runtime_settings.chaos
             if chaos.plan is not None:  # a larger process is not to be killed for one of its workers
-                from dynamo.runtime.calls.chaos.admission import admitted
-
-                self._faults = admitted(chaos.plan, chaos.is_allowed)
+                injection().check(chaos)
+                self._has_faults = True
             with Deadline(self._stop.times.deadline_seconds, force_exit=self._force_exit) as deadline:
                 self._stop.deadline = deadline
                 guard.listen(self._on_signal, at_once=deadline.arm)
@@ -132,16 +128,6 @@ class Worker:
             return
         logger.info("%s received", name)
         self.request_stop()
-
-    def _chaos_on(self, runtime: DistributedRuntime) -> WorkerChaos | None:
-        """Return the fault injection for this worker; None where no plan requests it."""
-        if self._faults is None:
-            return None
-        from dynamo.runtime.calls.chaos.admission import Role, faults_of
-        from dynamo.runtime.calls.chaos.worker import WorkerChaos
-
-        name = self._runtime_settings.chaos.name or str(Role.WORKER)
-        return WorkerChaos(faults_of(Role.WORKER, name, self._faults), name=name, discovery=runtime.discovery)
 
     @cached_property
     def _runtime_settings(self) -> RuntimeSettings:
@@ -262,7 +248,8 @@ class Worker:
             payload = await setup.canary_payload()
             if self._life.is_stopping:
                 return None
-            parts.chaos = self._chaos_on(endpoint.runtime)
+            if self._has_faults:
+                parts.chaos = injection().worker_faults(self._runtime_settings.chaos, endpoint.runtime.discovery)
             parts.served = served = await endpoint.start_serving(
                 setup.handler(parts.chaos),
                 metrics_labels=config.metrics_labels,

@@ -18,7 +18,7 @@ from dynamo.settings.readers import integer, path, placeholder, switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
 
 if TYPE_CHECKING:
-    from dynamo.runtime.calls.chaos.plan import Fault
+    from dynamo.chaos.plan import Fault
 
 __all__ = ["main"]
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     given = build_parser().parse_args(list(argv))
     options = read_settings(SimulateFlags, {}, vars(given))
 
-    from dynamo.runtime.calls.chaos.plan import plan_text
+    from dynamo.chaos.plan import plan_text
     from dynamo.testing.simulation import ALL_KINDS, FaultKind, Outcome, draw, run_scenario, simulate
 
     kinds = ALL_KINDS
@@ -134,7 +134,7 @@ def _again(seed: int, faults: str | None) -> str:
 
 
 def _plan(path: Path) -> tuple[Fault, ...]:
-    from dynamo.runtime.calls.chaos.plan import InvalidPlan, read_plan
+    from dynamo.chaos.plan import InvalidPlan, read_plan
 
     try:
         faults = read_plan(path)

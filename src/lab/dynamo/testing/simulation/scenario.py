@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dynamo.runtime.calls.chaos.plan import ALL_KINDS, Fault, FaultKind
+from dynamo.chaos.plan import ALL_KINDS, Fault, FaultKind
 
 __all__ = ["ALL_KINDS", "Fault", "FaultKind", "RequestPlan", "Scenario", "draw"]
 

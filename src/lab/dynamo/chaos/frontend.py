@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dynamo.chaos.actions import crash, drain, freeze
+from dynamo.chaos.fault_plan import FaultPlan, Visit
+from dynamo.chaos.plan import ALL_KINDS, Fault, FaultKind
 from dynamo.errors import DynamoException, InvalidArgument
-from dynamo.runtime.calls.chaos.actions import crash, drain, freeze
-from dynamo.runtime.calls.chaos.fault_plan import FaultPlan, Visit
-from dynamo.runtime.calls.chaos.plan import ALL_KINDS, Fault, FaultKind
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Instance, RequestPlaneClient, ResponseStream, StreamItem, TokenLane
 

@@ -6,8 +6,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from dynamo.chaos.plan import Fault, FaultKind, InvalidPlan, read_plan
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.calls.chaos.plan import Fault, FaultKind, InvalidPlan, read_plan
 
 __all__ = ["Role", "admitted", "check_real", "faults_of"]
 

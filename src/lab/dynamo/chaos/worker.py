@@ -10,12 +10,12 @@ import logging
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Final, cast
 
+from dynamo.chaos.actions import LosesLease, crash, drain, freeze
+from dynamo.chaos.connection import hold, lose
+from dynamo.chaos.fault_plan import FaultPlan, Visit
+from dynamo.chaos.plan import ALL_KINDS, Fault, FaultKind
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.tasks import Background
-from dynamo.runtime.calls.chaos.actions import LosesLease, crash, drain, freeze
-from dynamo.runtime.calls.chaos.connection import hold, lose
-from dynamo.runtime.calls.chaos.fault_plan import FaultPlan, Visit
-from dynamo.runtime.calls.chaos.plan import ALL_KINDS, Fault, FaultKind
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.calls.request_plane.mux.sink import MuxSink

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 
-from dynamo.runtime.calls.chaos.plan import Fault, FaultKind
+from dynamo.chaos.plan import Fault, FaultKind
 from dynamo.runtime.calls.context import Context
 
 __all__ = ["FaultPlan", "Visit"]
