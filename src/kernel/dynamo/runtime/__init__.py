@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     )
     from dynamo.runtime.distributed import DistributedRuntime
     from dynamo.runtime.endpoint import Endpoint
+
+__path__ = extend_path(__path__, __name__)  # the native wire is in `src/compat`
 
 __all__ = [
     "Client",

@@ -7,12 +7,13 @@ no ZMQ, and where every worker is of this system no worker calls home.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.addresses import LOCAL_STORES, LOOPBACK, bind_host
@@ -37,7 +38,6 @@ from dynamo.runtime.observe.nats_metrics import NatsMetrics
 
 if TYPE_CHECKING:
     from dynamo.runtime.calls.nats_connection import NatsConnection
-    from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ __all__ = [
     "make_discovery",
 ]
 
+NATIVE_WIRE: Final = "dynamo.runtime.calls.request_plane.native.plane"
 NATS_REQUESTS: Final = "--request-plane nats (DYN_REQUEST_PLANE)"
 NATS_EVENTS: Final = "--event-plane nats (DYN_EVENT_PLANE)"
 NATS_WORKERS: Final = "the workers reached by it, or run them with --request-plane tcp (DYN_REQUEST_PLANE)"
@@ -107,12 +108,9 @@ class PlaneParts:
         return PlaneSecurity.of(self.requests)
 
     @cached_property
-    def call_home(self) -> CallHomeListener:
-        """Where workers that answer by calling home reach this process."""
-        from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
-
-        host = bind_host(self.names.store, self.requests.response_host, "") or None
-        return CallHomeListener(replace(self.requests, response_host=host), self.security.server)
+    def call_home(self) -> object:
+        """Where workers that answer by calling home reach this process: the native wire's own, made once."""
+        return _of_native_wire("call_home")(self)
 
     def nats(self, wanted_by: str) -> NatsConnection:
         """Return the one NATS connection, not started yet; `wanted_by` is the flag that needs it, for error messages."""
@@ -182,6 +180,11 @@ def make_discovery(backend: str, settings: RuntimeSettings, loop: asyncio.Abstra
 CoreServer = tuple[RequestPlaneServer, ServerCore]
 
 
+def _of_native_wire(name: str) -> Callable[[PlaneParts], Any]:
+    """Return what makes a part of the native wire, which is loaded by name and at first use."""
+    return lambda parts: getattr(importlib.import_module(NATIVE_WIRE), name)(parts)
+
+
 def _memory_server(parts: PlaneParts) -> CoreServer:
     server = parts.memory.server(parts.requests)
     return server, server.core
@@ -205,19 +208,10 @@ def _tcp_server(parts: PlaneParts) -> CoreServer:
     return listener, listener.core
 
 
-def _nats_server(parts: PlaneParts) -> CoreServer:
-    from dynamo.runtime.calls.request_plane.listener import LIMITS
-    from dynamo.runtime.calls.request_plane.native.nats_server import NatsServer
-
-    refusals = RefusalMetrics(parts.metrics, REFUSALS["tcp"], LIMITS)
-    server = NatsServer(parts.nats(NATS_REQUESTS), parts.requests, refused=refusals.count, security=parts.security)
-    return server, server.core
-
-
 REQUEST_SERVERS: Final[Mapping[str, PlaneFactory[PlaneParts, CoreServer]]] = {
     "tcp": PlaneFactory(_tcp_server),
     "mem": PlaneFactory(_memory_server),
-    "nats": PlaneFactory(_nats_server, extra="nats"),
+    "nats": PlaneFactory(_of_native_wire("nats_server"), extra="nats"),
 }
 
 REQUEST_PLANES: Final = tuple(REQUEST_SERVERS)
@@ -236,29 +230,11 @@ def _mux_client(parts: PlaneParts) -> RequestPlaneClient:
     )
 
 
-def _native_client(parts: PlaneParts) -> RequestPlaneClient:
-    from dynamo.runtime.calls.request_plane.native.client import NativeClient
-
-    waited = parts.caller_metrics.queue_seconds.observe
-    return NativeClient(parts.requests, parts.call_home, waited=waited, security=parts.security)
-
-
-def _nats_client(parts: PlaneParts) -> RequestPlaneClient:
-    from dynamo.runtime.calls.request_plane.native.nats_client import NatsClient
-
-    return NatsClient(
-        parts.nats(NATS_WORKERS),
-        parts.call_home,
-        request_timeout_seconds=parts.requests.nats_timeout_seconds,
-        waited=parts.caller_metrics.queue_seconds.observe,
-    )
-
-
 REQUEST_CLIENTS: Final[Mapping[str, PlaneFactory[PlaneParts, RequestPlaneClient]]] = {
     TRANSPORT: PlaneFactory(lambda parts: parts.memory.client()),
     "mux": PlaneFactory(_mux_client),
-    "native": PlaneFactory(_native_client),
-    "nats": PlaneFactory(_nats_client, extra="nats"),
+    "native": PlaneFactory(_of_native_wire("native_client")),
+    "nats": PlaneFactory(_of_native_wire("nats_client"), extra="nats"),
 }
 
 

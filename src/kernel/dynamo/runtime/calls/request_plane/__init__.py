@@ -4,6 +4,8 @@
 plane inside one process.
 """
 
+from pkgutil import extend_path
+
 from dynamo.runtime.calls.request_plane.base import (
     Handler,
     Instance,
@@ -14,6 +16,8 @@ from dynamo.runtime.calls.request_plane.base import (
     StreamItem,
 )
 from dynamo.runtime.calls.request_plane.memory import MemoryPlane
+
+__path__ = extend_path(__path__, __name__)  # the native wire is in `src/compat`
 
 __all__ = [
     "Handler",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.addresses import WILDCARDS, detect_host
@@ -20,8 +21,6 @@ from dynamo.runtime.calls.request_plane.base import Handler
 from dynamo.runtime.calls.request_plane.core import ServerCore
 from dynamo.runtime.calls.request_plane.mux.frames import MAGIC, VERSION, Kind, frame, pack
 from dynamo.runtime.calls.request_plane.mux.server import MuxHost, MuxServerProtocol
-from dynamo.runtime.calls.request_plane.native.frames import OVERLOADED, UNAVAILABLE, encode_ack
-from dynamo.runtime.calls.request_plane.native.server import NativeServer
 from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 from dynamo.runtime.observe.log_rate import LogRate
 from dynamo.settings.foreign import VISIBLE_CUDA, VISIBLE_NVIDIA
@@ -49,12 +48,41 @@ LIMITS: Final = (
 )
 """The names under which refusals are counted."""
 
+NATIVE_WIRE: Final = "dynamo.runtime.calls.request_plane.native.server"  # loaded by name
 SPARE_CONNECTIONS: Final = 64  # beyond the limit, for as many callers at once to be told so; the rest is just closed
 SPARE_DESCRIPTORS: Final = 128  # for files, logs and the store
 GOODBYE_SECONDS: Final = 1.0  # how long a rejected caller may take to show its wire, and to read
 TLS_BEGINS: Final = b"\x16\x03"  # on the native wire: a path of 5,635 bytes
 NO_CUDA: Final = frozenset({"", "-1", "none", "void"})
 NO_NVIDIA: Final = frozenset({"none", "void"})
+
+
+class OtherWire(Protocol):
+    """The wire of callers that do not begin with `MAGIC`."""
+
+    security: PlaneSecurity  # set when the listener starts
+
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+
+    def adopt(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Take over a connection whose first bytes were read by the listener."""
+
+    def refusal(self, text: str, *, is_overload: bool = False) -> bytes:
+        """Return the rejection of a caller as bytes of this wire."""
+
+    async def close(self) -> None:
+        """Close every connection; what is queued still leaves, within a bound."""
+
+
+def _native_wire(
+    core: ServerCore, settings: RequestPlaneSettings, *, pending: PendingBytes, refused: Refused
+) -> OtherWire:
+    server: OtherWire = importlib.import_module(NATIVE_WIRE).NativeServer(
+        core, settings, pending=pending, refused=refused
+    )
+    return server
 
 
 class Listener:
@@ -79,7 +107,7 @@ class Listener:
         self.core = core or ServerCore(own)
         self.refused = refused
         pending = PendingBytes(own.pending_bytes, own.largest_connection_pending_bytes)
-        self._native = NativeServer(self.core, own, pending=pending, refused=refused)
+        self._native = _native_wire(self.core, own, pending=pending, refused=refused)
         # The other half is for the answers of the native wire, which are connections of their own.
         spare = SPARE_DESCRIPTORS + SPARE_CONNECTIONS
         self.max_connections = within_descriptors(own.max_connections, spare=spare, share=0.5)
@@ -99,7 +127,7 @@ class Listener:
     @property
     def pending(self) -> PendingBytes:
         """What the bodies that are still arriving hold, over all connections."""
-        return self._native.pending
+        return self._mux.pending
 
     @property
     def connections(self) -> int:
@@ -193,6 +221,13 @@ class Listener:
     def decided(self, sniffer: _Sniffer) -> None:
         self._sniffing.discard(sniffer)
 
+    def too_many(self, first_bytes: bytes) -> bytes:
+        """Build the rejection for a caller, on its own wire, when there are too many connections."""
+        text = f"more than {self.max_connections} connections, the limit set by DYN_TCP_MAX_CONNECTIONS"
+        if first_bytes.startswith(MAGIC):
+            return frame(Kind.ERROR, pack({"message": text}))
+        return self._native.refusal(text, is_overload=True)
+
     def adopt(self, transport: asyncio.Transport, first_bytes: bytes) -> None:
         """Give a connection to the wire it speaks."""
         if first_bytes.startswith(MAGIC):
@@ -208,7 +243,7 @@ class Listener:
             text = (
                 "this worker asks for the shared secret (DYN_TCP_SECRET_PATH), which the native wire has no place for"
             )
-            transport.write(encode_ack(f"{UNAVAILABLE} {text}"))
+            transport.write(self._native.refusal(text))
             transport.close()
             asyncio.get_running_loop().call_later(GOODBYE_SECONDS, transport.abort)
         else:
@@ -254,7 +289,7 @@ class _Sniffer(asyncio.Protocol):
             return
         if self._is_over:
             if not self._transport.is_closing():
-                self._transport.write(_too_many(self._listener.max_connections, self._first_bytes))
+                self._transport.write(self._listener.too_many(self._first_bytes))
                 self._transport.close()  # the timer ends it if it does not read
             return
         transport, self._transport = self._transport, None
@@ -277,14 +312,6 @@ class _Sniffer(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._listener.decided(self)
-
-
-def _too_many(limit: int, first_bytes: bytes) -> bytes:
-    """Build the rejection for a caller, on its own wire, when there are too many connections."""
-    text = f"more than {limit} connections, the limit set by DYN_TCP_MAX_CONNECTIONS"
-    if first_bytes.startswith(MAGIC):
-        return frame(Kind.ERROR, pack({"message": text}))
-    return encode_ack(f"{OVERLOADED} {text}")
 
 
 def detect_device_type(env: Mapping[str, str] | None = None) -> str:

@@ -122,6 +122,10 @@ class NativeServer:
         transport.set_protocol(connection)
         connection.data_received(data)
 
+    def refusal(self, text: str, *, is_overload: bool = False) -> bytes:
+        """Return the rejection of a caller as bytes of this wire."""
+        return encode_ack(f"{OVERLOADED if is_overload else UNAVAILABLE} {text}")
+
     async def close(self) -> None:
         """Close every connection; what the streams had queued still leaves, within `GOODBYE_SECONDS`."""
         for connection in list(self._connections):
