@@ -256,15 +256,15 @@ async def test_a_client_that_leaves_after_the_prefill_still_has_its_blocks_fetch
     (served,) = models.serving("m")
     (stage,) = served.dispatcher.stages
     assert isinstance(stage, PrefillStage)
-    read = stage.router._on
+    read = stage.router.compute
 
     async def leave_in_between(*arguments: Any) -> Any:
         handoff = await read(*arguments)
         exchange.disconnect()
-        await arguments[2].async_killed_or_stopped()
+        await arguments[2].context.async_killed_or_stopped()
         return handoff
 
-    stage.router._on = leave_in_between  # type: ignore[method-assign]
+    stage.router.compute = leave_in_between  # type: ignore[method-assign]
     exchange = house.client.begin_chat("hi", max_tokens=50)
     await exchange.done()
     async with asyncio.timeout(PATIENCE_SECONDS):

@@ -223,6 +223,7 @@ class CourseRules(Struct, frozen=True):
     has_adapter: bool = False
     only_unsent: bool = False  # a request that a worker may have taken is not sent to another one
     is_movable: bool = True  # an answer that has begun may go on at another worker
+    readmits_full: bool = True  # a worker that only had no room may be tried again once another one is lost
 
 
 class IllegalStep(RuntimeError):
@@ -445,14 +446,14 @@ class Course:
         self._tried.pop(worker, None)
 
     def _count_out(self, event: Lost) -> None:
-        """Leave the worker out. One that only had no room may be tried again once another worker is lost."""
+        """Leave the worker out, or let those be tried again that only had no room."""
         del self.log[MAX_STEPS:]
         worker, tried = self.worker, self._tried
         if worker is not None and event.is_registered_anew:
             self._readmit(worker)
         if isinstance(event.error, Overloaded):
             if worker in tried:
-                tried[worker] = True
+                tried[worker] = self.rules.readmits_full
         else:
             for shed in [key for key, had_no_room in tried.items() if had_no_room]:
                 del tried[shed]

@@ -22,7 +22,9 @@ from dynamo.errors import (
 )
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.course import Choose, Chosen, Course, CourseRules, Event, Lost, NoWorker, Tick
 from dynamo.router.detour import Detour
+from dynamo.router.drive import CANCELLED, ITEMS, OPENED, drive
 from dynamo.router.handoff import read_reply
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
@@ -36,6 +38,7 @@ __all__ = ["EncodeOutcome", "EncodeRouter", "EncodeStage", "Receiver"]
 logger = logging.getLogger(__name__)
 
 OTHER_ENCODERS: Final = 1  # that a request may try after a failure; the engines' own encoder is the next way out
+_RULES: Final = CourseRules("encode", OTHER_ENCODERS, readmits_full=False)
 TAKE_OVER_SECONDS: Final = 5.0
 """How long a worker gets to take, and thereby free, what was encoded for a client that has left."""
 
@@ -81,49 +84,90 @@ class EncodeRouter:
 
         None: the request was cancelled first. Raises why the last worker failed.
         """
-        tried: list[ChosenWorker] = []
-        last: DynamoException | None = None
-        while True:
-            request = PlacementRequest(token_ids=(), excluded=[worker.key for worker in tried], healthy_only=True)
-            try:
-                worker = self.workers.choose(request)
-            except WorkerUnavailable as error:
-                raise last or error from None  # the last failure explains more
-            tried.append(worker)
-            try:
-                found = await self._ask(worker, body, job)
-            except DynamoException as error:
-                if job.context.is_stopped():
-                    self.count("cancelled")
-                    return None
-                self.count("failed")
-                if not rule_of(error).retryable or len(tried) > OTHER_ENCODERS:
-                    raise
-                logger.info(
-                    "request %s: encode worker %x failed (%s: %s); trying another",
-                    job.context.id(), worker.instance.instance_id, type(error).__name__, error,
-                )  # fmt: skip
-                last = error
-                continue
-            if found is None:
-                self.count("cancelled")
-                return None
-            self.count("success")
-            job.record.encode_instance_id = worker.instance.instance_id
-            encoded: WorkerRequest = {**body, "encoder_result": found.result}
-            if found.link is not None:
-                encoded["migration_link"] = found.link
-            return encoded
+        leg = _EncodeLeg(self, body, job)
+        await drive(leg.course, leg)
+        if (found := leg.encoded) is None:
+            return None
+        encoded: WorkerRequest = {**body, "encoder_result": found.result}
+        if found.link is not None:
+            encoded["migration_link"] = found.link
+        return encoded
 
-    async def _ask(self, worker: ChosenWorker, body: WorkerRequest, job: StageJob) -> _Encoded | None:
-        """Return what one worker answers; None: it ended the request because it was cancelled."""
+    def hand_on(self, body: WorkerRequest, context: Context, receiver: Receiver) -> None:
+        """Let a worker take what was encoded for a client that has left, so that the encode worker can free it.
+
+        That happens in the background and takes at most `TAKE_OVER_SECONDS`; failures are logged.
+        """
+        if not self._running.is_closed:  # else the workers are gone, or free it when its time is up
+            self._running.start(_take_over(body, context, receiver), f"take over {context.id()}")
+
+
+class _EncodeLeg:
+    """The attempts of one request at encode workers (`drive.Leg`)."""
+
+    __slots__ = ("_body", "_job", "_router", "_worker", "course", "encoded")
+
+    def __init__(self, router: EncodeRouter, body: WorkerRequest, job: StageJob) -> None:
+        self._router, self._body, self._job = router, body, job
+        self.course = Course(_RULES)
+        self._worker: ChosenWorker | None = None
+        self.encoded: _Encoded | None = None  # None: no worker has answered yet
+
+    async def choose(self, order: Choose) -> Event:
+        """Choose one that was not tried."""
+        request = PlacementRequest(token_ids=(), excluded=order.excluded, healthy_only=True)
+        self._worker = worker = self._router.workers.choose(request)
+        return Chosen(worker.key)
+
+    def no_worker(self, error: WorkerUnavailable) -> NoWorker:
+        """Let the request wait for none: the engines' own encoder is the next way out."""
+        return NoWorker(error)
+
+    async def attempt(self) -> Event:
+        """Send the media to the worker, and count the outcome."""
+        router, job, worker = self._router, self._job, self._worker
+        assert worker is not None
+        try:
+            found = await self._encoded()
+        except DynamoException as error:
+            if not job.context.is_stopped():
+                router.count("failed")
+                return Lost(error)
+            found = None
+        if found is None:
+            router.count("cancelled")
+            return CANCELLED
+        router.count("success")
+        job.record.encode_instance_id = worker.instance.instance_id
+        self.encoded = found
+        return ITEMS
+
+    async def again(self, error: DynamoException) -> bool:
+        """Log the failure."""
+        worker = self._worker
+        assert worker is not None
+        logger.info(
+            "request %s: encode worker %x failed (%s: %s); trying another",
+            self._job.context.id(), worker.instance.instance_id, type(error).__name__, error,
+        )  # fmt: skip
+        return True
+
+    async def wait(self, seconds: float) -> Event:
+        """Return at once: no request waits for an encode worker."""
+        return Tick()
+
+    async def _encoded(self) -> _Encoded | None:
+        """Return what the worker answers; None: it ended the request because it was cancelled."""
+        job, worker, workers = self._job, self._worker, self._router.workers
         context, timer = job.context, job.timer
+        assert worker is not None
         timer.routed()
         sent_at, late = _now(), False
         try:
             try:
                 async with asyncio.timeout(job.limit_seconds):
-                    stream = await worker.open(body, context)
+                    stream = await worker.open(self._body, context)
+                    self.course.step(OPENED)
                     timer.dispatched()
                     reply = await read_reply(stream, context, "encode")
             except TimeoutError:
@@ -136,23 +180,15 @@ class EncodeRouter:
             job.record.note_failure("encode", worker.placement, error, _now())
             if not late:
                 worker.record_failure(error)
-                job.suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())
+                job.suspect.count_failure(workers, worker, error, sent_at=sent_at, now=_now())
             raise
         timer.arrived(failed=True)  # what was awaited is only the first part: the answer is still to come
-        job.suspect.passed(self.workers)
+        job.suspect.passed(workers)
         if isinstance(reply.encoder_result, dict):
             return _Encoded(reply.encoder_result, reply.link)
         if context.is_stopped():
             return None
         raise Unknown(f"encode worker {worker.instance.instance_id:x} sent no encoder_result")
-
-    def hand_on(self, body: WorkerRequest, context: Context, receiver: Receiver) -> None:
-        """Let a worker take what was encoded for a client that has left, so that the encode worker can free it.
-
-        That happens in the background and takes at most `TAKE_OVER_SECONDS`; failures are logged.
-        """
-        if not self._running.is_closed:  # else the workers are gone, or free it when its time is up
-            self._running.start(_take_over(body, context, receiver), f"take over {context.id()}")
 
 
 class EncodeStage:

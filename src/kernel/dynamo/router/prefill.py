@@ -12,9 +12,8 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Final, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, NamedTuple, Protocol
 
 from dynamo.errors import (
     DynamoException,
@@ -31,8 +30,9 @@ from dynamo.placement.kv_transfer import TransferRule, transfer_rule
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import BootstrapInfo, RoutingHints, WorkerRequest
-from dynamo.router.course import may_be_taken
+from dynamo.router.course import Choose, Chosen, Course, CourseRules, Event, Lost, NoWorker, Tick, may_be_taken
 from dynamo.router.detour import Detour
+from dynamo.router.drive import CANCELLED, ITEMS, OPENED, drive
 from dynamo.router.handoff import (
     Handoff,
     PrefillAnswer,
@@ -49,7 +49,7 @@ from dynamo.runtime.base.tasks import Background, Work
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseStream
 
-__all__ = ["CanReceive", "DispatchTimer", "PrefillAttempts", "PrefillRouter", "can_fall_back_to_decode"]
+__all__ = ["CanReceive", "DispatchTimer", "PrefillJob", "PrefillRouter", "can_fall_back_to_decode"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +78,28 @@ class DispatchTimer(Protocol):
     def arrived(self, *, failed: bool = False) -> None: ...
 
 
-class PrefillAttempts:
-    """The prefill workers that one request has tried, and why the last of them failed."""
+class PrefillJob(NamedTuple):
+    """A request whose prompt is to be computed."""
 
-    __slots__ = ("last", "tried")
+    body: WorkerRequest
+    context: Context
+    timer: DispatchTimer
+    record: DispatchRecord  # gets the placement of the worker that has taken it
+    limit_seconds: float | None = None  # what one worker may take, where its answer is awaited
+    suspect: Suspect | None = None
+    can_receive: CanReceive | None = None  # a worker whose blocks no decode worker can receive is passed over
+    renew: Renew | None = (
+        None  # makes the request anew for another worker, where it holds what one worker can take only
+    )
 
-    def __init__(self) -> None:
-        self.tried: list[WorkerKey] = []
-        self.last: DynamoException | None = None
+    @property
+    def pinned(self) -> int | None:
+        """The prefill worker that the request names; None: any may compute its prompt."""
+        return (self.body.get("routing") or {}).get("prefill_worker_id")
+
+    def course(self, retries: int = 0) -> Course:
+        """Return the course of the request through prefill workers: it may try up to `retries` others."""
+        return Course(CourseRules("prefill", retries, is_pinned=self.pinned is not None, readmits_full=False))
 
 
 class PrefillRouter:
@@ -128,116 +142,35 @@ class PrefillRouter:
         """End the prefills that still run in the background."""
         await self._running.close()
 
-    async def prefill(
-        self,
-        body: WorkerRequest,
-        context: Context,
-        timer: DispatchTimer,
-        *,
-        record: DispatchRecord,
-        retries: int = 0,
-        limit_seconds: float | None = None,
-        suspect: Suspect | None = None,
-        can_receive: CanReceive | None = None,
-        attempts: PrefillAttempts | None = None,
-        renew: Renew | None = None,
-    ) -> Handoff | PrefillAnswer:
-        """Request the prefill of `body`, trying up to `retries` other workers after failures that depend on the worker.
+    async def prefill(self, job: PrefillJob, course: Course) -> Handoff | PrefillAnswer:
+        """Request the prefill of `job`, trying other workers after failures that depend on the worker.
 
-        `record` gets the placement of the worker that has taken it. `can_receive`: whether a decode worker is there for a
-        prefill worker's rule; a worker without one is passed over. `attempts`: those of the request so far.
-        `renew` makes the request anew for another worker, where it holds what one worker can take only.
+        `course`: of the request so far; the same one for every prefill of a request.
 
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.
             Unknown: the worker did not hand anything over.
             DynamoException: why the last worker failed; `can_fall_back_to_decode` is whether decoding alone makes sense.
         """
-        attempts = attempts or PrefillAttempts()
-        tried = attempts.tried
-        pinned = (body.get("routing") or {}).get("prefill_worker_id")
-        late: DynamoException | None = None  # a limit of ours, which is no failure of the connection
-        kv = self.workers.kv
-        query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
+        body, workers, pinned = job.body, self.workers, job.pinned
+        kv = workers.kv
+        query = None if kv is None else await kv.query(body, job.record, pinned=pinned, is_prefill=True)
         rank = (body.get("routing") or {}).get("prefill_dp_rank")
-        session = await self.workers.hold_session(body, context, worker_id=pinned, dp_rank=rank)
-        with ExitStack() as stack:
+        session = await workers.hold_session(body, job.context, worker_id=pinned, dp_rank=rank)
+        try:
+            leg = _PrefillLeg(self, job, course, query, session)
+            await drive(course, leg)
+            return leg.answer
+        finally:
             if session is not None:
-                stack.callback(session.release)
-            while True:
-                if attempts.last is not None and len(tried) > retries:
-                    raise attempts.last
-                try:
-                    without = [*tried, *self._cut_off(can_receive)]
-                    worker = self._choose(body, pinned, without, query, session)
-                    wait = None if tried else self.workers.wait_for_turn(worker, context)
-                    if wait is not None and session is not None and session.may_go_elsewhere:
-                        wait.close()  # a session that only prefers its worker goes elsewhere before it waits
-                        session.go_elsewhere()
-                        worker = self._choose(body, pinned, without, query, session)
-                        wait = self.workers.wait_for_turn(worker, context)
-                    if wait is not None:
-                        began = _now()
-                        is_turn = await wait
-                        record.queued_seconds += _now() - began
-                        if not is_turn:
-                            return PrefillAnswer(worker.instance, [])  # cancelled while it waited
-                        worker = self._choose(body, pinned, without, query, session)
-                except WorkerUnavailable as error:
-                    raise attempts.last or error from None  # the last failure explains more
-                record.prefill_placement = worker.placement
-                timer.routed()
-                instance = worker.instance
-                tried.append(worker.key)
-                sent_at = _now()
-                try:
-                    try:
-                        async with asyncio.timeout(limit_seconds):
-                            answer = await self._on(worker, _with_rank(body, worker.placement), context, timer, suspect)
-                        if session is not None:
-                            session.sent(instance.instance_id, worker.placement.dp_rank)
-                        return answer
-                    except TimeoutError:
-                        if limit_seconds is None:
-                            raise
-                        late = ResponseTimeout(f"the prompt was not computed within {limit_seconds:g} s")
-                        raise late from None
-                except DynamoException as error:
-                    timer.arrived(failed=True)
-                    record.note_failure("prefill", worker.placement, error, _now())
-                    if error is not late:
-                        worker.record_failure(error)
-                        if session is not None:
-                            session.failed(instance.instance_id, error)
-                        if suspect is not None:
-                            suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())
-                    if (
-                        not rule_of(error).retryable
-                        or pinned is not None
-                        or len(tried) > retries
-                        or context.is_stopped()
-                    ):
-                        raise
-                    logger.info(
-                        "request %s: prefill worker %x failed (%s: %s); trying another",
-                        context.id(),
-                        instance.instance_id,
-                        type(error).__name__,
-                        error,
-                    )
-                    attempts.last = error
-                    if renew is not None and may_be_taken(error):
-                        renewed = await renew()
-                        if renewed is None:
-                            return PrefillAnswer(instance, [])
-                        body = renewed
+                session.release()
 
     async def peek(self, body: WorkerRequest, record: DispatchRecord, can_receive: CanReceive | None) -> ChosenWorker:
         """Return the worker that would get the prefill of `body` now. Raises what the choice of a worker raises."""
         kv = self.workers.kv
         pinned = (body.get("routing") or {}).get("prefill_worker_id")
         query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
-        return self._choose(body, pinned, self._cut_off(can_receive), query)
+        return self.choose(body, pinned, self.cut_off(can_receive), query)
 
     async def advise(
         self, body: WorkerRequest, record: DispatchRecord, can_receive: CanReceive | None = None
@@ -260,26 +193,27 @@ class PrefillRouter:
         if not self._running.is_closed:  # else the workers are gone, or free the blocks when their time is up
             self._start(_release_blocks(handoff, workers, context), f"hand over {context.id()}")
 
-    def _cut_off(self, can_receive: CanReceive | None) -> list[WorkerKey]:
+    def cut_off(self, can_receive: CanReceive | None) -> list[WorkerKey]:
         """Return the workers whose blocks can be sent to no decode worker."""
         if can_receive is None or not self._rules:
             return []
         verdicts = {rule: can_receive(rule) for rule in self._rules.values() if rule.is_required}
         return [key for key, rule in self._rules.items() if not verdicts.get(rule, True)]
 
-    def _choose(
+    def choose(
         self,
         body: WorkerRequest,
         pinned: int | None,
-        tried: list[WorkerKey],
+        excluded: Collection[WorkerKey],
         query: KvQuery | None,
         session: SessionHold | None = None,
     ) -> ChosenWorker:
+        """Choose a prefill worker. Raises what `ModelPool.choose` raises."""
         request = PlacementRequest(
             token_ids=body.get("token_ids") or (),
             pinned_instance_id=pinned,
             bound=None if session is None else session.rank,
-            excluded=tried,
+            excluded=excluded,
             # Where all circuits are open the decode workers compute the prompt, if they may.
             healthy_only=not self.is_enforced,
             kv=query,
@@ -291,20 +225,18 @@ class PrefillRouter:
                 raise InvalidArgument(NOT_NAMED) from error
             raise
 
-    async def _on(
-        self,
-        worker: ChosenWorker,
-        body: WorkerRequest,
-        context: Context,
-        timer: DispatchTimer,
-        suspect: Suspect | None = None,
+    async def compute(
+        self, worker: ChosenWorker, body: WorkerRequest, job: PrefillJob, course: Course
     ) -> Handoff | PrefillAnswer:
+        """Send the prompt of `body` to a worker that computes it. Raises why that failed."""
+        context, timer, suspect = job.context, job.timer, job.suspect
         instance, rule = worker.instance, self._rules.get(worker.key)
         request = prefill_request(body, instance.instance_id)
         bootstrap = self._bootstrap(instance.instance_id, body)
         if bootstrap is not None:
             request["bootstrap_info"] = bootstrap
         stream = await worker.open(request, context)
+        course.step(OPENED)
         timer.dispatched()
         if bootstrap is not None and self._running.is_closed:
             stream.close()
@@ -377,6 +309,108 @@ class PrefillRouter:
             # Not as text: each plane writes it as its readers want it.
             "handoff_id": uuid.UUID(int=self._rng.getrandbits(128), version=4),
         }
+
+
+class _PrefillLeg:
+    """The attempts of one request at prefill workers (`drive.Leg`)."""
+
+    __slots__ = ("_answer", "_body", "_course", "_job", "_query", "_router", "_session", "_worker")
+
+    def __init__(
+        self, router: PrefillRouter, job: PrefillJob, course: Course, query: KvQuery | None, session: SessionHold | None
+    ) -> None:
+        self._router, self._job, self._course, self._query, self._session = router, job, course, query, session
+        self._body = job.body
+        self._worker: ChosenWorker | None = None
+        self._answer: Handoff | PrefillAnswer | None = None
+
+    @property
+    def worker(self) -> ChosenWorker:
+        """The last one that was chosen."""
+        assert self._worker is not None, "no worker was chosen"
+        return self._worker
+
+    @property
+    def answer(self) -> Handoff | PrefillAnswer:
+        """What the worker hands over; an empty answer where the request was cancelled."""
+        return PrefillAnswer(self.worker.instance, []) if self._answer is None else self._answer
+
+    async def choose(self, order: Choose) -> Event:
+        """Choose a worker; before the first attempt, wait for a turn where all have too much to compute."""
+        workers, session, context = self._router.workers, self._session, self._job.context
+        self._worker = worker = self._place(order)
+        wait = None if self._course.count else workers.wait_for_turn(worker, context)
+        if wait is not None and session is not None and session.may_go_elsewhere:
+            wait.close()  # a session that only prefers its worker goes elsewhere before it waits
+            session.go_elsewhere()
+            self._worker = worker = self._place(order)
+            wait = workers.wait_for_turn(worker, context)
+        if wait is not None:
+            began = _now()
+            is_turn = await wait
+            self._job.record.queued_seconds += _now() - began
+            if not is_turn:
+                return CANCELLED
+            self._worker = worker = self._place(order)
+        return Chosen(worker.key)
+
+    def _place(self, order: Choose) -> ChosenWorker:
+        job = self._job
+        excluded = [*order.excluded, *self._router.cut_off(job.can_receive)]
+        return self._router.choose(self._body, job.pinned, excluded, self._query, self._session)
+
+    def no_worker(self, error: WorkerUnavailable) -> NoWorker:
+        """Let the request wait for none: the decode worker may compute the prompt."""
+        return NoWorker(error)
+
+    async def attempt(self) -> Event:
+        """Send the prompt to the worker that was chosen."""
+        job, worker, session = self._job, self.worker, self._session
+        instance = worker.instance
+        job.record.prefill_placement = worker.placement
+        job.timer.routed()
+        sent_at, is_late = _now(), False  # a limit of ours is no failure of the connection
+        try:
+            try:
+                async with asyncio.timeout(job.limit_seconds):
+                    body = _with_rank(self._body, worker.placement)
+                    self._answer = await self._router.compute(worker, body, job, self._course)
+            except TimeoutError:
+                if job.limit_seconds is None:
+                    raise
+                is_late = True
+                raise ResponseTimeout(f"the prompt was not computed within {job.limit_seconds:g} s") from None
+        except DynamoException as error:
+            job.timer.arrived(failed=True)
+            job.record.note_failure("prefill", worker.placement, error, _now())
+            if not is_late:
+                worker.record_failure(error)
+                if session is not None:
+                    session.failed(instance.instance_id, error)
+                if job.suspect is not None:
+                    job.suspect.count_failure(self._router.workers, worker, error, sent_at=sent_at, now=_now())
+            return Lost(error, is_over=job.context.is_stopped())
+        if session is not None:
+            session.sent(instance.instance_id, worker.placement.dp_rank)
+        return ITEMS
+
+    async def again(self, error: DynamoException) -> bool:
+        """Log the failure, and make the request anew where the last worker may have taken what it gives away once."""
+        job = self._job
+        logger.info(
+            "request %s: prefill worker %x failed (%s: %s); trying another",
+            job.context.id(), self.worker.instance.instance_id, type(error).__name__, error,
+        )  # fmt: skip
+        if job.renew is not None and may_be_taken(error):
+            body = await job.renew()
+            if body is None:
+                return False
+            self._body = body
+        return True
+
+    async def wait(self, seconds: float) -> Event:
+        """Return at once: no request waits for a prefill worker."""
+        return Tick()
 
 
 class Decoders(Protocol):

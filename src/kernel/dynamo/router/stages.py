@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from dynamo.errors import DynamoException, InvalidArgument, Unknown, rule_of
 from dynamo.placement import PlacementRequest
@@ -15,9 +15,10 @@ from dynamo.placement.kv_transfer import TransferRule
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.conditional import ConditionalPrefill
+from dynamo.router.course import Again
 from dynamo.router.handoff import Handoff, PrefillAnswer, Renew
 from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.prefill import DispatchTimer, PrefillAttempts, PrefillRouter, can_fall_back_to_decode
+from dynamo.router.prefill import DispatchTimer, PrefillJob, PrefillRouter, can_fall_back_to_decode
 from dynamo.router.query_of_death import Suspect
 from dynamo.router.record import DispatchRecord
 from dynamo.runtime.calls.context import Context
@@ -161,22 +162,12 @@ class PrefillStage:
         """
         if self._condition is not None and (items := await self._bypass(self._condition, job, proceed)) is not None:
             return items
-        router, context, attempts = self.router, job.context, PrefillAttempts()
+        router, context = self.router, job.context
         job.answering.check_room()  # before a prompt is computed that no decode worker could take
+        course = _prefill_job(job).course(job.retries)
         while True:
             try:
-                handoff = await router.prefill(
-                    job.body,
-                    context,
-                    job.timer,
-                    record=job.record,
-                    retries=job.retries,
-                    limit_seconds=job.limit_seconds,
-                    suspect=job.suspect,
-                    can_receive=job.answering.has_worker_for,
-                    attempts=attempts,
-                    renew=job.renew,
-                )
+                handoff = await router.prefill(_prefill_job(job), course)
             except DynamoException as error:
                 if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
                     raise
@@ -197,19 +188,21 @@ class PrefillStage:
                 onward = StageResult(handoff.body, handoff.transfer, is_single_use=handoff.is_concurrent)
                 return await handoff.join_decode(proceed(onward))
             except DynamoException as error:
-                why = None if context.is_stopped() else _why_again(job, handoff, error, attempts)
+                why = None if context.is_stopped() else _why_again(job, handoff, error)
                 if why is None:
                     raise handoff.failure or error from None
-                attempts.last = handoff.failure or error
+                last = handoff.failure or error
+                # A prefill worker whose decode worker was lost has done nothing wrong.
+                course.step(Again(last, uncounts_last=why is _DECODE_LOST))
                 logger.warning(
                     "request %s: %s with the prompt of prefill worker %x (%s: %s); having it computed again",
                     context.id(),
                     why,
                     handoff.instance.instance_id,
-                    type(attempts.last).__name__,
-                    attempts.last,
+                    type(last).__name__,
+                    last,
                 )
-                if not await job.begin_again(attempts.last, readmits_all=handoff.failure is not None):
+                if not await job.begin_again(last, readmits_all=handoff.failure is not None):
                     return []
                 if job.renew is not None:
                     body = await job.renew()
@@ -235,13 +228,23 @@ class PrefillStage:
         return self._decoders.has_worker(PlacementRequest(transfer=rule))
 
 
+_DECODE_LOST: Final = "the decode worker was lost"
+
+
+def _prefill_job(job: StageJob) -> PrefillJob:
+    return PrefillJob(
+        job.body, job.context, job.timer, job.record, job.limit_seconds, job.suspect, job.answering.has_worker_for,
+        job.renew,
+    )  # fmt: skip
+
+
 def _pinned(body: WorkerRequest) -> int | None:
     """Return the id of the decode worker that a request names; None: any may serve it."""
     routing = body.get("routing") or {}
     return routing.get("backend_instance_id", routing.get("decode_worker_id"))
 
 
-def _why_again(job: StageJob, handoff: Handoff, error: DynamoException, attempts: PrefillAttempts) -> str | None:
+def _why_again(job: StageJob, handoff: Handoff, error: DynamoException) -> str | None:
     """Return why the prompt is to be computed again after `error`; None: that would not help."""
     is_named = (job.body.get("routing") or {}).get("prefill_worker_id") is not None
     if (failure := handoff.failure) is not None:
@@ -249,8 +252,7 @@ def _why_again(job: StageJob, handoff: Handoff, error: DynamoException, attempts
             return None
         return "the prefill failed"  # and a decode worker that failed for want of a prompt is as good as any
     if handoff.is_concurrent and job.answering.may_move(error):
-        attempts.tried.pop()  # the prefill worker has done nothing wrong
-        return "the decode worker was lost"
+        return _DECODE_LOST
     rule = handoff.transfer
     if rule is None or not rule.is_required or is_named or not rule_of(error).retryable:
         return None

@@ -19,7 +19,7 @@ from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.encode import EncodeRouter, EncodeStage, OutcomeCounter, Receiver
 from dynamo.router.handoff import Handoff
 from dynamo.router.pool import ModelPool, WorkerClient
-from dynamo.router.prefill import PrefillRouter
+from dynamo.router.prefill import PrefillJob, PrefillRouter
 from dynamo.router.record import DispatchRecord
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
@@ -131,7 +131,8 @@ async def _give(receivers: ModelPool, body: WorkerRequest, context: Context) -> 
 
 async def _give_to_prefill(prefill: PrefillRouter, decoders: ModelPool, body: WorkerRequest, context: Context) -> None:
     """Request the prefill, and have the blocks fetched, so that neither worker holds anything afterwards."""
-    handoff = await prefill.prefill(body, context, _NO_TIMER, record=DispatchRecord())
+    job = PrefillJob(body, context, _NO_TIMER, DispatchRecord())
+    handoff = await prefill.prefill(job, job.course())
     if isinstance(handoff, Handoff):
         prefill.release_blocks(handoff, decoders, context)
 

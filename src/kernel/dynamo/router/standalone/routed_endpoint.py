@@ -12,11 +12,11 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Final, Self
 
 import msgspec
 
-from dynamo.errors import CannotConnect, DynamoException, InvalidArgument, Overloaded, WorkerUnavailable
+from dynamo.errors import InvalidArgument
 from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.block_chains import DumpedIndex
 from dynamo.kv.events import RouterEvent
@@ -33,20 +33,19 @@ from dynamo.placement.kv_query import (
     read_preferred_taints,
     read_priority,
 )
-from dynamo.placement.kv_state import KvPolicy, Selection
+from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelCard, ModelRuntimeConfig, decode_model_record
 from dynamo.router.kv.domains import router_options
 from dynamo.router.kv.on_the_way import OnTheWay, way_to_endpoint
 from dynamo.router.kv.router import KvRouter
-from dynamo.router.kv.sessions import SessionHold, session_id_of
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.kv_events.feed import KvEventFeed
 from dynamo.router.peers.load_reports import RouterLoadReports
 from dynamo.router.peers.replica_sync import ReplicaSync
+from dynamo.router.standalone.routed_answer import RoutedAnswer
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
-from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, ResponseStream, StreamItem
 from dynamo.runtime.client import Client
 from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
 from dynamo.runtime.discovery.follow import follow
@@ -57,11 +56,8 @@ __all__ = ["RoutedAnswer", "RoutedEndpoint", "kv_query_of", "new_router", "ranks
 logger = logging.getLogger(__name__)
 
 _NOTHING_ON_THE_WAY: Final = OnTheWay()
-OTHER_WORKERS: Final = 3  # that a request may be sent to, where workers decline it before they answer
 FIRST_CARDS_SECONDS: Final = 5.0  # how long the cards of the workers that are there may take to be read
 MAX_CARDS: Final = 65_536  # of one endpoint; a store gone wild must not take the memory
-
-_NOT_STARTED: Final = (CannotConnect, WorkerUnavailable, Overloaded)  # errors of a worker that has not begun
 
 _UNKNOWN_CONFIG: Final = ModelRuntimeConfig()
 
@@ -249,183 +245,6 @@ class _IndexOfWorkers:
             self._workers.set_degraded(self._degraded)
 
 
-class RoutedAnswer:
-    """The items of one answer, from whichever worker serves it. The booking ends with the answer, or with `close`."""
-
-    __slots__ = (
-        "_body",
-        "_booked",
-        "_endpoint",
-        "_excluded",
-        "_has_begun",
-        "_query",
-        "_session",
-        "_stream",
-        "context",
-        "selection",
-    )
-
-    def __init__(self, endpoint: RoutedEndpoint, body: Mapping[str, object], context: Context, query: KvQuery) -> None:
-        self._endpoint, self._body, self.context, self._query = endpoint, body, context, query
-        self._excluded: set[int] = set()  # workers that declined
-        self._booked: str | None = None  # the name of the booking
-        self._session: SessionHold | None = None
-        self._stream: ResponseStream | None = None
-        self._has_begun = False  # an item has come
-        self.selection: Selection | None = None  # of the worker that serves it, or was called last
-
-    async def start(self) -> None:
-        """Wait for a turn where all workers have too much to prefill, then `begin`; do nothing when cancelled meanwhile."""
-        (gate, sessions), context = self._endpoint.way, self.context
-        try:
-            if sessions is not None and (session_id := session_id_of(self._body)) is not None:
-                own = self._query
-                self._session = await sessions.hold(
-                    session_id, context, pinned_worker_id=own.pinned_worker_id, pinned_dp_rank=own.pinned_dp_rank
-                )
-            selection: Selection | None = None
-            if gate is not None:
-                selection, query = self._select()
-                policy = gate.parks(selection, query, context)
-                if policy is not None and self._session is not None and self._session.may_go_elsewhere:
-                    self._session.go_elsewhere()
-                    selection, query = self._select()
-                    policy = gate.parks(selection, query, context)
-                if policy is not None:
-                    if not await gate.wait(policy, selection, query, context):
-                        self.close()
-                        return
-                    selection = None
-            await self.begin(selection)
-        except BaseException:
-            self.close()
-            raise
-
-    def _select(self) -> tuple[Selection, KvQuery]:
-        """Choose a worker: that of the session where it is bound. Return the choice and its query."""
-        query, bound = self._query, None if self._session is None else self._session.rank
-        info = None if bound is None else self._endpoint.router.ranks.get(bound)
-        if bound is not None and query.pinned_worker_id is None and info is not None and not info.is_busy:
-            query = msgspec.structs.replace(query, pinned_worker_id=bound.worker_id, pinned_dp_rank=bound.dp_rank)
-        return self._endpoint.router.select(query, _now()), query
-
-    async def begin(self, selection: Selection | None = None) -> None:
-        """Choose a worker and open the stream there; go on with others where it declines. See `RoutedEndpoint.open`."""
-        while True:
-            self._query.excluded = self._excluded
-            self.selection = selection or self._select()[0]
-            selection = None
-            try:
-                await self._open_at(self.selection)
-                if self._session is not None:
-                    self._session.sent(*self.selection.rank)
-                return
-            except _NOT_STARTED as error:
-                self._decline(error)
-
-    async def _open_at(self, selection: Selection) -> None:
-        endpoint, rank = self._endpoint, selection.rank
-        self._booked = endpoint.booking_id(self.context.id())
-        endpoint.router.book(self._booked, selection, _now(), expires=False)
-        routing = self._body.get("routing")
-        hints = {**(routing if isinstance(routing, dict) else {}), "dp_rank": rank.dp_rank}
-        try:
-            instance = endpoint.client.named(rank.worker_id)
-            self._stream = await endpoint.client.open(instance, {**self._body, "routing": hints}, self.context)
-        except BaseException:
-            self._unbook()
-            raise
-
-    def _decline(self, error: DynamoException) -> None:
-        """Take a worker's refusal; raises it where no further worker is to be tried."""
-        self._unbook()
-        assert self.selection is not None
-        rank, excluded = self.selection.rank, self._excluded
-        if self._session is not None:
-            self._session.failed(rank.worker_id, error)
-        excluded.add(rank.worker_id)
-        if len(excluded) > OTHER_WORKERS or self._query.pinned_worker_id is not None:
-            raise error
-        if excluded.issuperset(each.worker_id for each in self._endpoint.router.ranks):
-            raise error
-        logger.info(
-            "request %s: worker %x failed before its first token (%s: %s)",
-            self.context.id(),
-            rank.worker_id,
-            type(error).__name__,
-            error,
-        )
-
-    async def next_batch(self) -> list[StreamItem]:
-        """Return all that has arrived since the last call, waiting for at least one item; [] at the end.
-
-        The first part of the answer names its worker (`routing_data`). Raises the error that the answer ends with.
-        """
-        while self._stream is not None:
-            try:
-                items = await self._next_items()
-            except BaseException:
-                self.close()
-                raise
-            if items is None:
-                continue
-            if items:
-                return self._counted(items)
-            self.close()
-        return []
-
-    async def _next_items(self) -> list[StreamItem] | None:
-        """Return what the worker sent next; None: it declined, and another one was called."""
-        assert self._stream is not None
-        try:
-            return await self._stream.next_batch()
-        except DynamoException as error:
-            if isinstance(error, _NOT_STARTED) and not self._has_begun:
-                self._decline(error)
-                await self.begin()
-                return None
-            if self._session is not None and self.selection is not None:
-                self._session.failed(self.selection.rank.worker_id, error)
-            raise
-
-    def close(self) -> None:
-        """End the answer and its booking, and let its session go. Idempotent."""
-        self._unbook()
-        if self._session is not None:
-            self._session.release()
-
-    def _unbook(self) -> None:
-        stream, self._stream = self._stream, None
-        booked, self._booked = self._booked, None
-        if stream is not None:
-            stream.close()
-        if booked is not None:
-            self._endpoint.router.free(booked, _now())
-
-    def _counted(self, items: list[StreamItem]) -> list[StreamItem]:
-        """Count what has come for the router, and name the worker in the first part."""
-        router, booked = self._endpoint.router, self._booked
-        assert booked is not None
-        assert self.selection is not None
-        if not self._has_begun:
-            router.first_token(booked, _now())
-        tokens = 0
-        for item in items:
-            if item.index != OBJECT_INDEX:
-                tokens += len(item.token_ids)
-                if not self._has_begun:
-                    item.extra = _with_worker(item.extra or {}, self.selection.rank)
-            elif (chunk := _chunk_of(item)) is not None:
-                tokens += len(chunk["token_ids"])
-                if not self._has_begun:
-                    item.extra = {**(item.extra or {}), "data": _with_worker(chunk, self.selection.rank)}
-            else:
-                continue
-            self._has_begun = True
-        router.output(booked, tokens, _now())
-        return items
-
-
 # -- what a router goes by -------------------------------------------------------------------------------------------
 
 
@@ -574,24 +393,6 @@ def token_ids_of(value: object) -> Sequence[int]:
         return msgspec.convert(value, list[_TokenId])
     except msgspec.ValidationError as error:
         raise InvalidArgument(f"token_ids must be a list of token ids: {error}") from error
-
-
-def _chunk_of(item: StreamItem) -> dict[str, Any] | None:
-    """Return the chunk of a plain handler, where an object is one."""
-    data = (item.extra or {}).get("data")
-    return data if isinstance(data, dict) and isinstance(data.get("token_ids"), list) else None
-
-
-def _with_worker(members: dict[str, Any], rank: WorkerRank) -> dict[str, Any]:
-    """Return the members of the first chunk, with the worker that serves the request."""
-    data = members.get("routing_data")
-    served_by = {
-        "prefill_worker_id": rank.worker_id,
-        "prefill_dp_rank": rank.dp_rank,
-        "decode_worker_id": rank.worker_id,
-        "decode_dp_rank": rank.dp_rank,
-    }
-    return {**members, "routing_data": {"worker_id": served_by, **(data if isinstance(data, dict) else {})}}
 
 
 def _now() -> float:
