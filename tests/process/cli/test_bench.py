@@ -23,11 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.cli.bench.answers import AnswerReader, BadAnswer, StreamMeter
+from dynamo.cli.bench.command import progress_text
 from dynamo.cli.bench.connections import Prepared
 from dynamo.cli.bench.html import html_report
 from dynamo.cli.bench.load import Load
 from dynamo.cli.bench.options import read_options
-from dynamo.cli.bench.progress import progress_text
 from dynamo.cli.bench.prompts import GeneratedPrompts, Length, ListedPrompts, WordCost
 from dynamo.cli.bench.results import results_of
 from dynamo.cli.bench.samples import BUCKETS, MAX_FAILURE_KINDS, MAX_INTERVALS, Recorder, SampleHistogram, Timeline

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli.reload import changed_files, source_times
+from dynamo.cli.local import changed_files, source_times
 from dynamo.cli.serve import read_options
 from dynamo.cli.usage import UsageError
 from support.serve_command import serve_command

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.cli.replay.answers import ReplayedAnswer, read_body, read_stream
 from dynamo.cli.replay.comparing import compare, table
-from dynamo.cli.replay.filling import filled
-from dynamo.cli.replay.sending import ResentRequest
+from dynamo.cli.replay.sending import ResentRequest, filled
 from dynamo.engines.recorded.files import RecordedRequest, read_recordings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.recording.request_shape import shape_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.contract.flag_values import adapter_of
+from dynamo.contract.config import adapter_of
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.worker.adapters import adapter_uri
 from support.cases import each_case

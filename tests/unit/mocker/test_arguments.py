@@ -10,9 +10,8 @@ import pytest
 
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
-from dynamo.mocker.arguments import read_arguments
+from dynamo.mocker.arguments import kv_bytes_per_token, read_arguments
 from dynamo.mocker.configuration import read_configuration
-from dynamo.mocker.model_shape import kv_bytes_per_token
 from dynamo.mocker.timing import FixedTiming, PolynomialTiming
 from dynamo.scheduling import SchedulerOptions
 

@@ -12,8 +12,8 @@ import pytest
 
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.limits import PendingBytes
+from dynamo.runtime.calls.request_plane.core import FairQueue
 from dynamo.runtime.calls.request_plane.expansion import exceeds_when_decoded
-from dynamo.runtime.calls.request_plane.fair_queue import FairQueue
 from dynamo.runtime.calls.request_plane.native.call_home_policy import CallHomePolicy, is_own_address
 from dynamo.runtime.observe.log_rate import LogRate
 from support.cases import each_case

@@ -3,31 +3,162 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
+import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.cli.announcement import Announcement
 from dynamo.cli.console import Console
-from dynamo.cli.ending import Ending
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local_processes import LocalProcesses
 from dynamo.cli.readiness import Address, read_load, takes_requests
-from dynamo.cli.reload import watch_sources
 from dynamo.scaling.decide import ScaleRules
+from dynamo.settings.command import EXIT_USAGE
 from dynamo.supervise.newcomer import Newcomers
-from dynamo.supervise.process import GaveUp, SupervisedProcess
+from dynamo.supervise.process import GaveUp, SupervisedProcess, exit_words
 from dynamo.supervise.rolling import RollingRestart
 from dynamo.supervise.scaling import LoadReading, Scaling
 
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
 
-__all__ = ["LocalCluster", "stopping_signals"]
+__all__ = ["MAX_FILES", "Ending", "LocalCluster", "changed_files", "source_times", "stopping_signals", "watch_sources"]
+
+# `dynamo serve --reload`: replace the workers when a source file of the engine changes.
+
+
+POLL_SECONDS: Final = 0.5
+MAX_FILES: Final = 5000  # a home directory by mistake must not cost a core
+_SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "build", "dist"})
+
+
+async def watch_sources(directory: Path, on_change: Callable[[str], None]) -> None:
+    """Call `on_change(text)` each time Python files below `directory` have changed and then held still for one poll.
+
+    Editors and `git checkout` write several files in a row: one call for all of them. Their bytecode files are removed
+    first. Never returns.
+    """
+    seen = source_times(directory)
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        now = source_times(directory)
+        changed = changed_files(seen, now)
+        if not changed:
+            continue
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            later = source_times(directory)
+            if later == now:
+                break
+            now = later
+        changed, seen = changed_files(seen, now), now
+        if changed:
+            _remove_bytecode(directory, changed)
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            on_change(f"{changed[0]}{more} changed")
+
+
+def source_times(directory: Path) -> dict[str, int]:
+    """Return the modification time (ns) of each Python file below `directory`, at most `MAX_FILES` of them."""
+    times: dict[str, int] = {}
+    for path in _sources(directory):
+        if len(times) >= MAX_FILES:
+            break
+        try:
+            times[os.path.relpath(path, directory)] = os.stat(path).st_mtime_ns
+        except FileNotFoundError:  # removed since it was listed
+            continue
+    return times
+
+
+def changed_files(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """Return the files that are new, removed or written since."""
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
+def _remove_bytecode(directory: Path, names: list[str]) -> None:
+    """Make Python compile these files again.
+
+    It takes a bytecode file for current when the source has the same size and the same second of modification, and two
+    saves within a second are common.
+    """
+    for name in names:
+        with contextlib.suppress(OSError):  # none was written, or the directory cannot be written to
+            os.unlink(importlib.util.cache_from_source(os.path.join(directory, name)))
+
+
+def _sources(directory: Path) -> Iterator[str]:
+    for folder, folders, files in os.walk(directory):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in _SKIPPED
+            and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+        )
+        yield from (os.path.join(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+# How `dynamo serve` ends: what went wrong, the last lines for the terminal, and the exit status.
+
+
+EXIT_KILLED: Final = 1
+
+
+class Ending:
+    """Collects the reasons; the first failure and the first refusal count."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._failure: GaveUp | None = None
+        self._refusal: str | None = None
+        self._killed_by: signal.Signals | None = None
+
+    def on_failure(self, failure: GaveUp) -> None:
+        """Take the failure of a process that cannot be kept running."""
+        self._failure = self._failure or failure
+
+    def on_refusal(self, reason: str) -> None:
+        """Take what a worker reported as the operator's mistake."""
+        self._refusal = self._refusal or reason
+
+    def on_kill(self, number: signal.Signals) -> None:
+        """Take the second signal, for which all processes are killed."""
+        self._killed_by = number
+
+    def report(self, processes: Iterable[SupervisedProcess]) -> int:
+        """Print how it ended and return the exit status of the command."""
+        if self._failure is not None:
+            return self._report_failure(self._failure)
+        self._console.release()
+        if self._killed_by is not None:
+            return 128 + self._killed_by
+        killed = [process.name for process in processes if process.was_killed]
+        if killed:
+            self._console.complain(f"dynamo serve: {', '.join(killed)} did not end in time and had to be killed")
+            return EXIT_KILLED
+        self._console.say("stopped")
+        return 0
+
+    def _report_failure(self, failure: GaveUp) -> int:
+        self._console.release(forget=True)
+        if failure.status == EXIT_USAGE and self._refusal is not None:
+            self._console.complain(f"dynamo serve: error: {self._refusal}")
+            return EXIT_USAGE
+        if failure.status != EXIT_USAGE:  # then the child's own line says it all
+            self._console.complain(
+                f"dynamo serve: {failure.name} {exit_words(failure.status)} and cannot be kept running. Its last lines:"
+            )
+        for line in failure.last_lines:
+            self._console.complain(line)
+        return failure.status if failure.status > 0 else 128 - failure.status if failure.status else EXIT_KILLED
 
 
 class LocalCluster:

@@ -7,25 +7,85 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dynamo.cli.console import Console
 from dynamo.cli.engine_choice import HUB_PREFIX, Fetch, choose_engine, fetch_from_hub, locate_model
 from dynamo.cli.engines import BUILT_IN, class_path
 from dynamo.cli.readiness import Address, bind
-from dynamo.cli.serve_config import ConfigFile, read_config
 from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
 from dynamo.cli.usage import UsageError, split_engine_args
-from dynamo.settings.command import CommandParser
+from dynamo.settings.command import CommandParser, did_you_mean
 from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import text
 from dynamo.settings.table import Setting, declared, read_settings, settings_of
 
-__all__ = ["ServeOptions", "build_parser", "main", "read_options"]
+__all__ = ["ConfigFile", "ServeOptions", "build_parser", "main", "read_config", "read_options"]
+
+# `dynamo serve --config FILE`: a TOML file in place of a long command line.
+
+
+TABLES: Final = ("frontend-args", "engine-args")
+MAX_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The content of a file: options of `dynamo serve` itself, and flags for its frontend and its engine."""
+
+    options: Mapping[str, Any]  # by the name of the flag without its dashes: {"http-port": 9000}
+    frontend_args: tuple[str, ...]
+    engine_args: tuple[str, ...]
+
+
+def read_config(path: Path, known: Collection[str]) -> ConfigFile:
+    """Read a file whose top-level keys are flags of `dynamo serve` (`known`, without dashes).
+
+    The tables `[frontend-args]` and `[engine-args]` hold flags of theirs: `key = value` becomes `--key value`, `true` becomes
+    `--key`, a list repeats the flag. Raises UsageError that names the file and the key.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UsageError(f"--config {path} is larger than {MAX_BYTES} bytes")
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config {path} is not valid TOML: {error}") from None
+    options = {}
+    for key, value in found.items():
+        if key in TABLES:
+            continue
+        name = key.replace("_", "-")
+        if name not in known:
+            raise UsageError(f"--config {path}: there is no option {key!r}{did_you_mean(name, [*known, *TABLES])}")
+        if isinstance(value, dict | list):
+            raise UsageError(f"--config {path}: {key} must be a single value")
+        options[name] = value
+    frontend, engine = (_flags(path, table, found.get(table, {})) for table in TABLES)
+    return ConfigFile(options, frontend, engine)
+
+
+def _flags(path: Path, table: str, entries: object) -> tuple[str, ...]:
+    if not isinstance(entries, dict):
+        raise UsageError(f"--config {path}: {table} must be a table: write [{table}]")
+    flags: list[str] = []
+    for key, value in entries.items():
+        flag = "--" + key.replace("_", "-")
+        for one in value if isinstance(value, list) else [value]:
+            if one is True:
+                flags.append(flag)
+            elif isinstance(one, str | int | float) and one is not False:
+                flags += [flag, str(one)]
+            else:
+                raise UsageError(f"--config {path}: [{table}] {key} must be a text, a number, true, or a list of these")
+    return tuple(flags)
+
 
 _EPILOG: Final = f"""\
 Without a MODEL and an engine, the small demonstration model is served that comes with this package. A MODEL is a directory

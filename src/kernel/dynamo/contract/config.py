@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Self, TypedDict, Unpack
 
-from dynamo.contract.flag_values import adapter_of, endpoint_of, endpoint_types_of, name_of, read_structural_tag
+from dynamo.contract.endpoint_name import ENDPOINT_SCHEME, parse_endpoint
 from dynamo.contract.health_check import PAYLOAD_VARIABLE, parse_health_check_payload_cli
 from dynamo.contract.modes import DisaggregationMode, coerce_disaggregation_mode, parse_disaggregation_mode
-from dynamo.protocol.model_types import ModelInput
+from dynamo.protocol.model_types import ModelInput, parse_endpoint_types
 from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
 from dynamo.protocol.structural_tag import TAG_SCHEMAS, TAG_SCOPES, check_structural_tag
 from dynamo.runtime.base.settings import RESPONSE_PLANES, RuntimeSettings
-from dynamo.settings.readers import SettingReader, file_path, one_of, switch, text, words
+from dynamo.settings.readers import FALSY, TRUTHY, SettingReader, file_path, one_of, read_boolean, switch, text, words
 from dynamo.settings.table import declared, metadata_of, setting, settings_of
 
 __all__ = [
@@ -25,7 +26,65 @@ __all__ = [
     "RuntimeConfig",
     "WorkerConfig",
     "WorkerFields",
+    "adapter_of",
+    "endpoint_of",
+    "endpoint_types_of",
+    "name_of",
+    "read_structural_tag",
 ]
+
+# Readers of what only a worker's settings have: names, endpoints, surfaces, structural tags.
+
+
+def _read_name(given: str) -> str:
+    """Read a name that can be a part of keys and subjects."""
+    name = given.strip()
+    if not name or any(character in "./\\" or character.isspace() for character in name):
+        raise ValueError(f"{given!r} is not a name: it must not be empty or hold dots, slashes or blanks")
+    return name
+
+
+def _read_endpoint(given: str) -> str:
+    """Read an endpoint name, or all three names with their scheme."""
+    if not given.startswith(ENDPOINT_SCHEME):
+        return _read_name(given)
+    return ENDPOINT_SCHEME + ".".join(_read_name(part) for part in parse_endpoint(given))
+
+
+def _read_endpoint_types(given: str) -> str:
+    """Check a comma list of OpenAI surfaces; it stays text."""
+    parse_endpoint_types(given)
+    return given
+
+
+def adapter_of(given: str) -> str:
+    """Check the name and the source of an adapter, `NAME=PATH` or `NAME=URI`; it stays text. Raises ValueError."""
+    name, _, source = given.partition("=")
+    if not name or not source:
+        raise ValueError(f"{given!r} is no adapter: write NAME=PATH or NAME=URI")
+    if "://" in source and not source.startswith(("file:///", "hf://")):
+        raise ValueError(f"{given!r}: an adapter comes from a path, file:/// or hf://ORGANISATION/NAME")
+    return given
+
+
+name_of: Final = SettingReader(_read_name)
+endpoint_of: Final = SettingReader(_read_endpoint)
+endpoint_types_of: Final = SettingReader(_read_endpoint_types)
+
+
+def read_structural_tag(given: str) -> dict[str, Any] | None:
+    """Read true, false or the JSON object of a policy."""
+    if given.strip().lower() in TRUTHY | FALSY:
+        return {} if read_boolean(given) else None
+    try:
+        value = json.loads(given)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{given!r} is neither true, false nor a JSON object")
+    check_structural_tag(value)
+    return value
+
 
 DEFAULT_COMPONENT: Final = "backend"
 DEFAULT_ENDPOINT: Final = "generate"

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from dynamo.contract.config import RESPONSE_PLANES, WorkerConfig
 from dynamo.contract.engine import BaseEngine, LLMEngine, RawEngine
@@ -37,7 +37,6 @@ from dynamo.runtime.distributed import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoint import split_endpoint
 from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.worker.embedding import offers_embeddings
-from dynamo.worker.engine_death import EngineDied, raise_when_dead
 from dynamo.worker.engine_failures import ErrorMapping
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.lifecycle import Lifecycle, ShutdownTimes, State, WorkerEvent
@@ -46,9 +45,28 @@ from dynamo.worker.setup import Setup
 from dynamo.worker.shutdown import Shutdown, StopRequest, shutdown_times
 from dynamo.worker.signals import Deadline, SignalGuard
 
-__all__ = ["Worker", "WorkerConfig", "shutdown_times"]
+__all__ = ["EngineDied", "Worker", "WorkerConfig", "raise_when_dead", "shutdown_times"]
 
 logger = logging.getLogger(__name__)
+
+# An engine that reports its own end: the worker learns of it here, and its streams move to other workers.
+
+
+class EngineDied(EngineShutdown):
+    """The engine can never serve again, and the worker ends."""
+
+
+async def raise_when_dead(engine: BaseEngine) -> NoReturn:
+    """Wait until the engine reports its end (`wait_dead`); most engines never do.
+
+    Raises:
+        EngineDied: the engine is dead; the reason is in the text.
+    """
+    try:
+        reason = await await_hook(engine.wait_dead())
+    except Exception as error:
+        raise EngineDied(f"the engine died: {type(error).__name__}: {error}") from error
+    raise EngineDied(f"the engine died: {reason}")
 
 
 class Worker:

@@ -19,6 +19,8 @@ from dynamo.contract.health_check import build_health_check_payload
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
 from dynamo.protocol.records import LABELS, RESUMES_GUIDED
+from dynamo.reference.blocks import BlockEvent, BlocksStored
+from dynamo.reference.core import Core
 from dynamo.reference.flags import read_arguments
 from dynamo.reference.job_stream import JobStream
 from dynamo.reference.kv_transfer import Ticket, TransferOptions
@@ -27,19 +29,63 @@ from dynamo.reference.media import NO_MEDIA, MediaOptions, MediaPrompt
 from dynamo.reference.operations import CONTROLS, UPDATES, Operations
 from dynamo.reference.pooling import read_inputs
 from dynamo.reference.preparing import Preparation
-from dynamo.reference.publishing import EngineReports
 from dynamo.reference.request import Limits, read_request
 from dynamo.reference.roles import DecodeRole, PrefillRole, RoleOptions
 from dynamo.reference.step_thread import StepThread
 from dynamo.reference.vector_stream import VectorStream
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.metrics import TypedFamily
-from dynamo.worker.kv_publishing.publisher import KvEventSource, PushSource, SnapshotPublisher
+from dynamo.worker.kv_publishing.publisher import (
+    ComponentSnapshot,
+    KvEventPublisher,
+    KvEventSource,
+    PushSource,
+    SnapshotPublisher,
+)
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
 
-__all__ = ["ReferenceEngine"]
+__all__ = ["EngineReports", "ReferenceEngine"]
+
+# What the router learns of the engine: its KV blocks as they change, and its load.
+
+
+class EngineReports:
+    """Publishes to whoever was attached."""
+
+    def __init__(self) -> None:
+        self.events: KvEventPublisher | None = None
+        self.snapshots: SnapshotPublisher | None = None
+        self._last_snapshot: ComponentSnapshot | None = None
+
+    def attach_events(self, publisher: KvEventPublisher) -> None:
+        self.events = publisher
+
+    def publish(self, events: Sequence[BlockEvent], core: Core) -> None:
+        """Publish what changed; called by the step thread, after every step and before its results go out."""
+        if self.events is not None and events:
+            self.events.publish_batch([_published(event, core.pool.block_size) for event in events])
+        used, total = core.pool.held, core.pool.blocks
+        snapshot = ComponentSnapshot(used, total, used / total, 0, core.hit_rate)
+        if self.snapshots is not None and snapshot != self._last_snapshot:
+            self._last_snapshot = snapshot
+            self.snapshots.publish(0, snapshot)
+
+
+def _published(event: BlockEvent, block_size: int) -> dict[str, Any]:
+    if not isinstance(event, BlocksStored):  # a cleared cache is every block of it removed
+        return {"type": "removed", "block_hashes": event.block_hashes}
+    return {
+        "type": "stored",
+        "token_ids": event.token_ids,
+        "num_block_tokens": [block_size],
+        "block_hashes": [event.block_hash],
+        "parent_hash": event.parent_hash,
+        "lora_name": event.key.lora_name,
+        "cache_salt": event.key.cache_salt,
+    }
+
 
 GUIDED_REFUSALS: Final = "reference_guided_refused_total"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
@@ -11,20 +13,79 @@ from dynamo.text.formats.bare_json import BareJson
 from dynamo.text.formats.brace_calls import BraceCalls
 from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.channels import Harmony, Inkling, KimiK3, Muse
-from dynamo.text.formats.dsml import dsml
 from dynamo.text.formats.element_calls import ElementCalls
 from dynamo.text.formats.json_calls import NamedJson, TaggedJson
-from dynamo.text.formats.kimi import KIMI_K2
 from dynamo.text.formats.mistral import MistralCalls
 from dynamo.text.formats.output import Output
 from dynamo.text.formats.pair_calls import TaggedPairs
 from dynamo.text.formats.python_calls import PythonCalls
-from dynamo.text.formats.scanner import Grammar, TextMachine
+from dynamo.text.formats.scanner import Grammar, NotACall, TextMachine
 from dynamo.text.formats.tagged_answer import tagged_machine
 from dynamo.text.formats.tool_set import NO_TOOLS, ToolSet
 from dynamo.text.formats.xml_calls import TaggedXml
 
-__all__ = ["MUSE", "TOOL_FORMATS", "ToolFormat", "UnifiedForm", "unified_parser"]
+__all__ = ["KIMI_K2", "MUSE", "TOOL_FORMATS", "ToolFormat", "UnifiedForm", "dsml", "identify", "unified_parser"]
+
+# DSML, the tags of DeepSeek V3.2 and later.
+#
+#     <｜DSML｜tool_calls>
+#     <｜DSML｜invoke name="search">
+#     <｜DSML｜parameter name="query" string="true">rain</｜DSML｜parameter>
+#     </｜DSML｜invoke>
+#     </｜DSML｜tool_calls>
+#
+# The versions differ in the outer tag and in a space; models mix them up and damage the bars. So one format reads them all.
+
+
+_BARS: Final = ("｜", "|", "‖", "｜｜", "||")
+_OUTER: Final = ("function_calls", "tool_calls", "toolcalls", "calls", "tool")
+
+
+def dsml(word: str = "DSML", outer: str = "function_calls", space: str = "") -> TaggedXml:
+    """Return the format; `outer` and `space` are those of the version, and the rest is read too."""
+    heads = [f"{bar}{word}{bar}{gap}" for bar, gap in product(_BARS, ("", " "))]
+    first = f"｜{word}｜{space}"
+    heads.sort(key=lambda head: head != first)  # the version's own spelling first
+    names = sorted(_OUTER, key=lambda name: name != outer)
+    return TaggedXml(
+        outer=tuple(f"<{head}{name}>" for head, name in product(heads, names)),
+        closing=tuple(f"</{head}{name}>" for head, name in product(heads, names)),
+        invoke=tuple(f"<{head}invoke" for head in heads),
+        invoke_end=tuple(f"</{head}invoke>" for head in heads),
+        parameter=tuple(f"<{head}parameter" for head in heads),
+        parameter_end=tuple(f"</{head}parameter>" for head in heads),
+        has_attributes=True,
+        reads_json=True,
+        prefixes=tuple(f"<{bar}{word}{bar}" for bar in _BARS),
+    )
+
+
+# The ids of Kimi K2, which carry the name: `functions.NAME:INDEX`. The client gets the id as the model wrote it.
+
+
+_ID: Final = re.compile(r"(?:functions\.)?([\w.\-]+):([0-9]+)")
+
+
+def identify(text: str, tools: ToolSet) -> tuple[str, str | None]:
+    """Return the name and the id of a call. An odd id is a call of the tool whose name stands in it."""
+    if (found := _ID.fullmatch(text)) is not None:
+        name = found[1]
+        return (f"functions.{name}" if f"functions.{name}" in tools.names else name), text
+    known = [name for name in tools.names if name in text]
+    if not known or len(text.split()) > 1:
+        raise NotACall
+    return max(known, key=len), None
+
+
+KIMI_K2: Final = NamedJson(
+    opening="<|tool_call_begin|>",
+    before_name="",
+    behind_name=("<|tool_call_argument_begin|>",),
+    behind_json=("<|tool_call_end|>",),
+    outer=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+    closing=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+    identify=identify,
+)
 
 
 class UnifiedForm(Protocol):
