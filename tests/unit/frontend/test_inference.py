@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -172,6 +173,45 @@ async def test_log_probabilities_come_in_the_chat_shape(house: Cluster) -> None:
         choice = answer.chunks[-1]["choices"][0] if stream else answer.json["choices"][0]
         (item,) = choice["logprobs"]["content"]
         assert (item["token"], item["logprob"], item["token_id"]) == ("h", -0.5, 104)
+
+
+async def test_log_probabilities_without_alternatives_list_none(house: Cluster) -> None:
+    extra = {"log_probs": [-0.5], "top_logprobs": [[{"rank": 1, "token_id": 105, "logprob": -0.1}]]}
+    await house.worker(say("h", extra=extra))
+    for stream in (False, True):
+        answer = await house.client.chat("hi", stream=stream, logprobs=True)
+        choice = answer.chunks[-1]["choices"][0] if stream else answer.json["choices"][0]
+        (item,) = choice["logprobs"]["content"]
+        assert (item["token"], item["logprob"], item["top_logprobs"]) == ("h", -0.5, [])
+
+
+@pytest.mark.parametrize("logprobs", [{"logprobs": True}, {"logprobs": True, "top_logprobs": 2}])
+async def test_a_log_probability_stays_with_its_token_where_the_engine_sends_fewer_than_tokens(
+    house: Cluster, logprobs: dict[str, Any]
+) -> None:
+    async def script(body: Any, context: Any, sink: Any) -> None:
+        sink.send_tokens([ord("a")])
+        sink.send_tokens([ord("b"), ord("c")], extra={"log_probs": [-0.5]})
+        sink.send_tokens([ord("d")], finish_reason="stop", extra={"log_probs": [-0.25]})
+
+    await house.worker(script)
+    expected = [("b", -0.5), ("d", -0.25)]
+    for stream in (False, True):
+        answer = await house.client.chat("hi", stream=stream, **logprobs)
+        parts = [chunk["choices"][0] for chunk in answer.chunks] if stream else answer.json["choices"]
+        found = [item for part in parts for item in (part["logprobs"] or {"content": []})["content"]]
+        assert [(item["token"], item["logprob"]) for item in found] == expected
+
+
+async def test_a_member_without_an_effect_is_logged_once_with_its_reason(
+    house: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="dynamo.frontend.pipeline.reading")
+    await house.worker(say("h"))
+    for _ in range(2):
+        assert (await house.client.chat("hi", cache_prompt=True)).status == 200
+    (logged,) = [record.getMessage() for record in caplog.records if "cache_prompt" in record.getMessage()]
+    assert "llama.cpp" in logged
 
 
 async def test_extra_fields_bring_what_was_asked_for(house: Cluster) -> None:

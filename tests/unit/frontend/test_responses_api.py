@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -269,12 +269,24 @@ async def test_a_namespace_comes_back_apart_from_the_name(house: Cluster) -> Non
     assert (item["name"], item["namespace"]) == ("weather", "b")
 
 
-async def test_tools_that_run_elsewhere_are_left_out(house: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+HOSTED: Final = [{"type": "web_search"}, {"type": "mcp", "server_url": "x"}, {"type": "surprise"}]
+
+
+async def test_tools_that_run_elsewhere_are_refused_by_name(house: Cluster) -> None:
+    await house.worker(say("fine"), **parsers())
+    answer = await begin(house, tools=HOSTED).done()
+    assert answer.status == 400
+    assert b"`mcp`, `surprise`, `web_search`" in answer.body
+
+
+async def test_tools_that_run_elsewhere_are_left_out_where_the_frontend_ignores_what_it_has_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="dynamo.frontend.apis.responses")
-    worker = await house.worker(say("fine"), **parsers())
-    tools = [{"type": "web_search"}, {"type": "mcp", "server_url": "x"}, {"type": "surprise"}]
-    await both(house, tools=tools, tool_choice={"type": "web_search"})
-    assert worker.requests[0]["sampling_options"]["guided_decoding"] is None
+    async with cluster(tmp_path, ignore_unsupported_fields=True) as house:
+        worker = await house.worker(say("fine"), **parsers())
+        await both(house, tools=HOSTED, tool_choice={"type": "web_search"})
+        assert worker.requests[0]["sampling_options"]["guided_decoding"] is None
     logged = [record.getMessage() for record in caplog.records if "run elsewhere" in record.getMessage()]
     assert len(logged) == 3, "each type once"
 

@@ -21,9 +21,11 @@ CALL = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
 TEXT = {"type": "text", "text": "so"}
 
 
-def lowered(*messages: Any, strips: bool = True, **fields: Any) -> LoweredMessages:
+def lowered(*messages: Any, strips: bool = True, ignores: bool = False, **fields: Any) -> LoweredMessages:
     body = {"model": "m", "max_tokens": 8, "messages": list(messages) or [USER], **fields}
-    request = lower(decode_messages(json.dumps(body).encode()), strips_billing_header=strips)
+    request = lower(
+        decode_messages(json.dumps(body).encode()), strips_billing_header=strips, ignore_unsupported=ignores
+    )
     validate_chat(request)
     return request
 
@@ -284,12 +286,21 @@ def test_tools_that_the_client_runs_are_offered_with_their_published_parameters(
 @pytest.mark.parametrize(
     "kind", ["web_search_20250305", "web_fetch_20250910", "code_execution_20250825", "tool_search_tool_regex", "new_1"]
 )
-def test_tools_that_are_run_elsewhere_are_left_out(kind: str) -> None:
+def test_tools_that_are_run_elsewhere_are_refused_by_name_or_left_out(kind: str) -> None:
     server = {"type": kind, "name": "web", "max_uses": 5}
-    alone = lowered(tools=[server], tool_choice={"type": "tool", "name": "web"})
+    if not kind.startswith("tool_search"):  # which finds what is offered anyway
+        with pytest.raises(RequestRejected, match=kind):
+            lowered(tools=[TOOL, server])
+    alone = lowered(ignores=True, tools=[server], tool_choice={"type": "tool", "name": "web"})
     assert (alone.tools, alone.tool_choice) == (None, None)
-    assert lowered(tools=[server], tool_choice={"type": "any"}).tool_choice is None
-    assert len(lowered(tools=[server, TOOL]).tools or ()) == 1
+    assert lowered(ignores=True, tools=[server], tool_choice={"type": "any"}).tool_choice is None
+    assert len(lowered(ignores=True, tools=[server, TOOL]).tools or ()) == 1
+
+
+def test_a_tool_whose_loading_is_deferred_needs_no_schema() -> None:
+    late = {"name": "late", "defer_loading": True}
+    request = lowered(tools=[{"type": "tool_search_tool_regex_20251119", "name": "search"}, late])
+    assert [tool["function"]["name"] for tool in request.tools or ()] == ["late"]
 
 
 def test_nvext_and_template_variables_pass_through() -> None:

@@ -135,12 +135,12 @@ def test_no_stop_is_none(stop: Any) -> None:
     [
         ({}, None),
         ({"logprobs": False}, None),
-        ({"logprobs": True}, 1),
+        ({"logprobs": True}, 0),
         ({"logprobs": True, "top_logprobs": 0}, 0),
         ({"logprobs": True, "top_logprobs": 5}, 5),
     ],
 )
-def test_chat_logprobs_alone_asks_for_one(fields: dict[str, Any], expected: int | None) -> None:
+def test_chat_logprobs_alone_asks_for_no_alternatives(fields: dict[str, Any], expected: int | None) -> None:
     assert to_worker_fields(chat(**fields))["output_options"]["logprobs"] == expected
 
 

@@ -147,7 +147,9 @@ def test_the_short_way_of_one_log_probability_writes_what_the_long_one_does(text
     raw = text.encode()
     pieces = ChatLogprobPieces(lambda _: text, lambda _: raw, size=100)
     for token_id in (7, 7, 2**32 - 1):  # twice from the table, once beyond its end
-        items = token_logprobs([token_id], [logprob], None, lambda _: text, token_bytes=lambda _: raw)
+        items = token_logprobs(
+            [token_id], [logprob], None, lambda _: text, token_bytes=lambda _: raw, has_alternatives=False
+        )
         assert pieces.line(token_id, logprob) == chat_logprobs(items)
     assert list(pieces) == [7]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -20,8 +21,9 @@ from dynamo.protocol.openai import (
     validate_chat,
 )
 from dynamo.protocol.openai.body import MAX_CONTAINERS, MAX_DEPTH, MAX_MENDED_BYTES
+from dynamo.protocol.openai.foreign_members import FOREIGN_MEMBERS
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest
-from dynamo.protocol.openai.validation import LET_PASS
+from dynamo.protocol.openai.validation import LET_PASS, NOT_STORED
 from support.cases import each_case
 from support.properties import examples
 
@@ -106,9 +108,9 @@ SHARED_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
         "The 'stream_options' field is only allowed when 'stream' is set to true.",
         "stream_options",
     ),
-    ({"user": " "}, "User cannot be empty", "user"),
     ({"foo": 1}, "Unsupported parameter(s): `foo`" + LET_PASS, "foo"),
-    ({"foo": 1, "temperature": 9, "bar": None}, "Unsupported parameter(s): `foo`, `bar`" + LET_PASS, "foo"),
+    ({"store": True}, NOT_STORED, "store"),
+    ({"foo": 1, "temperature": 9, "bar": 0, "none": None}, "Unsupported parameter(s): `foo`, `bar`" + LET_PASS, "foo"),
     (
         {"guided_json": {}, "guided_regex": "a"},
         "Only one kind of guided decoding is allowed, got `guided_json`, `guided_regex`",
@@ -303,8 +305,8 @@ COMPLETION_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
     ),
     ({"prompt": ["a"] * 129}, "Maximum of 128 prompts in one request, got 129", "prompt"),
     ({"prompt": ["a"] * 65, "n": 2}, "The number of prompts times n must not exceed 128, got 65 x 2", "n"),
-    ({"logprobs": 6}, "Logprobs must be between 0 and 5, got 6", "logprobs"),
-    ({"logprobs": -1}, "Logprobs must be between 0 and 5, got -1", "logprobs"),
+    ({"logprobs": 21}, "Logprobs must be between 0 and 20, got 21", "logprobs"),
+    ({"logprobs": -1}, "Logprobs must be between 0 and 20, got -1", "logprobs"),
     ({"best_of": 21}, "Best_of must be between 0 and 20, got 21", "best_of"),
     (
         {"best_of": 1, "n": 2},
@@ -444,7 +446,7 @@ def test_no_output_is_allowed_only_where_the_prompt_is_the_answer() -> None:
 
 def test_current_parameters_of_openai_and_vllm_are_accepted() -> None:
     common = {
-        "store": True,
+        "store": False,
         "service_tier": "flex",
         "metadata": {"a": "b"},
         "safety_identifier": "u",
@@ -458,6 +460,67 @@ def test_current_parameters_of_openai_and_vllm_are_accepted() -> None:
     for structured in ({"json": {}}, {"choice": ["a"]}, {"regex": "a"}, {"grammar": "x"}, {"structural_tag": {}}):
         for parse, body in ((parse_chat, chat), (parse_completion, completion)):
             parse(body(structured_outputs=structured))
+
+
+def test_an_integer_is_read_where_it_was_written_as_a_float() -> None:
+    request = parse_chat(chat(max_tokens=8.0, seed=3.0, stop=[5.0, 6.0], nvext={"agent_hints": {"osl": 4.0}}))
+    assert (request.max_tokens, request.seed, request.stop) == (8, 3, [5, 6])
+    assert request.nvext is not None
+    assert request.nvext.agent_hints is not None
+    assert request.nvext.agent_hints.osl == 4
+    assert parse_completion(completion(max_tokens=8.0, foo=None)).max_tokens == 8
+    assert parse_chat(chat(max_tokens=8.0, foo=1), ignore_unsupported=True).max_tokens == 8
+    assert refusal(parse_chat, chat(max_tokens=8.0, foo=1)).param == "foo"
+    assert refusal(parse_chat, chat(max_tokens=8.0, seed=1.5)).param == "seed"
+
+
+def test_null_stands_for_nothing_also_in_a_member_that_does_not_exist() -> None:
+    assert parse_chat(chat(foo=None, user="")).unsupported == ()
+    parse_chat(chat(nvext={"agent_hints": {"zz": None}}, structured_outputs={"json": {}, "_backend": None}))
+
+
+def test_a_byte_order_mark_in_front_of_a_body_is_ignored() -> None:
+    assert parse_chat(b"\xef\xbb\xbf" + chat()).model == "m"
+
+
+def test_members_of_other_servers_clients_pass_where_they_mean_nothing() -> None:
+    found = parse_chat(chat(cache_prompt=True, keep_alive="5m", typical_p=1.0, mirostat=0, include_reasoning=True))
+    assert found.ignored == ("cache_prompt", "keep_alive", "typical_p", "mirostat", "include_reasoning")
+    for changes in ({"typical_p": 0.5}, {"mirostat": 2}, {"include_reasoning": False}, {"mirostat": False}):
+        assert refusal(parse_chat, chat(**changes)).param == next(iter(changes))
+
+
+@each_case("name", sorted(FOREIGN_MEMBERS))
+def test_a_member_without_an_effect_is_no_member_of_ours_and_has_a_reason(name: str) -> None:
+    assert name not in ChatRequest.__struct_fields__
+    row = FOREIGN_MEMBERS[name]
+    assert len(row.reason) > 20
+    values = [1] if row.neutral is None else row.neutral
+    for value in values:
+        assert parse_chat(chat(**{name: value})).ignored == (name,)
+
+
+def test_the_page_lists_every_member_without_an_effect() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "openai.md").read_text()
+    listed = page.partition("## Members without an effect")[2].split("\n## ")[0]
+    assert [name for name in FOREIGN_MEMBERS if f"`{name}`" not in listed] == []
+
+
+ALLOWED: Final = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}
+
+
+def test_allowed_tools_leave_the_others_out() -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": ALLOWED}
+    found = parse_chat(chat(tools=[tool("f"), tool("g")], tool_choice=choice))
+    assert [each["function"]["name"] for each in found.tools or ()] == ["g"]
+    assert found.tool_choice == "required"
+    unknown = {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "mode": "auto"}}
+    assert refusal(parse_chat, chat(tools=[tool("f")], tool_choice=unknown)).param == (
+        "tool_choice.allowed_tools.tools[0]"
+    )
+    assert refusal(parse_chat, chat(tools=[tool("f")], tool_choice={"type": "allowed_tools"})).param == (
+        "tool_choice.allowed_tools"
+    )
 
 
 def test_unknown_nvext_keys_are_refused_by_name_even_when_unknown_parameters_are_ignored() -> None:
@@ -502,7 +565,7 @@ def test_what_is_not_a_json_object_is_a_400_with_the_decoders_reason(body: bytes
         ({"messages": [{"role": 1, "content": "x"}]}, "Expected `str`, got `int` - at `$.messages[0].role`", None),
         ({"messages": [{"role": "x"}]}, "Invalid value 'x' - at `$.messages[0].role`", None),
         ({"messages": [USER, {"role": "user"}]}, "Object missing required field `content` - at `$.messages[1]`", ""),
-        ({"n": 1.0}, "Expected `int | null`, got `float` - at `$.n`", None),
+        ({"n": 1.5}, "Expected `int | null`, got `float` - at `$.n`", None),
         ({"seed": 2**63}, f"Expected `int` <= {2**63 - 1} - at `$.seed`", None),
         ({"stop": [-1]}, "Expected `int` >= 0 - at `$.stop[0]`", None),
     ],

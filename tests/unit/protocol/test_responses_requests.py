@@ -24,8 +24,8 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a":1}'}
 
 
-def request(**members: Any) -> ResponsesRequest:
-    found = decode_responses(json.dumps({"model": "m", "input": "hi", **members}).encode())
+def request(*, ignores: bool = False, **members: Any) -> ResponsesRequest:
+    found = decode_responses(json.dumps({"model": "m", "input": "hi", **members}).encode(), ignore_unsupported=ignores)
     validate_responses(found)
     return found
 
@@ -239,14 +239,17 @@ def test_the_nested_form_of_a_chat_is_accepted() -> None:
 )
 def test_the_choice_among_tools(choice: Any, expected: Any, left: list[str]) -> None:
     tools = [FUNCTION, {"type": "custom", "name": "p"}, {"type": "web_search"}]
-    found = request(tools=tools, tool_choice=choice)
+    found = request(ignores=True, tools=tools, tool_choice=choice)
     said = found.tool_choice
-    assert (said.function.name if isinstance(said, NamedToolChoice) else said) == expected
+    assert (found.forced_choice if isinstance(said, NamedToolChoice) else said) == expected
     assert [tool["function"]["name"] for tool in found.tools or ()] == left
 
 
 def test_tools_that_were_all_left_out_are_no_tools() -> None:
-    found = request(tools=[{"type": "web_search"}, {"type": "image_generation"}], tool_choice="required")
+    hosted = [{"type": "web_search"}, {"type": "image_generation"}]
+    with pytest.raises(RequestRejected, match="`image_generation`, `web_search` are not served"):
+        request(tools=[FUNCTION, *hosted])
+    found = request(ignores=True, tools=hosted, tool_choice="required")
     assert (found.tools, found.tool_choice) == (None, None)
     assert found.offered.left_out == {"web_search", "image_generation"}
     assert request(tools=[], tool_choice="auto").tools is None

@@ -78,7 +78,7 @@ async def test_a_line_that_breaks_a_rule_of_its_api_fails_alone(house: Cluster) 
         (jsonl([chat_line("a"), chat_line("a")]), "duplicate_custom_id"),
         (jsonl([chat_line("a", body={"model": "m", "stream": True})]), "unsupported_value"),
         (jsonl([chat_line("a", body=[1])]), "invalid_json_line"),
-        (jsonl([chat_line("a" * 65)]), "invalid_value"),
+        (jsonl([chat_line("a" * 513)]), "invalid_value"),
     ],
 )
 async def test_an_input_that_breaks_a_rule_fails_before_any_line_is_executed(
@@ -245,3 +245,12 @@ async def test_the_gauges_tell_what_is_there(house: Cluster) -> None:
 
     assert house.metric("dynamo_frontend_batch_lines_total", result="completed") == 1
     assert house.metric("dynamo_frontend_files_bytes") > size
+
+
+async def test_a_file_with_a_byte_order_mark_and_long_ids_is_a_batch(house: Cluster) -> None:
+    await house.worker(say("hi"))
+    long = "a" * 512
+    file = await upload(house, b"\xef\xbb\xbf" + jsonl([chat_line(long), chat_line("b")]))
+    batch = await begin(house, [], input_file_id=file.json["id"])
+    found = await results(house, await poll(house, batch["id"]))
+    assert {name: line["response"]["status_code"] for name, line in found.items()} == {long: 200, "b": 200}

@@ -74,7 +74,8 @@ class _ChatRenderer(Renderer):
         self._calls: dict[int, int] = {}  # how many began, by choice
         self._reasoning_head = _member_name(options.reasoning_field)
         as_text = answer.request.return_tokens_as_token_ids is not True
-        self._one_token_logprobs = answer.model.text.logprob_pieces.line if as_text else None
+        is_alone = as_text and not answer.has_alternatives
+        self._one_token_logprobs = answer.model.text.logprob_pieces.line if is_alone else None
 
     def stream(self, output: ChoiceOutput) -> bytes:
         events = output.events
@@ -219,13 +220,13 @@ class _ChatRenderer(Renderer):
             and len(found) == 1
             and first.log_probs is not None
             and len(first.token_ids) == len(first.log_probs) == 1
-            and not first.top_logprobs
             and not first.ready
+            and (only := first.log_probs[0]) is not None
         ):
-            return line(first.token_ids[0], first.log_probs[0])
+            return line(first.token_ids[0], only)
         ready = [one for each in found for one in each.ready]
         if ready:
-            return json_line(_merged(ready))
+            return json_line(_merged(ready, self._answer.request.requested_logprobs or 0))
         items = [item for each in found for item in self._answer.logprob_items(each)]
         return chat_logprobs(items) if items else None
 
@@ -236,7 +237,11 @@ def _call_members(piece: dict[str, Any]) -> bytes:
     return content + b'"tool_calls":[' + json_line(piece) + b"]"
 
 
-def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return log probability objects of a worker as one."""
-    content = [item for part in parts for item in part.get("content") or ()]
+def _merged(parts: Sequence[Mapping[str, Any]], alternatives: int) -> dict[str, Any]:
+    """Return log probability objects of a worker as one, with no more alternatives than were requested."""
+    content = [
+        {**item, "top_logprobs": (item.get("top_logprobs") or [])[:alternatives]}
+        for part in parts
+        for item in part.get("content") or ()
+    ]
     return {**parts[-1], "content": content}

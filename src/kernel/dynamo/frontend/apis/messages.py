@@ -57,9 +57,9 @@ class MessagesApi(GenerationApi[LoweredMessages]):
         return super().response_id(request_id).replace("-", "")
 
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> LoweredMessages:
-        """Unknown fields are ignored either way: clients add some with every release."""
+        """Unknown fields are ignored either way, as clients add some with every release, but tools are not."""
         source = decode_messages(body, limits=limits, counts_only=self._counts_only)
-        return lower(source, strips_billing_header=self._strips_billing_header)
+        return lower(source, strips_billing_header=self._strips_billing_header, ignore_unsupported=ignore_unsupported)
 
     def validate(self, request: LoweredMessages) -> None:
         validate_chat(request)

@@ -63,7 +63,7 @@ class ResponsesApi(GenerationApi[ResponsesRequest]):
         return super().response_id(request_id).replace("-", "")
 
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ResponsesRequest:
-        return decode_responses(body, limits=limits)
+        return decode_responses(body, limits=limits, ignore_unsupported=ignore_unsupported)
 
     def validate(self, request: ResponsesRequest) -> None:
         validate_responses(request)

@@ -27,7 +27,7 @@ from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
-from dynamo.protocol.openai.requests import Request
+from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.openai.responses import TokenLogprob, token_logprobs
 from dynamo.protocol.openai.sse import nvext_json, usage_json
 
@@ -85,6 +85,11 @@ class Answer:
         return self.request.requested_logprobs is not None
 
     @property
+    def has_alternatives(self) -> bool:
+        """Whether log probabilities show other tokens: a chat has to ask for some, as at OpenAI."""
+        return not (isinstance(self.request, ChatRequest) and self.request.requested_logprobs == 0)
+
+    @property
     def wants_nvext(self) -> bool:
         if self.work.plan.is_query:
             return True
@@ -117,6 +122,7 @@ class Answer:
             tokenizer.token_text,
             token_bytes=tokenizer.token_bytes,
             as_token_ids=self.request.return_tokens_as_token_ids is True,
+            has_alternatives=self.has_alternatives,
         )
 
     def nvext(

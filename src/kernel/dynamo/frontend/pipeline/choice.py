@@ -5,8 +5,8 @@ A reader wakes once for everything that has arrived and gets one `Delta` per cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.pipeline.plain import PlainOutput, PlainTokens
@@ -19,6 +19,8 @@ from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.decoder import ChoiceDecoder
 
 __all__ = ["Choice", "Delta", "TokenChoice"]
+
+T = TypeVar("T")
 
 _OPENAI_REASON: Final = {
     "stop": "stop",
@@ -51,7 +53,7 @@ class Delta:
         self.tokens = 0
         self.finish_reason: str | None = None  # "stop", "length", "content_filter"; on the choice's last delta
         self.stop_reason: str | int | None = None
-        self.log_probs: list[float] | None = None
+        self.log_probs: list[float | None] | None = None  # by position of `token_ids`
         self.top_logprobs: list[list[dict[str, Any]]] | None = None
         self.engine_data: dict[str, Any] | None = None
 
@@ -174,6 +176,7 @@ class TokenChoice(Choice):
         return delta
 
     def _absorb_extra(self, delta: Delta, ids: list[int], extra: dict[str, Any]) -> None:
+        before = len(delta.token_ids)
         delta.token_ids += ids
         text: str | None = None
         for name, value in extra.items():
@@ -182,9 +185,9 @@ class TokenChoice(Choice):
             if name == "completion_usage":
                 self._absorb_usage(value)
             elif name == "log_probs":
-                delta.log_probs = [*(delta.log_probs or ()), *value]
+                delta.log_probs = _placed(delta.log_probs, before, None, value, len(ids))
             elif name == "top_logprobs":
-                delta.top_logprobs = [*(delta.top_logprobs or ()), *value]
+                delta.top_logprobs = _placed(delta.top_logprobs, before, [], value, len(ids))
             elif name == "text":
                 text = value
             elif name == "engine_data":
@@ -220,6 +223,15 @@ class TokenChoice(Choice):
             delta.text += decoder.finish()
             delta.finish_reason = self._work.tally.finish_reason = _OPENAI_REASON[word]
         self.stream.finish()
+
+
+def _placed(held: list[T] | None, before: int, absent: T, added: Sequence[T], count: int) -> list[T]:
+    """Return what belongs to each token: `held` to the first `before` of them, `added` to the `count` behind those.
+
+    An engine may send fewer than it sends tokens: the places of the others stay empty, and no one moves into them.
+    """
+    found = [] if held is None else held
+    return [*found, *[absent] * (before - len(found)), *added[:count]]
 
 
 def _for_choice(body: dict[str, Any], number: int) -> dict[str, Any]:

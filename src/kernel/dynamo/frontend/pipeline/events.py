@@ -7,7 +7,7 @@ turns text into reasoning and tool calls, and a renderer (`apis/`) turns events 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 from msgspec import Struct
 
@@ -17,12 +17,15 @@ from dynamo.text.output import Content, OutputEvent
 __all__ = ["ChoiceOutput", "Event", "Finished", "Logprobs", "TokenSource"]
 
 
+T = TypeVar("T")
+
+
 @final
 class Logprobs(Struct, frozen=True):
     """Log probabilities of the tokens since the last such event of the choice."""
 
     token_ids: Sequence[int] = ()
-    log_probs: Sequence[float] | None = None
+    log_probs: Sequence[float | None] | None = None  # None at a position: the engine gave none there
     top_logprobs: Sequence[Sequence[Mapping[str, Any]]] | None = None
     ready: tuple[Mapping[str, Any], ...] = ()  # instead of those: objects of the API, from a model that takes text
 
@@ -30,8 +33,8 @@ class Logprobs(Struct, frozen=True):
         """Return these and `later` in one."""
         return Logprobs(
             [*self.token_ids, *later.token_ids],
-            _joined(self.log_probs, later.log_probs),
-            _joined(self.top_logprobs, later.top_logprobs),
+            _joined(self.log_probs, later.log_probs, len(self.token_ids), None),
+            _joined(self.top_logprobs, later.top_logprobs, len(self.token_ids), ()),
             self.ready + later.ready,
         )
 
@@ -80,7 +83,9 @@ class TokenSource:
         return ChoiceOutput(delta.choice, events, delta.token_ids, delta.engine_data)
 
 
-def _joined(first: Sequence[Any] | None, second: Sequence[Any] | None) -> Sequence[Any] | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return [*first, *second]
+def _joined(first: Sequence[T] | None, second: Sequence[T] | None, length: int, absent: T) -> Sequence[T] | None:
+    """Return both in one; `first` stands for `length` tokens, whether it has as many or not."""
+    if second is None:
+        return first
+    head = list(first or ())[:length]
+    return [*head, *[absent] * (length - len(head)), *second]

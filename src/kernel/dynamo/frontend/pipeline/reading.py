@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
+from dynamo.protocol.openai.foreign_members import FOREIGN_MEMBERS
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.vectors.requests import ResultRequest
@@ -50,6 +52,7 @@ class CallReader:
         self._metadata_prefix = (
             prefix if prefix[:2] != _X else None
         )  # None: its headers are read as all of that kind are
+        self._logged: set[str] = set()  # members without an effect that the log has; all of them are in one table
         self._surface_bit = api.model_type.value
         self._limits = BodyLimits(
             settings.json_depth_limit,
@@ -96,6 +99,8 @@ class CallReader:
             logger.warning("%s", warning)
         if request.repaired:
             logger.warning("repaired a request body that was not strict JSON (model %r)", request.model[:128])
+        if (ignored := getattr(request, "ignored", ())) and not self._logged.issuperset(ignored):
+            self._log_ignored(ignored)
         if is_large:
             await self._offload(partial(api.validate, request))
         else:
@@ -103,6 +108,14 @@ class CallReader:
         if model is None or not model.surface_bits & self._surface_bit:
             raise api.dialect.unknown_model(request.model)
         return Resolved(request, model, effects)
+
+    def _log_ignored(self, names: Sequence[str]) -> None:
+        """Log members of other servers' clients that have no effect, each once, with the reason."""
+        for name in names:
+            if name not in self._logged:
+                self._logged.add(name)
+                reason = FOREIGN_MEMBERS[name].reason
+                logger.info("member %r of %s requests has no effect here: %s", name, self._api.endpoint, reason)
 
 
 def bind_key(request: Request | ResultRequest, caller: Caller, dialect: Dialect) -> None:

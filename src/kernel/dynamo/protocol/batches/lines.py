@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-MAX_CUSTOM_ID: Final = 64  # characters
+MAX_CUSTOM_ID: Final = 512  # characters, as at OpenAI
 
 _NUMBER_DIGITS: Final = 8  # hexadecimal, at the end of a line's request id
 

@@ -27,10 +27,12 @@ class LoweredMessages(ChatRequest, kw_only=True, forbid_unknown_fields=True):
     shows_thinking: ClassVar[bool] = True
 
 
-def lower(source: MessagesRequest, *, strips_billing_header: bool = True) -> LoweredMessages:
-    """Return the chat request. Raises RequestRejected (400, 422) that names the field."""
+def lower(
+    source: MessagesRequest, *, strips_billing_header: bool = True, ignore_unsupported: bool = False
+) -> LoweredMessages:
+    """Return the chat request; `ignore_unsupported`: tools that run elsewhere are left out. Raises RequestRejected (400, 422) that names the field."""
     messages = chat_messages(source.system, source.messages, strips_billing_header=strips_billing_header)
-    toolset = read_tools(source.tools) if source.tools else _NO_TOOLS
+    toolset = read_tools(source.tools, leaves_out=ignore_unsupported) if source.tools else _NO_TOOLS
     choice, thinking, output = source.tool_choice, source.thinking, source.output_config
     form = source.output_format if output is None or output.format is None else output.format
     request = LoweredMessages(

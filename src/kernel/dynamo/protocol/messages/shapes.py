@@ -19,6 +19,7 @@ from dynamo.protocol.openai.body import (
     read_json,
 )
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.reader import decoder_of
 from dynamo.protocol.openai.shapes import I64, JsonObject, NvExt
 
 __all__ = ["ContentBlocks", "InputMessage", "MessagesRequest", "decode_messages", "invalid", "read_as"]
@@ -95,7 +96,7 @@ class MessagesRequest(Struct, kw_only=True, dict=True):
         )
 
 
-_decode: Final = msgspec.json.Decoder(MessagesRequest).decode
+_decode: Final = decoder_of(MessagesRequest)
 
 
 def decode_messages(body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS, counts_only: bool = False) -> MessagesRequest:

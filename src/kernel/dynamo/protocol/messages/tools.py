@@ -2,7 +2,7 @@
 
 A tool of the client has a schema. Some that Anthropic defines are run by the client too (bash, text editor, memory,
 computer): the model gets them as functions with their published parameters. Those that Anthropic's servers run (web search
-and the like) cannot be run by anybody here, and are left out.
+and the like) run nowhere here: they are refused, or left out where the frontend ignores what it does not have.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from msgspec import Struct
 
 from dynamo.protocol.messages.shapes import ToolChoice, invalid, read_as
 from dynamo.protocol.openai.shapes import ChosenFunction, JsonObject, NamedToolChoice
+from dynamo.protocol.openai.validation import LET_PASS
 
 __all__ = ["Toolset", "chat_tool_choice", "read_tools"]
+
+
+_NEEDLESS: Final = "tool_search_tool"  # it finds tools whose loading is deferred, and all of those are offered at once
 
 
 class ClientTool(Struct):
@@ -24,6 +28,7 @@ class ClientTool(Struct):
     description: str | None = None
     type: str | None = None  # "custom"
     strict: bool | None = None
+    defer_loading: bool | None = None  # its schema may come later; the model gets the tool all the same
     eager_input_streaming: bool | None = None  # its input is streamed as it is written, before it is known to be whole
 
 
@@ -40,8 +45,11 @@ class Toolset(Struct, frozen=True):
     left_out: frozenset[str]  # the names, or types, of those that are run elsewhere
 
 
-def read_tools(given: Sequence[JsonObject]) -> Toolset:
-    """Raises RequestRejected (400) that names the tool."""
+def read_tools(given: Sequence[JsonObject], *, leaves_out: bool = True) -> Toolset:
+    """Return what the model is offered. `leaves_out`: a tool that Anthropic's servers run is left out, not refused.
+
+    Raises RequestRejected (400) that names the tool.
+    """
     tools: list[JsonObject] = []
     eager: set[str] = set()
     left_out: set[str] = set()
@@ -51,15 +59,18 @@ def read_tools(given: Sequence[JsonObject]) -> Toolset:
         if kind is not None and kind != "custom":
             defined = read_as(DefinedTool, entry, where)
             found = _client_run(defined)
+            if found is None and not (leaves_out or kind.startswith(_NEEDLESS)):
+                invalid(f"{where}.type", f"`{kind[:64]}` is not served: nothing here runs it{LET_PASS}")
             if found is None:
                 left_out |= {defined.name or kind, kind}
             else:
                 tools.append(found)
             continue
         tool = read_as(ClientTool, entry, where)
-        if tool.input_schema is None:
+        if tool.input_schema is None and not tool.defer_loading:
             invalid(f"{where}.input_schema", "field required for client tools")
-        function: JsonObject = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        schema: JsonObject = {"type": "object"} if tool.input_schema is None else tool.input_schema
+        function: JsonObject = {"name": tool.name, "description": tool.description, "parameters": schema}
         if tool.description is None:
             del function["description"]
         if tool.strict is not None:

@@ -22,6 +22,7 @@ from dynamo.protocol.openai.long_texts import (
 )
 
 __all__ = [
+    "BYTE_ORDER_MARK",
     "DEFAULT_LIMITS",
     "DEPTH_CEILING",
     "MAX_CONTAINERS",
@@ -45,6 +46,7 @@ MAX_MEMBERS: Final = 1 << 15  # of all objects: decoding one takes 0.5 us, in on
 MAX_ITEMS: Final = 1 << 18  # of all arrays, token ids for one: decoding one takes 0.05 us
 SLICE_BYTES: Final = 1 << 18  # of a body that are looked through in one go
 MAX_MENDED_BYTES: Final = LARGE_BYTES  # mending holds the interpreter lock for up to 20 ms for as much
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 DETAIL_LIMIT: Final = 512  # characters of a decoder's message we pass on: it may quote the client's own value
 
 T = TypeVar("T")
@@ -75,6 +77,8 @@ def read_json(body: bytes, decode: Callable[[bytes], T], limits: BodyLimits = DE
         msgspec.ValidationError: the JSON is well formed and not what `decode` expects.
         RequestRejected: it is not JSON, or nests too deep.
     """
+    if body[:3] == BYTE_ORDER_MARK:  # RFC 8259, section 8.1: a reader may ignore it; tools of Windows write it
+        body = body[3:]
     check_size(body, limits)
     try:
         if len(body) > LARGE_BYTES:

@@ -21,6 +21,7 @@ from dynamo.protocol.openai.shapes import (
     NvExt,
     Request,
 )
+from dynamo.protocol.openai.tool_choice import narrow_tools
 from dynamo.protocol.openai.validation import validate_chat, validate_completion
 from dynamo.protocol.openai.worker_fields import finish_preprocessing, to_worker_fields
 
@@ -65,6 +66,7 @@ def decode_chat(body: bytes, *, ignore_unsupported: bool = False, limits: BodyLi
     """
     request: ChatRequest = _CHAT.read(body, ignore_unsupported=ignore_unsupported, limits=limits)
     check_messages(request.messages, limits.messages)
+    narrow_tools(request)
     return request
 
 

@@ -44,7 +44,7 @@ class TopTokenLogprob(Struct, frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """One generated token with its alternatives; the generated one is always among them."""
+    """One generated token with its alternatives: the generated one is among them, unless none were requested."""
 
     token: str
     logprob: float
@@ -55,18 +55,19 @@ class TokenLogprob(Struct, frozen=True):
 
 def token_logprobs(
     token_ids: Sequence[int],
-    log_probs: Sequence[float] | None,
+    log_probs: Sequence[float | None] | None,
     top_logprobs: Sequence[Sequence[Mapping[str, Any]]] | None,
     token_text: Callable[[int], str],
     *,
     token_bytes: Callable[[int], bytes] | None = None,
     tokens: Sequence[str | None] | None = None,
     as_token_ids: bool = False,
+    has_alternatives: bool = True,
 ) -> list[TokenLogprob]:
     """Return the log probabilities of a backend's chunk; texts the backend left out are filled in.
 
     `log_probs`, `top_logprobs` and `tokens` are aligned with `token_ids`; positions a backend says nothing of are left
-    out. `as_token_ids` (the request's `return_tokens_as_token_ids`) replaces every text by `token_id:<id>`.
+    out. Without `has_alternatives`, which were not requested, none are shown. `as_token_ids` (the request's `return_tokens_as_token_ids`) replaces every text by `token_id:<id>`.
     """
     if log_probs is None and not top_logprobs:
         return []
@@ -76,9 +77,9 @@ def token_logprobs(
             return f"token_id:{token_id}"
         return token_text(token_id) if given is None else given
 
-    def bytes_of(token_id: int, text: str, given: Iterable[int] | None) -> list[int] | None:
-        if given is not None:
-            return list(given)
+    def bytes_of(token_id: int, text: str, said: Iterable[int] | None) -> list[int] | None:
+        if said is not None:
+            return list(said)
         if token_bytes is not None:
             return list(token_bytes(token_id))
         return None if as_token_ids else list(text.encode("utf-8", "replace"))
@@ -88,8 +89,9 @@ def token_logprobs(
         entries = top_logprobs[position] if top_logprobs is not None and position < len(top_logprobs) else ()
         entries = sorted(entries, key=lambda entry: entry.get("rank") or 0)
         own = next((entry for entry in entries if entry.get("token_id") == token_id), None)
-        if log_probs is not None and position < len(log_probs):
-            logprob = finite(log_probs[position])
+        given = log_probs[position] if log_probs is not None and position < len(log_probs) else None
+        if given is not None:
+            logprob = finite(given)
         elif own is not None:
             logprob = finite(own["logprob"])
         else:
@@ -97,14 +99,14 @@ def token_logprobs(
         said = tokens[position] if tokens is not None and position < len(tokens) else None
         text = text_of(token_id, said if said is not None else own.get("token") if own is not None else None)
         raw = bytes_of(token_id, text, own.get("bytes") if own is not None else None)
-        alternatives = []
-        for entry in entries:
+        alternatives: list[TopTokenLogprob] = []
+        for entry in entries if has_alternatives else ():
             other_id = int(entry["token_id"])
             other = text_of(other_id, entry.get("token"))
             alternatives.append(
                 TopTokenLogprob(other, finite(entry["logprob"]), bytes_of(other_id, other, entry.get("bytes")))
             )
-        if own is None:
+        if own is None and has_alternatives:
             alternatives.append(TopTokenLogprob(text, logprob, raw))
         items.append(TokenLogprob(text, logprob, token_id, raw, alternatives))
     return items
@@ -120,9 +122,9 @@ def chat_logprobs(items: Sequence[TokenLogprob]) -> bytes:
     return json_line({"content": items, "refusal": None})
 
 
-class ChatLogprobPieces(dict[int, tuple[bytes, bytes, bytes]]):
+class ChatLogprobPieces(dict[int, tuple[bytes, bytes]]):
     """`chat_logprobs` of one token without alternatives, the shape of nearly every streamed chunk: token id -> what stands
-    before, between and behind its log probability, which is said twice.
+    before and behind its log probability.
 
     Filled on demand; only ids below `size` are kept.
     """
@@ -133,21 +135,20 @@ class ChatLogprobPieces(dict[int, tuple[bytes, bytes, bytes]]):
         super().__init__()
         self._token_text, self._token_bytes, self._size = token_text, token_bytes, size
 
-    def __missing__(self, token_id: int) -> tuple[bytes, bytes, bytes]:
+    def __missing__(self, token_id: int) -> tuple[bytes, bytes]:
         text, raw = self._token_text(token_id), list(self._token_bytes(token_id))
-        own = TokenLogprob(text, _MARK, token_id, raw, [TopTokenLogprob(text, _MARK, raw)])
-        # Inside a text the quotes of the member's name would be escaped, so only the two members are found.
-        before, between, behind = [part + _MEMBER for part in chat_logprobs([own]).split(_MEMBER + _encode(_MARK))]
-        behind = behind[: -len(_MEMBER)]
+        own = TokenLogprob(text, _MARK, token_id, raw, [])
+        # Inside a text the quotes of the member's name would be escaped, so only the member is found.
+        before, behind = chat_logprobs([own]).split(_MEMBER + _encode(_MARK))
+        before += _MEMBER
         if 0 <= token_id < self._size:
-            self[token_id] = before, between, behind
-        return before, between, behind
+            self[token_id] = before, behind
+        return before, behind
 
     def line(self, token_id: int, logprob: float) -> bytes:
         """Return `chat_logprobs([...])` of this token."""
-        before, between, behind = self[token_id]
-        number = _encode(finite(logprob))
-        return before + number + between + number + behind
+        before, behind = self[token_id]
+        return before + _encode(finite(logprob)) + behind
 
 
 _encode: Final = Encoder().encode

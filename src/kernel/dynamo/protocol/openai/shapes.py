@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 I32: TypeAlias = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 I64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -150,9 +150,22 @@ class ChosenFunction(Struct):
     name: str
 
 
-class NamedToolChoice(Struct):
+class AllowedTool(Struct):
     function: ChosenFunction
     type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct):
+    tools: list[AllowedTool]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class NamedToolChoice(Struct):
+    """One function; or, until decoding has narrowed the tools, several that may be called."""
+
+    function: ChosenFunction | UnsetType = UNSET
+    type: Literal["function", "allowed_tools"] = "function"
+    allowed_tools: AllowedTools | UnsetType = UNSET
 
 
 class JsonSchemaFormat(Struct):
@@ -275,6 +288,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     # What decoding found, not what the client sent. They live in the instance's `__dict__`, outside the struct's
     # fields, so that no JSON key can set them.
     unsupported: ClassVar[tuple[str, ...]] = ()  # unknown top-level keys, in order; `validation` refuses them
+    ignored: ClassVar[tuple[str, ...]] = ()  # unknown top-level keys that mean nothing here (`foreign_members`)
     repaired: ClassVar[bool] = False  # the body was not strict JSON and was mended: worth a warning
 
     key_owner: ClassVar[str | None] = None  # set on a request that came with a key: whose it is
@@ -465,7 +479,7 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
         if choice is None:
             return None
         if isinstance(choice, NamedToolChoice):
-            return choice.function.name
+            return None if choice.function is UNSET else choice.function.name
         return REQUIRED if choice == "required" else None
 
     @property
@@ -488,7 +502,7 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
         """How many alternatives per token to report; None: no log probabilities at all."""
         if self.logprobs is not True:
             return None
-        return 1 if self.top_logprobs is None else self.top_logprobs
+        return 0 if self.top_logprobs is None else self.top_logprobs
 
 
 class CompletionRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):

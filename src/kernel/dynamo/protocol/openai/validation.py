@@ -35,7 +35,7 @@ MAX_OUTPUT_TOKENS: Final = 1_048_576
 MAX_CHOICES: Final = 128  # n, and batch x n
 MAX_STOPS: Final = 32
 MAX_TOP_LOGPROBS: Final = 20
-MAX_COMPLETION_LOGPROBS: Final = 5
+MAX_COMPLETION_LOGPROBS: Final = 20  # OpenAI has 5; engines give 20, and refuse what they do not
 MAX_TOOLS: Final = 1536
 MAX_SUFFIX_CHARACTERS: Final = 10_000
 MAX_GRAMMAR_NESTING: Final = 500
@@ -43,7 +43,11 @@ MIN_EMBEDS_BYTES: Final = 100
 MAX_EMBEDS_BYTES: Final = 10 * 1024 * 1024
 MAX_NAMED_UNSUPPORTED: Final = 16  # unknown keys spelt out in one message; the rest is a count
 LET_PASS: Final = (
-    ". A frontend started with --ignore-unsupported-fields (DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=1) ignores them"
+    ". A frontend with DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=1 in its environment ignores them "
+    "(python -m dynamo.frontend --ignore-unsupported-fields)"
+)
+NOT_STORED: Final = (
+    "`store`: true asks for an answer that is kept, and none is kept on this route: send it to /v1/responses" + LET_PASS
 )
 MAX_LISTED_STRINGS: Final = 1024  # annotations, extra fields, taints: lists that only name things
 
@@ -79,6 +83,7 @@ def validate_chat(request: ChatRequest) -> None:
         _check_stream_options(request)
     if request.unsupported:
         check_supported(request.unsupported)
+    _check_store(request)
     _check_messages(request.messages)
     _check_model(request)
     _check_output_limit(request.max_tokens, "max_tokens")
@@ -91,8 +96,6 @@ def validate_chat(request: ChatRequest) -> None:
             _invalid("The 'top_logprobs' field is only allowed when 'logprobs' is set to true.", "top_logprobs")
     if request.stop is not None:
         _check_stop(request, prefix="")
-    if request.user is not None:
-        _check_user(request)
     if request.tools is not None:
         _check_tools(request.tools)
     if request.response_format is not None:
@@ -116,6 +119,7 @@ def validate_completion(request: CompletionRequest) -> None:
     """
     _check_stream_options(request)
     check_supported(request.unsupported)
+    _check_store(request)
     _check_model(request)
     prompts = _check_prompt(request)
     if not (request.max_tokens == 0 and request.echo):  # then the prompt is the answer
@@ -140,7 +144,6 @@ def validate_completion(request: CompletionRequest) -> None:
     if request.suffix is not None and len(request.suffix) > MAX_SUFFIX_CHARACTERS:
         _invalid(f"Suffix must not exceed {MAX_SUFFIX_CHARACTERS} characters, got {len(request.suffix)}", "suffix")
     _check_stop(request, prefix="Validation: ")
-    _check_user(request)
     _check_response_format(request)
     _check_guided(request)
     _check_nvext(request, prompts=prompts)
@@ -160,6 +163,11 @@ def check_supported(names: Sequence[str]) -> None:
         shown = ", ".join(f"`{name[:64]}`" for name in names[:MAX_NAMED_UNSUPPORTED])
         more = f" and {len(names) - MAX_NAMED_UNSUPPORTED} more" if len(names) > MAX_NAMED_UNSUPPORTED else ""
         _invalid(f"Unsupported parameter(s): {shown}{more}{LET_PASS}", names[0][:64])
+
+
+def _check_store(request: CommonRequest) -> None:
+    if request.store is True:
+        _invalid(NOT_STORED, "store")
 
 
 def _check_model(request: CommonRequest) -> None:
@@ -227,11 +235,6 @@ def _check_stop(request: CommonRequest, *, prefix: str) -> None:
         raise RequestRejected(400, f"{prefix}Stop sequence cannot be empty", param="stop")
     if len({type(item) for item in stop}) > 1:
         raise RequestRejected(400, f"{prefix}Stop must be strings or token ids, not both", param="stop")
-
-
-def _check_user(request: CommonRequest) -> None:
-    if request.user is not None and not request.user.strip():
-        _invalid("User cannot be empty", "user")
 
 
 def _check_guided(request: ChatRequest | CompletionRequest) -> None:

@@ -16,6 +16,7 @@ from dynamo.protocol.openai.body import DEFAULT_LIMITS, BodyLimits, check_messag
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.requests import ChatRequest, validate_chat
 from dynamo.protocol.openai.shapes import JsonObject, JsonSchemaFormat, ResponseFormat, StreamOptions
+from dynamo.protocol.openai.validation import LET_PASS
 from dynamo.protocol.responses.items import ChatConversation
 from dynamo.protocol.responses.output import ItemIds, OutputShape
 from dynamo.protocol.responses.request import ENCRYPTED_REASONING, TEXT_LOGPROBS, ResponsesBody, decode_body
@@ -34,7 +35,7 @@ __all__ = [
 MAX_TOP_LOGPROBS: Final = 20  # more are cut, as in 1.6.1
 
 _SAME: Final = (
-    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "metadata", "service_tier", "store"),
+    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "metadata", "service_tier"),
     *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "chat_template_args", "chat_template_kwargs"),
     *("nvext", "seed", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"),
     *("min_tokens", "ignore_eos", "skip_special_tokens", "priority", "cache_salt"),
@@ -44,6 +45,7 @@ _SAME: Final = (
 FIRST_INPUT_NUMBER: Final = 16**ItemIds.NUMBER_DIGITS // 2  # of the ids of input items; those of the output are below
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 _OTHER_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+_NEEDLESS: Final = frozenset({"tool_search"})  # it finds tools that are loaded late, and all are offered at once
 _MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
 
 
@@ -118,8 +120,10 @@ class ResponsesRequest(ChatRequest, kw_only=True):
         return rejected
 
 
-def decode_responses(body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS) -> ResponsesRequest:
-    """Decode a body into the chat request that serves it.
+def decode_responses(
+    body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS, ignore_unsupported: bool = False
+) -> ResponsesRequest:
+    """Decode a body into the chat request that serves it. `ignore_unsupported`: tools that run elsewhere are left out.
 
     Raises:
         RequestRejected: 400 naming the member, or 422 for what is not built.
@@ -127,6 +131,8 @@ def decode_responses(body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS) -> Res
     asked, mended = decode_body(body, limits=limits)
     _check_built(asked)
     offered = offer_tools(asked.tools, asked.tool_choice)
+    if offered.left_out - _NEEDLESS and not ignore_unsupported:
+        raise _hosted(asked, sorted(offered.left_out - _NEEDLESS))
     conversation = _conversation(asked, offered, ())
     reasoning, text = asked.reasoning, asked.text
     request = ResponsesRequest(messages=conversation.messages, **{name: getattr(asked, name) for name in _SAME})
@@ -234,6 +240,17 @@ def _check_built(asked: ResponsesBody) -> None:
         _not_built("`conversation`", "conversation")
     if asked.prompt is not None:
         _not_built("`prompt`, a template that is stored at the server,", "prompt")
+
+
+def _hosted(asked: ResponsesBody, kinds: Sequence[str]) -> RequestRejected:
+    """Return the rejection of a tool that OpenAI's servers run: without it the model would make up what the tool finds."""
+    named = ", ".join(f"`{kind}`" for kind in kinds[:8])
+    tools = asked.tools or ()
+    place = next((at for at, tool in enumerate(tools) if tool.get("type") in kinds), 0)
+    return _refused(
+        f"tools of type {named} are not served: nothing here runs them. Leave them out, or offer a function{LET_PASS}",
+        f"tools[{place}].type",
+    )
 
 
 def _not_built(what: str, param: str) -> NoReturn:

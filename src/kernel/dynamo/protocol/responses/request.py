@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from dynamo.protocol.openai.body import DEFAULT_LIMITS, BodyLimits, check_depth, deserialisation_error, read_json
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.reader import decoder_of
 from dynamo.protocol.openai.shapes import I32, I64, U32, JsonObject, NvExt
 
 __all__ = ["ENCRYPTED_REASONING", "TEXT_LOGPROBS", "ResponsesBody", "decode_body"]
@@ -116,7 +117,7 @@ class ResponsesBody(Struct, kw_only=True):
         return self.reasoning is not None and self.reasoning.effort == "none"
 
 
-_BODY: Final = msgspec.json.Decoder(ResponsesBody)
+_decode: Final = decoder_of(ResponsesBody)
 
 
 def decode_body(body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS) -> tuple[ResponsesBody, bool]:
@@ -126,7 +127,7 @@ def decode_body(body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS) -> tuple[Re
         RequestRejected: 400, the body is not JSON of the right shape.
     """
     try:
-        decoded, mended = read_json(body, _BODY.decode, limits)
+        decoded, mended = read_json(body, _decode, limits)
     except msgspec.ValidationError as error:
         raise deserialisation_error(error) from error
     check_depth(decoded.free_form(), limits.depth)

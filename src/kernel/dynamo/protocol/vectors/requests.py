@@ -53,6 +53,7 @@ class ResultRequest(Struct, kw_only=True, dict=True):
 
     # What decoding found, as in `CommonRequest`: in the instance's `__dict__`, where no JSON key can set it.
     unsupported: ClassVar[tuple[str, ...]] = ()
+    ignored: ClassVar[tuple[str, ...]] = ()
     repaired: ClassVar[bool] = False
     is_large: ClassVar[bool] = False
     media: ClassVar[RequestMedia | None] = (

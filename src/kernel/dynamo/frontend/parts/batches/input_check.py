@@ -15,6 +15,7 @@ from msgspec import Struct
 from dynamo.frontend.parts.batches.directory import sync_directory
 from dynamo.protocol.batches.lines import BatchLine, check_line, count_inputs, decode_line
 from dynamo.protocol.batches.objects import BatchErrorEntry
+from dynamo.protocol.openai.body import BYTE_ORDER_MARK
 
 __all__ = ["MAX_ERRORS", "MAX_LINES", "CheckedInput", "LineReader", "check_input", "has_places"]
 
@@ -46,6 +47,8 @@ def check_input(source: Path, work: Path, endpoint: str, *, max_line_bytes: int)
             while line := file.readline(max_line_bytes + 1):
                 number += 1
                 begin = file.tell() - len(line)
+                if number == 1 and line.startswith(BYTE_ORDER_MARK):
+                    line, begin = line[len(BYTE_ORDER_MARK) :], begin + len(BYTE_ORDER_MARK)
                 error: BatchErrorEntry | None = None
                 if len(line) > max_line_bytes and not line.endswith(b"\n"):
                     text = f"A line may have at most {max_line_bytes} bytes."
