@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dynamo.errors import StreamIncomplete
 from dynamo.router.dispatch import RoutedStream
 from dynamo.router.failover import NO_WAIT, DispatchLimits, DispatchRequest
+from dynamo.router.record import DispatchRecord
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import END_INDEX, INITIAL_CREDITS, StreamItem
 from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
@@ -333,7 +334,7 @@ async def test_a_routed_stream_opens_the_lane_of_its_worker_s_stream() -> None:
     """Else every token takes the long way, and no other test would notice."""
     wire = Wire()
     stream = wire.open()
-    request = DispatchRequest({}, [], record=Any, timer=Any, limits=DispatchLimits())  # type: ignore[arg-type]
+    request = DispatchRequest({}, [], record=DispatchRecord(), timer=Any, limits=DispatchLimits())  # type: ignore[arg-type]
     pool = SimpleNamespace(pool=None, worker_wait=NO_WAIT, queries_of_death=None, stages=())
     routed = RoutedStream(pool, request, Context("r"))  # type: ignore[arg-type]
     routed._stream = stream

@@ -213,7 +213,7 @@ class Fail(Struct, frozen=True):
 Instruction = Choose | OpenStream | Read | Wait | NextStage | Finish | Fail
 
 
-class CourseRules(Struct, frozen=True):
+class CourseRules(Struct, frozen=True, omit_defaults=True):
     """What holds for a course from its beginning to its end."""
 
     role: str = "generate"  # or "encode", "prefill", "route"

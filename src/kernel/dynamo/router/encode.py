@@ -85,6 +85,7 @@ class EncodeRouter:
         None: the request was cancelled first. Raises why the last worker failed.
         """
         leg = _EncodeLeg(self, body, job)
+        job.record.courses.append(leg.course)
         await drive(leg.course, leg)
         if (found := leg.encoded) is None:
             return None

@@ -99,7 +99,9 @@ class PrefillJob(NamedTuple):
 
     def course(self, retries: int = 0) -> Course:
         """Return the course of the request through prefill workers: it may try up to `retries` others."""
-        return Course(CourseRules("prefill", retries, is_pinned=self.pinned is not None, readmits_full=False))
+        course = Course(CourseRules("prefill", retries, is_pinned=self.pinned is not None, readmits_full=False))
+        self.record.courses.append(course)
+        return course
 
 
 class PrefillRouter:

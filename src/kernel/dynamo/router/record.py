@@ -9,6 +9,7 @@ from msgspec import Struct
 from dynamo.errors import DynamoException
 from dynamo.placement import Placement
 from dynamo.placement.prefill_bypass import BypassVerdict
+from dynamo.router.course import Course
 from dynamo.router.migration import Move
 from dynamo.runtime.calls.request_plane.base import Instance
 
@@ -30,11 +31,12 @@ class DispatchRecord:
     """The workers that served one request, and its moves between them."""
 
     __slots__ = (
-        "bypass", "encode_instance_id", "failed_attempts", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "queued_seconds", "sequences",
+        "bypass", "courses", "encode_instance_id", "failed_attempts", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "queued_seconds", "sequences",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.moves: list[Move] = []  # bounded by the retries and the number of choices
+        self.courses: list[Course] = []  # of the choices and of the stages before them: what was decided, and why
         self.instances: list[Instance] = []  # the workers that answered
         self.failed_attempts: tuple[FailedAttempt, ...] = ()  # bounded as the moves are
         self.encode_instance_id: int | None = None  # the worker that encoded the media, if one did

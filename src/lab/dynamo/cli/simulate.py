@@ -24,18 +24,20 @@ __all__ = ["main"]
 
 EXIT_FINDINGS: Final = 1
 MAX_JOBS: Final = 256
+MAX_REPLAY_BYTES: Final = 16 * 1024 * 1024
 RUNS_WORTH_A_PROCESS: Final = 50  # a process takes about as long to start as for so many runs
 
 _EPILOG: Final = """\
 Every run is a cluster of its own: frontends, workers, clients and faults drawn from the seed. The same seed is the same
 run, on any machine. A failing seed is shrunk to the faults and requests that matter. Exit status: 0 every promise was
-kept, 1 one was broken, 2 an error of use.
+kept (with --replay: every decision is the recorded one), 1 one was not, 2 an error of use.
 
 example:
   dynamo simulate --runs 1000
   dynamo simulate --runs 1 --seed 42 --trace
   dynamo simulate --seed 42 --print-plan > plan.toml
   dynamo simulate --runs 1 --seed 42 --plan plan.toml
+  dynamo simulate --replay bundle.json
 """
 
 
@@ -55,6 +57,8 @@ class SimulateFlags:
     print_plan: bool = setting(False, None, switch, "Print the faults of `--seed` as a chaos plan, and leave",
         flag="--print-plan", negative="")
     json: Path | None = setting(None, None, path, "Write the report to this file, too", flag="--json")
+    replay: Path | None = setting(None, None, path, "Run the courses of a [failure bundle](recording.md#failed-requests) "
+        "again, decide each step anew, and leave", flag="--replay")
     trace: bool = setting(False, None, switch, "Print what happened in every run, line by line", flag="--trace",
         negative="")
     # fmt: on
@@ -73,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the campaign; the exit status."""
     given = build_parser().parse_args(list(argv))
     options = read_settings(SimulateFlags, {}, vars(given))
+    if options.replay is not None:
+        return _replay(options.replay)
 
     from dynamo.chaos.plan import plan_text
     from dynamo.testing.simulation import ALL_KINDS, FaultKind, Outcome, draw, run_scenario, simulate
@@ -126,6 +132,27 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return EXIT_FINDINGS
     return 0
+
+
+def _replay(path: Path) -> int:
+    """Show how the requests of a file were decided, each step decided anew; return the exit status."""
+    from dynamo.router.course_log import read_courses, replay, step_line
+
+    try:
+        with path.open("rb") as file:
+            runs = [(course, replay(course)) for course in read_courses(file.read(MAX_REPLAY_BYTES))]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--replay: {path}: {error}") from None
+    differences = 0
+    for number, (course, steps) in enumerate(runs, 1):
+        print(f"course {number}: {course.rules.role}, {course.rules.retries} retries, {course.state or 'unknown'}")
+        for step, recorded in zip(steps, course.steps, strict=True):
+            print(" ", step_line(step))
+            if step != recorded:
+                differences += 1
+                print(f"  but then it was: {json.dumps(recorded.then)}")
+    print(f"{len(runs)} courses, {sum(len(steps) for _, steps in runs)} steps, {differences} decided otherwise")
+    return EXIT_FINDINGS if differences else 0
 
 
 def _again(seed: int, faults: str | None) -> str:

@@ -11,6 +11,8 @@ import pytest
 from dynamo.errors import Disconnected, Unknown
 from dynamo.frontend.parts.recording.failures import FailureRing
 from dynamo.frontend.parts.recording.settings import RecordingSettings
+from dynamo.router.course import Course, CourseRules, Event, Instruction
+from dynamo.router.course_log import read_courses, replay
 from support.frontend_cluster import Cluster, cluster, fail, say
 
 PROMPT = "a marker that nothing else contains"
@@ -80,6 +82,33 @@ async def test_a_migrated_request_that_fails_in_the_end_names_every_attempt(tmp_
     assert [attempt["error"] for attempt in bundle["attempts"]] == ["Disconnected: the worker is gone"] * 2
     assert [move["after_first_token"] for move in bundle["moves"]] == [True, True]
     assert len(bundle["workers"]) == 2
+
+
+async def test_the_course_of_a_failed_request_is_kept_and_decides_the_same_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    step = Course.step
+
+    def noted(course: Course, event: Event) -> Instruction:
+        made.append(type(instruction := step(course, event)).__name__)
+        return instruction
+
+    async with cluster(tmp_path) as house:
+        for _ in range(2):
+            await house.worker(fail(Disconnected(f"lost over {PROMPT!r}")))
+        monkeypatch.setattr(Course, "step", noted)
+        await house.client.chat(PROMPT)
+        monkeypatch.undo()
+        bundle = only_bundle(house)
+    (course,) = read_courses(json.dumps(bundle).encode())
+    steps = replay(course)
+    made = made[: len(steps)]  # the bundle itself was made by another run of it
+    assert [str(each.then["is"]).replace("_", "") for each in steps] == [each.lower() for each in made]
+    assert made == ["OpenStream", "Read", "Choose", "OpenStream", "Read", "Choose", "Fail"]
+    assert steps == course.steps
+    assert (course.rules, course.state) == (CourseRules(retries=3), "failed")
+    assert "marker" not in json.dumps(bundle["courses"])
 
 
 async def test_content_is_kept_where_that_was_asked_for(tmp_path: Path) -> None:

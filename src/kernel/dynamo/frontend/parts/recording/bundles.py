@@ -7,8 +7,10 @@ send the request again. It holds no key, no header that could carry one, and no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
 
 from dynamo.frontend.base.stage_timer import STAGES
 from dynamo.frontend.parts.recording.failures import BUNDLE_SCHEMA, FailedRequest, FailureRing
@@ -18,6 +20,8 @@ from dynamo.frontend.parts.recording.request_shape import content_texts, decode_
 from dynamo.frontend.parts.recording.scrubber import ContentScrubber
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import SERVING_HEADERS
+from dynamo.router.course import Course, CourseState
+from dynamo.router.course_log import course_record
 from dynamo.router.kv.explain import explain_placement
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ SHAPED_BODY_BYTES: Final = 64 * 1024
 
 CONTENT_BODY_BYTES: Final = 256 * 1024  # where content is kept
 MAX_MESSAGE_CHARACTERS: Final = 1000
+MAX_COURSES: Final = 8  # of a bundle: each choice has one, and one for each stage
 _HEADERS: Final = frozenset({"anthropic-beta", "anthropic-version", "user-agent"}) | SERVING_HEADERS
 _MAX_HEADER: Final = 256
 _PHASES: Final = ("received", "admitted", "preprocessed", "dispatched", "streaming")
@@ -202,10 +207,16 @@ def _what_came(tally: Tally, began: float, clean: Callable[[str], str]) -> dict[
             for move in tally.moves
         ],
         "routing": chosen,
+        "courses": msgspec.to_builtins([course_record(each, clean) for each in _telling(tally.courses)]),
     }  # fmt: skip
     if tally.queued_seconds:
         found["queued_ms"] = _ms(tally.queued_seconds)
     return found
+
+
+def _telling(courses: Sequence[Course]) -> Sequence[Course]:
+    """Return the courses that a bundle keeps: those that failed before the others, in their order."""
+    return sorted(courses, key=lambda course: course.state is not CourseState.FAILED)[:MAX_COURSES]
 
 
 def _what_went_wrong(error: BaseException, rejected: RequestRejected) -> str:
