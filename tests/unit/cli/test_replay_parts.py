@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.cli.replay.answers import ReplayedAnswer, read_body, read_stream
+from dynamo.cli.replay.command import chosen_requests, main
 from dynamo.cli.replay.comparing import compare, table
+from dynamo.cli.replay.flags import ResendFlags
+from dynamo.cli.replay.paths import inference_paths
 from dynamo.cli.replay.sending import ResentRequest, filled
+from dynamo.cli.usage import UsageError
+from dynamo.engines.recorded import files
 from dynamo.engines.recorded.files import RecordedRequest, read_recordings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.recording.request_shape import shape_of
@@ -66,6 +71,93 @@ def test_a_file_of_something_else_is_refused_by_line(content: str, what: str, tm
     file.write_text(content)
     with pytest.raises(InvalidArgument, match=what):
         read_recordings([file])
+
+
+@each_case(
+    "members,what",
+    [
+        ({"request_received_ms": "inf"}, "not a time"),
+        ({"request_received_ms": 10**400}, "OverflowError"),
+        ({"http_status": "200"}, "not a number: str"),
+        ({"ttft_ms": []}, "not a number: list"),
+        ({"finish_reason_metadata": "x"}, "AttributeError"),
+    ],
+)
+def test_a_record_whose_figures_are_none_is_refused_by_line(
+    members: dict[str, Any], what: str, tmp_path_factory: Any
+) -> None:
+    file = tmp_path_factory.mktemp("f") / "f.jsonl"
+    file.write_text(line("request_end", request={**END, **members}))
+    with pytest.raises(InvalidArgument, match=f"line 1: not a record of requests: .*{what}"):
+        read_recordings([file])
+
+
+def test_a_line_that_nests_without_end_is_refused_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "f.jsonl"
+    file.write_text("[" * 200_000 + "\n{}")
+    with pytest.raises(InvalidArgument, match="line 1: not a JSON object"):
+        read_recordings([file])
+
+
+def test_a_compressed_file_is_unpacked_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_UNPACKED_BYTES", 4 << 20)
+    file = tmp_path / "bomb.jsonl.gz"
+    file.write_bytes(gzip.compress(b" " * (5 << 20)))
+    with pytest.raises(InvalidArgument, match="unpacks to more than 4 MiB"):
+        read_recordings([file])
+
+
+def test_members_of_a_compressed_file_are_read_one_after_the_other(tmp_path: Path) -> None:
+    file = tmp_path / "f.jsonl.gz"
+    lines = [line("request_end", request={**END, "request_id": id}) + "\n" for id in ("r1", "r2")]
+    file.write_bytes(b"\0\0".join(gzip.compress(each.encode()) for each in lines))
+    assert [request.id for request in read_recordings([file])] == ["r1", "r2"]
+
+
+def recorded(path: str) -> RecordedRequest:
+    return RecordedRequest("r", path=path, status=200, body={})
+
+
+@each_case(
+    "path",
+    [
+        "/admin/v1/workers/1/drain", "/engine/sleep", "/v1/chat/completions/", "//v1/chat/completions",
+        "/v1/chat/completions HTTP/1.1\r\nx: y", "/v1/batches", "",
+    ],
+)  # fmt: skip
+def test_only_requests_of_inference_routes_are_sent_again(path: str) -> None:
+    chat, stranger = recorded("/v1/chat/completions"), recorded(path)
+    paths = inference_paths({})
+    assert chosen_requests([stranger, chat, stranger], ResendFlags(), paths) == [chat]
+    with pytest.raises(UsageError):
+        chosen_requests([stranger], ResendFlags(), paths)
+
+
+def test_a_route_that_a_setting_moves_is_replayed_too() -> None:
+    paths = inference_paths({"DYN_HTTP_SVC_CHAT_PATH": "/llm/chat"})
+    assert {"/llm/chat", "/v1/chat/completions", "/v1/messages"} <= paths
+
+
+def test_what_a_stranger_wrote_is_printed_without_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "f.jsonl"
+    id = "\x1b]0;title\x07\x1b[2J"
+    file.write_text(
+        "".join(
+            line(kind, **{member: {**END, "request_id": id, "request": {"model": "m"}}}) + "\n"
+            for kind, member in (("request_end", "request"), ("request_payload", "payload"))
+        )
+    )
+
+    async def send_all(requests: list[RecordedRequest], *_: object) -> list[ResentRequest]:
+        return [ResentRequest(request, ReplayedAnswer(500)) for request in requests]
+
+    monkeypatch.setattr("dynamo.cli.replay.command.send_all", send_all)
+    assert main([str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert "\\x1b]0;title" in shown
+    assert all(each.isprintable() for each in shown.splitlines())
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ The records of one request (`request_end`, `request_stream`, `request_payload`) 
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from msgspec import Struct, field
 
@@ -21,8 +20,14 @@ __all__ = ["RecordedRequest", "read_recordings"]
 
 TRACE_SCHEMA: Final = "dynamo.request.trace.v1"
 BUNDLE_SCHEMA: Final = "dynamo.failure.v1"
-MAX_LINE_BYTES: Final = 256 * 1024 * 1024
+MAX_UNPACKED_BYTES: Final = 1024 * 1024 * 1024
+"""What one compressed file may unpack to: four times the size at which a recorder begins a new file by default. A megabyte of
+gzip can hold a gigabyte, and a recording may come from a stranger."""
+
+_PIECE_BYTES: Final = 1024 * 1024
 _GZIP: Final = b"\x1f\x8b"
+
+T = TypeVar("T")
 
 
 class RecordedRequest(Struct):
@@ -58,7 +63,7 @@ def read_recordings(paths: Iterable[Path]) -> list[RecordedRequest]:
         for number, line in _objects(path):
             try:
                 _take(found, line)
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
                 raise InvalidArgument(f"{path}, line {number}: not a record of requests: {error!r}") from error
     return sorted(found.values(), key=lambda request: request.received_ms)
 
@@ -70,7 +75,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
     if data[:2] == _GZIP:
-        data = _unpacked(data)
+        data = _unpacked(data, path)
     whole = _json(data)
     if isinstance(whole, dict):  # one object over several lines, such as a bundle that a person has saved
         yield 1, whole
@@ -88,28 +93,33 @@ def _objects(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise InvalidArgument(f"{path}, line 1: not a JSON object")
 
 
-def _unpacked(data: bytes) -> bytes:
-    """Return what a compressed file holds, up to where it was torn."""
+def _unpacked(data: bytes, path: Path) -> bytes:
+    """Return what a compressed file holds, up to where it was torn. Raises InvalidArgument."""
     pieces: list[bytes] = []
+    size, rest = 0, data
     try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            while piece := file.read(1 << 20):
-                pieces.append(piece)
-    except (EOFError, OSError, zlib.error):
-        pass  # what came before the tear is in `pieces`
-    if not pieces:
-        unpacker = zlib.decompressobj(wbits=31)
-        try:
-            pieces.append(unpacker.decompress(data))
-        except zlib.error as error:
-            raise InvalidArgument(f"not a compressed recording: {error}") from error
+        while rest:  # a file is one member after the other: each process that appended began its own
+            unpacker = zlib.decompressobj(wbits=31)
+            while rest and not unpacker.eof:
+                pieces.append(unpacker.decompress(rest, _PIECE_BYTES))
+                rest = unpacker.unconsumed_tail
+                size += len(pieces[-1])
+                if size > MAX_UNPACKED_BYTES:
+                    raise InvalidArgument(
+                        f"{path} unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB; unpack it, and replay it in parts"
+                    )
+            rest = unpacker.unused_data.lstrip(b"\0")  # padding between members
+    except zlib.error as error:
+        if not pieces:
+            raise InvalidArgument(f"{path} is not a compressed recording: {error}") from error
+        # What came before the tear is in `pieces`.
     return b"".join(pieces)
 
 
 def _json(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return None
 
 
@@ -138,16 +148,18 @@ def _of(found: dict[str, RecordedRequest], record: Mapping[str, Any]) -> Recorde
     if made is None:
         made = found[id] = RecordedRequest(id)
     if "request_received_ms" in record:
-        made.received_ms = float(record["request_received_ms"])
+        made.received_ms = _time(record["request_received_ms"])
     return made
 
 
 def _take_end(made: RecordedRequest, record: Mapping[str, Any]) -> None:
     made.path, made.model = str(record.get("path", "")), str(record.get("model") or made.model)
-    made.status = record.get("http_status")
+    made.status = _number(record.get("http_status"), int)
     made.error = str(record.get("error") or "")
-    made.input_tokens, made.output_tokens = record.get("input_tokens"), record.get("output_tokens")
-    made.ttft_ms, made.total_ms = record.get("ttft_ms"), record.get("total_time_ms")
+    made.input_tokens, made.output_tokens = (
+        _number(record.get(name), int) for name in ("input_tokens", "output_tokens")
+    )
+    made.ttft_ms, made.total_ms = (_number(record.get(name), int, float) for name in ("ttft_ms", "total_time_ms"))
     made.finish_reason = (record.get("finish_reason_metadata") or {}).get("finish_reason")
     if made.body is None and isinstance(record.get("parameters"), dict):
         made.body = dict(record["parameters"])
@@ -164,7 +176,7 @@ def _take_payload(made: RecordedRequest, record: Mapping[str, Any]) -> None:
     made.path, made.model = str(record.get("path") or made.path), str(record.get("model") or made.model)
     made.keys = list(record.get("content_keys") or made.keys)
     if made.status is None:
-        made.status = record.get("http_status")
+        made.status = _number(record.get("http_status"), int)
     if isinstance(record.get("request"), dict):
         made.body, made.is_whole = dict(record["request"]), True
     if isinstance(record.get("response"), dict):
@@ -177,14 +189,30 @@ def _of_bundle(bundle: Mapping[str, Any]) -> RecordedRequest:
     body = request.get("body")
     return RecordedRequest(
         id=str(bundle["id"]),
-        received_ms=float(bundle["at_ms"]) - float(bundle.get("elapsed_ms", 0)),
+        received_ms=_time(bundle["at_ms"]) - _time(bundle.get("elapsed_ms", 0)),
         path=str(request["path"]),
         model=str(request.get("model") or ""),
         status=int(error["status"]),
         error=str(error.get("answered") or error.get("message") or ""),
         body=dict(body) if isinstance(body, dict) else None,
         is_whole=request.get("content") == "whole",
-        input_tokens=tokens.get("input"),
-        output_tokens=tokens.get("output"),
-        total_ms=bundle.get("elapsed_ms"),
+        input_tokens=_number(tokens.get("input"), int),
+        output_tokens=_number(tokens.get("output"), int),
+        total_ms=_number(bundle.get("elapsed_ms"), int, float),
     )
+
+
+def _time(value: Any) -> float:
+    """Return a time in milliseconds. Raises ValueError for one at which nothing can be sent."""
+    if not math.isfinite(made := float(value)):
+        raise ValueError(f"not a time: {made}")
+    return made
+
+
+def _number(value: Any, *kinds: type[T]) -> T | None:
+    """Return a number, or None where there is none. Raises TypeError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, kinds):
+        return value
+    raise TypeError(f"not a number: {type(value).__name__}")

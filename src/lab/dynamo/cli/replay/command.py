@@ -7,25 +7,28 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.replay.comparing import as_json, compare_all, table
 from dynamo.cli.replay.flags import ResendFlags
+from dynamo.cli.replay.paths import inference_paths
 from dynamo.cli.replay.sending import ResentRequest, SendLimits, send_all
 from dynamo.cli.usage import UsageError
 from dynamo.engines.recorded.files import RecordedRequest, read_recordings
 from dynamo.errors import InvalidArgument
+from dynamo.runtime.observe.log_text import one_line
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 
-__all__ = ["build_parser", "main"]
+__all__ = ["build_parser", "chosen_requests", "main"]
 
 EXIT_DIFFERENT: Final = 1
 PROGRESS_SECONDS: Final = 2.0
+_SHOWN_PATH: Final = 128
 
 _DESCRIPTION: Final = "Send recorded requests again and compare the answers, or answer requests from a recording."
 _EPILOG: Final = """\
@@ -62,9 +65,9 @@ def main(argv: list[str]) -> int:
     if flags.serve:
         return _serve(given.files, flags)
     try:
-        requests = _chosen(read_recordings(given.files), flags)
+        requests = chosen_requests(read_recordings(given.files), flags, inference_paths(os.environ))
     except InvalidArgument as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(one_line(str(error))) from error
     headers = {"Authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
     target = Target.of(flags.url, headers=headers)
     limits = SendLimits(0.0 if flags.as_fast_as_possible else flags.speed, flags.concurrency, flags.timeout_seconds)
@@ -72,16 +75,24 @@ def main(argv: list[str]) -> int:
     if flags.json:
         print(json.dumps(as_json(found), indent=2))
     else:
-        print("\n".join(table(found)))
+        print("\n".join(map(one_line, table(found))))  # ids and texts of a stranger's file must not steer the terminal
     return EXIT_DIFFERENT if any(each.differences for each in found) else 0
 
 
-def _chosen(requests: Sequence[RecordedRequest], flags: ResendFlags) -> list[RecordedRequest]:
-    """Return the requests that are to be sent. Raises UsageError where there are none."""
+def chosen_requests(
+    requests: Sequence[RecordedRequest], flags: ResendFlags, paths: Collection[str]
+) -> list[RecordedRequest]:
+    """Return the requests that are to be sent: those of `paths`. Raises UsageError where there are none."""
     # What its client gave up on has no answer to compare with.
     found = [request for request in requests if request.body is not None and request.path and request.status != 499]
     if not found:
         raise UsageError(f"none of {len(requests)} recorded requests can be sent: their bodies were not recorded")
+    if foreign := [request.path for request in found if request.path not in paths]:
+        found = [request for request in found if request.path in paths]
+        text = f"{len(foreign)} recorded requests are left out: {one_line(foreign[0], _SHOWN_PATH)!r} is not an inference route"
+        if not found:
+            raise UsageError(text)
+        print(text, file=sys.stderr)
     if flags.only is not None:
         found = [request for request in found if request.id.startswith(flags.only)]
         if not found:
