@@ -319,3 +319,43 @@ async def test_a_client_that_leaves_before_its_answer_is_complete_is_reported_on
             writer.close()
             await gone.wait()
     assert left == ["/left", "late"]
+
+
+UPGRADE = ("connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AA")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+async def test_pipelined_requests_that_ask_for_another_protocol_are_answered_as_they_are(count: int) -> None:
+    async with serving(hello) as (service, counts):
+        answer = await ask(service, get("/", "1.1", *UPGRADE) * count + get("/", "1.1", "connection: close"))
+        assert (answer.count(b"HTTP/1.1 200 OK"), counts) == (count + 1, Counter())
+
+
+async def test_more_of_them_than_may_wait_are_refused_by_the_limit() -> None:
+    async with serving(hello) as (service, counts):
+        await ask(service, get("/", "1.1", *UPGRADE) * 200)
+        assert counts == Counter({"pipeline": 1})
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\r\nhost: a\r\n\r\n",
+        b"GET / HTTP/1.0\r\nhost: a\r\nHost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a/b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: user@a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a b\r\n\r\n",
+    ],
+)
+async def test_a_request_names_one_host(head: bytes) -> None:
+    async with serving(hello) as (service, counts):
+        assert (await ask(service, head)).startswith(b"HTTP/1.1 400 ")
+        assert counts == Counter({"malformed": 1})
+
+
+@pytest.mark.parametrize("host", ["", "a", "a.b:8000", "[::1]:8000", "10.0.0.7", "my_service.ns.svc:80", "x-y.z."])
+async def test_usual_hosts_are_taken(host: str) -> None:
+    async with serving(hello) as (service, _):
+        head = f"GET / HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+        assert (await ask(service, head)).startswith(b"HTTP/1.1 200 ")

@@ -265,9 +265,9 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
         (b"GET /health HTTP/1.1\r\nx: " + b"a" * (8 * LIMITS.header_limit_bytes), 431),
         (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * LIMITS.header_limit_bytes, 431),
         (b"GET /" + b"a" * (8 * LIMITS.header_limit_bytes), 431),
-        (b"POST /engine/x HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (LIMITS.body_limit_bytes + 1), 413),
+        (b"POST /engine/x HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (LIMITS.body_limit_bytes + 1), 413),
         (b"rubbish\r\n\r\n", 400),
-        (b"POST /engine/x HTTP/1.1\r\ncontent-length: x\r\n\r\n", 400),
+        (b"POST /engine/x HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01", 400),
     ],
 )

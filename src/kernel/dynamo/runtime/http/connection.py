@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections import deque
 from functools import lru_cache, partial
@@ -38,6 +39,11 @@ KNOWN_URL_BYTES: Final = 128  # a longer URL is taken apart each time
 
 _Address: TypeAlias = tuple[str, int] | None
 _HOP: Final = frozenset({b"upgrade", b"connection", b"http2-settings"})
+_HOST: Final = re.compile(rb"[\w.\-~!$&'()*+,;=%:\[\]]*")
+"""RFC 9112, section 3.2: a request with two Host headers, one that is no host, or in HTTP/1.1 none is a 400. Two would let a proxy
+in front and the checks behind it each read another one."""
+
+_WRONG_HOST: Final = Rejection(400, "The request needs one Host header with a valid name", "malformed")
 _WAITING, _HEAD, _BODY, _ANSWERING, _LEAVING = ConnectionPhase  # an attribute less at each test
 
 
@@ -133,10 +139,12 @@ class HttpConnection(asyncio.Protocol):
         if watch.phase is _BODY:
             request.raw_bytes += len(data)
         try:
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                self._read_on_without_upgrade(data[upgrade.args[0] :])
+            while True:  # as many requests of one read may ask for another protocol as `pipeline_limit` lets wait
+                try:
+                    self._parser.feed_data(data)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             if not self._is_refused:
                 logger.debug("a request that is not valid HTTP: %s", error)
@@ -183,6 +191,8 @@ class HttpConnection(asyncio.Protocol):
             size = len(request.url) + sum([len(name) + len(value) for name, value in request.headers])
             if size > limits.header_limit_bytes:
                 self._stop(limits.head_too_long())
+        if not _has_one_host(request.headers, self._parser.get_http_version()):
+            self._stop(_WRONG_HOST)
         if self._parser.should_upgrade():
             if self._parser.get_method() == b"CONNECT":
                 raise _Stop
@@ -241,8 +251,8 @@ class HttpConnection(asyncio.Protocol):
             "state": {},
         }
 
-    def _read_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the request again as if it requested no other protocol, which is how HTTP lets a server decline.
+    def _without_upgrade(self, rest: bytes) -> bytes:
+        """Return the request as if it requested no other protocol, and `rest`: so HTTP lets a server decline.
 
         The parser leaves the body of such a request out. Clients that prefer HTTP/2 (Java's) send one with every POST.
         """
@@ -250,7 +260,7 @@ class HttpConnection(asyncio.Protocol):
         kept = [b"%b: %b\r\n" % header for header in self._request.headers if header[0] not in _HOP]
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._request.url, version, b"".join(kept))
         self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(head + rest)
+        return head + rest
 
     # -- answers ---------------------------------------------------------------------------------------------------------
 
@@ -358,6 +368,13 @@ class HttpConnection(asyncio.Protocol):
         if transport.can_write_eof():
             transport.write_eof()
         self._watch.arm()
+
+
+def _has_one_host(headers: list[tuple[bytes, bytes]], version: str) -> bool:
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) != 1:
+        return not hosts and version != "1.1"
+    return _HOST.fullmatch(hosts[0]) is not None
 
 
 def _split(url: bytes) -> tuple[str, bytes, bytes]:
