@@ -101,6 +101,58 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
+# -- shares of peers ----------------------------------------------------------------------------------------------
+
+
+def flood(core: ServerCore, peer: str, count: int) -> list[RecordingSink]:
+    sinks = [RecordingSink() for _ in range(count)]
+    for number, sink in enumerate(sinks):
+        core.dispatch(PATH, f"{peer}{number}", Context(), sink, peer)
+    return sinks
+
+
+async def test_a_flood_of_one_peer_leaves_a_running_place_for_another() -> None:
+    core, gate = limited(16, 100), Gate()
+    core.register(PATH, gate.handle)
+    core.shares.joined("a")
+    core.shares.joined("b")
+    flood(core, "a", 60)
+    await turns()
+    assert core.running == 14
+    flood(core, "b", 1)
+    await turns()
+    assert "b0" in gate.entered
+    assert len([each for each in gate.entered if each[0] == "a"]) == 14
+    gate.open.set()
+    await turns(20)
+    assert (len(gate.entered), core.running, core.queued) == (61, 0, 0)
+
+
+async def test_a_peer_that_is_alone_has_all_running_places() -> None:
+    core, gate = limited(16, 100), Gate()
+    core.register(PATH, gate.handle)
+    core.shares.joined("a")
+    core.shares.joined("b")
+    core.shares.left("b")
+    flood(core, "a", 60)
+    await turns()
+    assert core.running == 16
+    gate.open.set()
+    await turns(20)
+
+
+async def test_places_that_few_peers_compete_for_are_not_divided() -> None:
+    core, gate = limited(4, 100), Gate()
+    core.register(PATH, gate.handle)
+    core.shares.joined("a")
+    core.shares.joined("b")
+    flood(core, "a", 10)
+    await turns()
+    assert core.running == 4
+    gate.open.set()
+    await turns(20)
+
+
 # -- paths --------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # Requests that wait for a place, one line per connection: the lines are served in turn, and a full queue shrinks the
 # longest.
 
+
+_NONE: Final = object()  # an owner without a line
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -69,9 +71,10 @@ class FairQueue(Generic[Item]):
         line[item] = None
         self._count += 1
 
-    def pop(self) -> Item:
-        """Take the first item of the line whose turn it is. Raises KeyError when nothing waits."""
-        owner, line = self._lines.popitem(last=False)
+    def pop(self, may_go: Callable[[Hashable], bool] | None = None) -> Item:
+        """Take the first item of the line whose turn it is, of those whose owner `may_go`. Raises KeyError when none is."""
+        owner = next((owner for owner in self._lines if may_go is None or may_go(owner)), _NONE)
+        line = self._lines.pop(owner)
         item, _ = line.popitem(last=False)
         self._count -= 1
         if line:
@@ -113,7 +116,54 @@ STARTS_PER_TURN: Final = 64
 """Requests that start in one turn of the event loop. The first step of each runs in the next turn, so this is how long
 everything else of the process waits for them: a few milliseconds."""
 
+TIMES_FREE: Final = 7
+"""A peer may hold so many times the places that are free: 7 of 8 where it alone is busy, with others each a part of what these
+leave (the dynamic threshold of shared switch buffers, Choudhury and Hahne 1998). A flood of requests that run for a minute
+otherwise keeps every other peer waiting for that minute. Fewer than 8 places are not divided."""
+
 AT_CAPACITY: Final = "Server overloaded: worker at capacity"
+
+
+class RunningShares:
+    """The running places by peer. A peer that is alone may hold all of them."""
+
+    __slots__ = ("_connected", "_held", "_running", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self._running = limit, 0
+        self._held: Counter[Hashable] = Counter()
+        self._connected: Counter[Hashable] = Counter()
+
+    def joined(self, peer: Hashable) -> None:
+        """Count one connection of a peer."""
+        self._connected[peer] += 1
+
+    def left(self, peer: Hashable) -> None:
+        """Take back one connection of a peer. Absent is fine."""
+        _take_one(self._connected, peer)
+
+    def may_start(self, peer: Hashable) -> bool:
+        """Return whether one more request of a peer may run."""
+        free = self.limit - self._running
+        if free <= 0:
+            return False
+        return len(self._connected) < 2 or self._held[peer] < TIMES_FREE * free
+
+    def started(self, peer: Hashable) -> None:
+        """Count a request that runs."""
+        self._running += 1
+        self._held[peer] += 1
+
+    def ended(self, peer: Hashable) -> None:
+        """Take back a request that `started` counted."""
+        self._running -= 1
+        _take_one(self._held, peer)
+
+
+def _take_one(counts: Counter[Hashable], peer: Hashable) -> None:
+    counts[peer] -= 1
+    if counts[peer] <= 0:
+        del counts[peer]
 
 
 class ServerCore:
@@ -122,13 +172,14 @@ class ServerCore:
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
         settings = settings or RequestPlaneSettings.from_env()
         if settings.engine_request_limit is not None:
-            self._run_limit, self._queue_limit = settings.engine_request_limit, settings.engine_queue_limit
+            run_limit, self._queue_limit = settings.engine_request_limit, settings.engine_queue_limit
         else:
-            self._run_limit, self._queue_limit = settings.worker_pool_size, settings.work_queue_size
+            run_limit, self._queue_limit = settings.worker_pool_size, settings.work_queue_size
         self._handlers: dict[str, Handler] = {}
         self.stream_paths: set[str] = set()  # whose body is a `RequestStream`: bidirectional endpoints
         self._running: dict[asyncio.Task[None], _Request] = {}
         self._waiting: FairQueue[_Request] = FairQueue()
+        self.shares = RunningShares(run_limit)
         self._starts_left = STARTS_PER_TURN
         self._closed = False
         self.rejected_total = 0
@@ -186,7 +237,8 @@ class ServerCore:
         """Start one request, or queue it; the sink receives the outcome.
 
         `connection`: requests with the same one share a line of the queue. A full queue makes room for a connection with
-        fewer waiting requests than others: the newest request of the longest line is then ended with `Overloaded`.
+        fewer waiting requests than others: the newest request of the longest line is then ended with `Overloaded`. While
+        several have joined `shares`, none takes the last running places.
 
         Raises `WorkerUnavailable` for an unknown path and `Overloaded` when the queue is full; the sink is then
         untouched. A context with a deadline is killed at that time and its sink ended with `ResponseTimeout`.
@@ -196,7 +248,7 @@ class ServerCore:
         handler = self._handlers.get(path)
         if handler is None:
             raise WorkerUnavailable(f"Server unavailable: unknown endpoint {path}")
-        if len(self._running) + len(self._waiting) >= self._run_limit + self._queue_limit:
+        if len(self._running) + len(self._waiting) >= self.shares.limit + self._queue_limit:
             self._make_room(connection)
         if context.is_stopped():
             sink.end(_never_started())
@@ -205,10 +257,12 @@ class ServerCore:
         if context.deadline is not None:
             timer = asyncio.get_running_loop().call_at(context.deadline, _expire, context, sink)
         request = _Request(handler, body, context, sink, timer, self._waited)
-        if not self._waiting and self._starts_left > 0 and len(self._running) < self._run_limit:
+        request.connection = connection
+        if not self._waiting and self._starts_left > 0 and self.shares.may_start(connection):
             self._start(request)
         else:
-            self._enqueue(request, connection)
+            self._enqueue(request)
+            self._start_waiting()  # those that wait may be of peers that have their share, and this one of another
 
     def _make_room(self, connection: Hashable | None) -> None:
         self.rejected_total += 1
@@ -251,6 +305,7 @@ class ServerCore:
         # The task is held by `_running` and awaited by `close`; its end is handled in `_finished`.
         task = loop.create_task(request.run(), name=f"request {request.context.id()}")
         self._running[task] = request
+        self.shares.started(request.connection)
         task.add_done_callback(self._finished)
 
     def _next_turn(self) -> None:
@@ -258,25 +313,28 @@ class ServerCore:
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._starts_left > 0 and len(self._running) < self._run_limit:
-            following = self._waiting.pop()
+        while self._waiting and self._starts_left > 0 and len(self._running) < self.shares.limit:
+            try:
+                following = self._waiting.pop(self.shares.may_start)
+            except KeyError:
+                return  # whatever waits is of peers that have their share
             following.stop_waiting()
             self._start(following)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         request = self._running.pop(task)
+        self.shares.ended(request.connection)
         if request.timer is not None:
             request.timer.cancel()
         if task.cancelled():  # perhaps before its first step, when `run` had no chance to say so
             request.sink.end(EngineShutdown("the worker is shutting down"))
         self._start_waiting()
 
-    def _enqueue(self, request: _Request, connection: Hashable | None) -> None:
+    def _enqueue(self, request: _Request) -> None:
         def cancelled(_killed: bool) -> None:
             self._leave_queue(request, _never_started())
 
-        request.connection = connection
-        self._waiting.add(connection, request)
+        self._waiting.add(request.connection, request)
         request.forget = request.context.on_cancel(on_loop(asyncio.get_running_loop(), cancelled))
 
     def _leave_queue(self, request: _Request, error: DynamoException) -> None:

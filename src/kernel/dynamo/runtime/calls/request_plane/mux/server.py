@@ -100,6 +100,8 @@ class CallerGreeting:
         else:
             self._on_hello(kind, payload)
         self.is_owed = not self._was_heard or self._connection in self._host.strangers
+        if not self.is_owed:
+            self._host.core.shares.joined(self._connection)
 
     def late_frame(self) -> str | None:
         """Return the frame that is still owed; None when none is."""
@@ -272,6 +274,7 @@ class MuxServerProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._host.connections.discard(self)
         self._host.strangers.discard(self)
+        self._host.core.shares.left(self)
         self._watch.stop()
         self.outbox.clear()
         self._half_sent.close()
