@@ -9,13 +9,14 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dynamo import __version__
+from dynamo.settings.credentials import without_credentials
 
 __all__ = [
     "add_config_dump_args",
@@ -93,7 +94,7 @@ def get_environment_vars(
     """Return the variables that begin with one of `prefixes` or are named; secrets are redacted unless `include_sensitive` is set."""
     wanted = tuple(PREFIXES if prefixes is None else prefixes)
     return {
-        name: value if include_sensitive or not _is_sensitive(name) else REDACTED
+        name: value if include_sensitive else REDACTED if _is_sensitive(name) else without_credentials(value)
         for name, value in sorted(os.environ.items())
         if name.startswith(wanted) or name in (additional_vars or ())
     }
@@ -115,7 +116,7 @@ def get_runtime_info() -> dict[str, Any]:
         "python_version": sys.version,
         "python_version_info": {"major": version.major, "minor": version.minor, "micro": version.micro},
         "python_executable": sys.executable,
-        "command_line_args": list(sys.argv),
+        "command_line_args": _shown_arguments(sys.argv),
     }
 
 
@@ -132,13 +133,37 @@ def get_system_info() -> dict[str, Any]:
     }
 
 
+def _shown_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without the values of flags with a secret's name, and without passwords in addresses."""
+    shown: list[str] = []
+    is_value_of_secret = False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        is_flag = flag.startswith("--")
+        if is_value_of_secret and not is_flag:
+            shown.append(REDACTED)
+        elif is_flag and equals and _is_secret_flag(flag):
+            shown.append(f"{flag}={REDACTED}")
+        else:
+            shown.append(without_credentials(argument))
+        is_value_of_secret = is_flag and not equals and _is_secret_flag(flag)
+    return shown
+
+
+def _is_secret_flag(flag: str) -> bool:
+    # Not every flag with "token" or "key" in its name: --max-tokens and --tls-key-path are what a report is read for.
+    return flag.endswith(("-key", "-token", "-secret", "-password", "-credentials")) or flag in ("--key", "--token")
+
+
 def _is_sensitive(name: str) -> bool:
     return any(word in name.upper() for word in SENSITIVE)
 
 
 def _plain(value: Any, depth: int) -> Any:
     """Turn a value into JSON values. What has no form of its own is given as its `repr`."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return without_credentials(value)
+    if value is None or isinstance(value, bool | int | float):
         return value
     if depth == 0:
         return repr(value)

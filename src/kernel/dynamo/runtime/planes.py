@@ -136,7 +136,7 @@ class StoreParts:
 def _etcd(parts: StoreParts) -> Discovery:
     from dynamo.runtime.discovery.etcd import EtcdDiscovery
 
-    logger.info("discovery: etcd at %s (ETCD_ENDPOINTS)", parts.settings.etcd.endpoints)
+    logger.info("discovery: etcd at %s (ETCD_ENDPOINTS)", parts.settings.etcd.address)
     return EtcdDiscovery(parts.settings.etcd)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
 
+from dynamo.settings.credentials import MASK, without_credentials
 from dynamo.settings.readers import SettingReader
 
 __all__ = [
@@ -191,11 +192,18 @@ def setting_of(kind: type, field: str) -> Setting:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return a table's value as plain dictionaries, for a dump: secrets are masked, sections are nested."""
+    """Return a table's value as plain dictionaries, for a dump: secrets are masked, sections are nested.
+
+    Passwords within addresses are masked too, in settings of any name: an operator may write one wherever a URL is taken.
+    """
+    if isinstance(value, str):
+        return without_credentials(value)
+    if type(value) in (list, tuple):
+        return type(value)(without_secrets(each) for each in value)
     if not dataclasses.is_dataclass(value):
         return value
     return {
-        entry.name: without_secrets(found) if entry.repr or found is None else "***"
+        entry.name: without_secrets(found) if entry.repr or found is None else MASK
         for entry in dataclasses.fields(value)
         for found in [getattr(value, entry.name)]
     }

@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.addresses import LOOPBACK
 from dynamo.runtime.base.http_limits import HttpLimits
+from dynamo.settings.credentials import without_credentials
 from dynamo.settings.readers import (
     SettingReader,
     folder,
@@ -359,6 +360,11 @@ class EtcdSettings(FromEnvironment):
         "How long one endpoint may take to answer", shown="a sixth of the TTL")
     # fmt: on
 
+    @property
+    def address(self) -> str:
+        """The endpoints, for people; without the passwords that they may hold."""
+        return without_credentials(self.endpoints or "")
+
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSettings(FromEnvironment):
@@ -418,7 +424,6 @@ def discovery_store(backend: str, etcd_endpoints: str | None) -> str:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 _TCP: Final = re.compile(r"tcp://[^/\s]+:\d{1,5}")
-_CREDENTIALS: Final = re.compile(r"//[^@/]*@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +512,7 @@ class NatsSettings(FromEnvironment):
     @property
     def address(self) -> str:
         """The servers, for people; without what a URL may hold of passwords."""
-        return ", ".join(_CREDENTIALS.sub("//", server) for server in self.servers)
+        return ", ".join(map(without_credentials, self.servers))
 
     @property
     def wants_tls(self) -> bool:

@@ -22,6 +22,7 @@ import msgspec
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
 from dynamo.runtime.base.settings import EtcdSettings
 from dynamo.runtime.discovery.http_stream import Lines, watch_over
+from dynamo.settings.credentials import without_credentials
 from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
@@ -370,7 +371,9 @@ def parse_endpoints(settings: EtcdSettings) -> tuple[str, ...]:
         text = each.strip()
         if not text:
             continue
-        wrong = InvalidArgument(f"ETCD_ENDPOINTS: {text!r} is not http://HOST:PORT or https://HOST:PORT")
+        wrong = InvalidArgument(
+            f"ETCD_ENDPOINTS: {without_credentials(text)!r} is not http://HOST:PORT or https://HOST:PORT"
+        )
         try:
             url = urlsplit(text if "://" in text else f"{'https' if has_tls else 'http'}://{text}")
             port = url.port or DEFAULT_PORT
