@@ -18,6 +18,9 @@ from dynamo.settings.table import setting
 __all__ = ["DEFAULT_GUIDED_LIMITS", "GuidedExcess", "GuidedLimits", "bracket_depth", "find_excess"]
 
 _BRACKET: Final = re.compile(r"[(\[{)\]}]")
+_SCHEMA: Final = re.compile(r"%json\s*")
+_TEXT_MEMBERS: Final = frozenset({"grammar", "pattern", "regex"})  # of structural tags and schemas
+_DECODER: Final = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def find_excess(guided: Mapping[str, Any] | None, limits: GuidedLimits = DEFAULT
         return None
     for member in ("regex", "grammar"):
         text = guided.get(member)
-        if isinstance(text, str) and (found := _text_excess(member, text, limits)) is not None:
+        if isinstance(text, str) and (found := _text_excess(member, member, text, limits)) is not None:
             return found
     for member in ("json", "structural_tag", "choice"):
         value = guided.get(member)
@@ -68,18 +71,35 @@ def find_excess(guided: Mapping[str, Any] | None, limits: GuidedLimits = DEFAULT
     return None
 
 
-def _text_excess(member: str, text: str, limits: GuidedLimits) -> GuidedExcess | None:
+def _text_excess(member: str, kind: str, text: str, limits: GuidedLimits) -> GuidedExcess | None:
     if len(text) > limits.grammar_characters:
         return _too_long(member, len(text), limits.grammar_characters, "DYN_GUIDED_MAX_GRAMMAR_CHARACTERS")
     if bracket_depth(text) > limits.brackets:
         return GuidedExcess(
             member, "guided_brackets", f"nests more than {limits.brackets} brackets (DYN_GUIDED_MAX_BRACKETS)"
         )
-    if member != "grammar" or (rules := _count_rules(text)) <= limits.rules:
+    if kind != "grammar":
         return None
-    return GuidedExcess(
-        member, "guided_rules", f"has {rules} rules, at most {limits.rules} are allowed (DYN_GUIDED_MAX_RULES)"
-    )
+    if (rules := _count_rules(text)) > limits.rules:
+        return GuidedExcess(
+            member, "guided_rules", f"has {rules} rules, at most {limits.rules} are allowed (DYN_GUIDED_MAX_RULES)"
+        )
+    # All together: each one alone may be within bounds.
+    return _tree_excess(member, _schemas_within(text), limits) if _SCHEMA.search(text) else None
+
+
+def _schemas_within(grammar: str) -> list[Any]:
+    """Return the schemas that stand in a Lark grammar as `%json {...}`; one that cannot be read is left to the compiler."""
+    found: list[Any] = []
+    at = 0
+    while (mark := _SCHEMA.search(grammar, at)) is not None:
+        at = mark.end()
+        try:
+            value, at = _DECODER.raw_decode(grammar, at)
+        except (ValueError, RecursionError):
+            continue
+        found.append(value)
+    return found
 
 
 def _count_rules(grammar: str) -> int:
@@ -121,6 +141,10 @@ def _tree_excess(member: str, value: Any, limits: GuidedLimits) -> GuidedExcess 
                 nodes += len(item)
                 characters += sum(map(len, item))
                 references += "$ref" in item
+                for key in _TEXT_MEMBERS & item.keys():
+                    text = item[key]
+                    if isinstance(text, str) and (found := _text_excess(member, key, text, limits)) is not None:
+                        return found
                 children: Any = item.values()
             elif isinstance(item, list | tuple):
                 nodes += len(item)
