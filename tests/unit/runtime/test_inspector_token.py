@@ -26,7 +26,10 @@ def test_what_is_published_is_found_by_port_and_readable_by_its_owner_alone(tmp_
     path = publish_access(8000, access, env)
     assert path == tmp_path / "dynamo" / "inspect-8000.json"
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert find_access(8000, env) == msgspec.structs.replace(access, host=socket.gethostname())
+    found = find_access(8000, env)
+    assert found is not None
+    assert found == msgspec.structs.replace(access, host=socket.gethostname(), pid_namespace=found.pid_namespace)
+    assert found.is_of_here
     assert find_access(8001, env) is None
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
@@ -72,7 +75,11 @@ def test_the_files_of_killed_frontends_of_this_machine_are_removed_at_a_start(tm
     left = publish_access(8001, dead, env)
     elsewhere = publish_access(8002, dead, env)
     elsewhere.write_bytes(msgspec.json.encode(msgspec.structs.replace(dead, host="another-machine")))
+    container = publish_access(8004, dead, env)  # its process has a number of another PID namespace
+    found = find_access(8004, env)
+    assert found is not None
+    container.write_bytes(msgspec.json.encode(msgspec.structs.replace(found, pid_namespace="pid:[1]")))
     strange = left.with_name("inspect-8003.json")
     strange.write_bytes(b"not json")
     mine = publish_access(8000, InspectorAccess("http://127.0.0.1:8000", new_token(), os.getpid()), env)
-    assert sorted(left.parent.iterdir()) == [mine, elsewhere, strange]
+    assert sorted(left.parent.iterdir()) == [mine, elsewhere, strange, container]

@@ -72,6 +72,10 @@ def token_file(path: Path, proc: Path) -> Diagnosis:
             f"{path} can be read by others, and its token is not believed",
             f"chmod 600 {path}, and restart the frontend",
         )
+    if not access.is_of_here:
+        return Diagnosis.ok(
+            f"{path} is of another machine or container ({access.host or 'an older version'}), and not judged"
+        )
     if not _runs(access.pid, proc):
         return Diagnosis.warn(f"{path} is of process {access.pid}, which has gone", "remove it")
     return Diagnosis.ok(f"{access.url} is served by process {access.pid}")

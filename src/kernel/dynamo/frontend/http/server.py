@@ -173,7 +173,9 @@ class HttpServer:
         if inspector is None:
             yield
             return
-        with published_access(self._settings, self.port, self.admin_port, inspector.token):
+        with published_access(
+            self._settings, self.port, self.admin_port, inspector.token, self._frontend.opened.keys.keys
+        ):
             yield
 
     def _make_gate(self) -> TlsGate | None:

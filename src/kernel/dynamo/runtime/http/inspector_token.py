@@ -33,6 +33,12 @@ class InspectorAccess(Struct, frozen=True):
     token: str
     pid: int
     host: str = ""  # of the process: a home directory may be one for several machines
+    pid_namespace: str = ""  # of `pid`: containers that share a home may share a host name, too; "" where there is none
+
+    @property
+    def is_of_here(self) -> bool:
+        """Whether `pid` is a number of this machine, and of this namespace of it, so that it can be looked up."""
+        return (self.host, self.pid_namespace) == (socket.gethostname(), _pid_namespace())
 
 
 def new_token() -> str:
@@ -56,7 +62,7 @@ def publish_access(port: int, access: InspectorAccess, environment: Mapping[str,
     """
     folder = token_directory(environment)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    access = replace(access, host=socket.gethostname())
+    access = replace(access, host=socket.gethostname(), pid_namespace=_pid_namespace())
     for left in itertools.islice(folder.glob("inspect-*.json"), MAX_SWEPT):
         if _is_left_behind(left):
             left.unlink(missing_ok=True)
@@ -105,7 +111,7 @@ def remove_access(port: int, token: str, environment: Mapping[str, str] = os.env
 def _is_left_behind(path: Path) -> bool:
     """Return whether a file is of a process of this machine that runs no more."""
     access = _read(path)
-    if access is None or access.host != socket.gethostname():
+    if access is None or not access.is_of_here:
         return False
     try:
         os.kill(access.pid, 0)
@@ -114,6 +120,13 @@ def _is_left_behind(path: Path) -> bool:
     except PermissionError:
         return False
     return False
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux, or without /proc
+        return ""
 
 
 def _path(port: int, environment: Mapping[str, str]) -> Path:

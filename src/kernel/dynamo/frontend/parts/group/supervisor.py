@@ -34,6 +34,7 @@ from dynamo.frontend.parts.group.questions import GroupQuestions
 from dynamo.frontend.parts.group.scrapes import GroupScrapes
 from dynamo.frontend.parts.inspector.members import TOKEN_KEY
 from dynamo.frontend.parts.inspector.published import published_access
+from dynamo.frontend.parts.keys.key_store import KeyStore
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.http.inspector_token import new_token
 
@@ -112,8 +113,10 @@ class Supervisor:
         token = new_token()  # of the inspector: every member lets it in
         self._shared.put(TOKEN_KEY, token.encode())
         admin_port = None if self._admin is None else self._admin.getsockname()[1]
+        sources = self._settings.key_sources
+        keys = KeyStore(sources) if sources.exist else None  # as it is at the start; the members follow its files
         try:
-            with published_access(self._settings, self._dealer.port, admin_port, token):
+            with published_access(self._settings, self._dealer.port, admin_port, token, keys):
                 async with asyncio.TaskGroup() as group:
                     for member in self._members:
                         group.create_task(self._keep(member), name=member.name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from dynamo.frontend.http.admin import serves_admin_with_api
 from dynamo.frontend.settings import FrontendSettings
@@ -26,14 +27,26 @@ def uses_token(settings: FrontendSettings) -> bool:
     return serves_admin_with_api(settings) and not settings.key_sources.exist
 
 
+class AdminKeys(Protocol):
+    """The keys of a frontend, as far as they decide whether the token is let in."""
+
+    protects_admin: bool  # an admin key exists, or existed: the token is refused
+    on_look: list[Callable[[], None]]
+
+
 @contextmanager
-def published_access(settings: FrontendSettings, api_port: int, admin_port: int | None, token: str) -> Iterator[None]:
+def published_access(
+    settings: FrontendSettings, api_port: int, admin_port: int | None, token: str, keys: AdminKeys | None = None
+) -> Iterator[None]:
     """Keep the file of the token for as long as the block runs; does nothing where no token is used.
+
+    `keys`: None where there are none. With an admin key among them the token is refused, so that a file of it would send tools
+    to a closed door; the file goes when such a key comes later.
 
     Without the file `dynamo top` has to be given the token, and everything else works: a folder that cannot be written is a
     warning.
     """
-    if not uses_token(settings):
+    if not uses_token(settings) or (keys is not None and keys.protects_admin):
         yield
         return
     host = settings.http_host if admin_port is None else settings.admin_host
@@ -48,7 +61,26 @@ def published_access(settings: FrontendSettings, api_port: int, admin_port: int 
         yield
         return
     logger.info("inspector at %s/admin/v1/snapshot, its token in %s", url, path)
+    withdraw = _withdrawal(port, token, keys)
     try:
         yield
     finally:
+        if keys is not None:
+            keys.on_look.remove(withdraw)
         remove_access(port, token)
+
+
+def _withdrawal(port: int, token: str, keys: AdminKeys | None) -> Callable[[], None]:
+    """Return what removes the file once an admin key has come, and have it called with each look at the keys."""
+    is_there = True
+
+    def withdraw() -> None:
+        nonlocal is_there
+        if is_there and keys is not None and keys.protects_admin:
+            is_there = False
+            remove_access(port, token)
+            logger.info("the inspector at port %d needs a key from now on: an admin key was added", port)
+
+    if keys is not None:
+        keys.on_look.append(withdraw)
+    return withdraw
