@@ -14,21 +14,29 @@ from typing import Final
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.replay.comparing import as_json, compare_all, table
 from dynamo.cli.replay.flags import ResendFlags
-from dynamo.cli.replay.paths import inference_paths
 from dynamo.cli.replay.sending import ResentRequest, SendLimits, send_all
 from dynamo.cli.usage import UsageError
 from dynamo.engines.recorded.files import RecordedRequest, read_recordings
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.settings import ROUTES
 from dynamo.runtime.observe.log_text import one_line
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 
-__all__ = ["build_parser", "chosen_requests", "main"]
+__all__ = ["build_parser", "chosen_requests", "inference_paths", "main"]
 
 EXIT_DIFFERENT: Final = 1
 PROGRESS_SECONDS: Final = 2.0
 _SHOWN_PATH: Final = 128
+_OVERRIDABLE: Final = ("chat", "completions", "responses", "messages", "embeddings")
+_FIXED: Final = frozenset(
+    {
+        "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/classify", "/classify", "/v1/pooling", "/pooling",
+        "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/audio/speech", "/v1/images/generations",
+        "/v1/videos",
+    }
+)  # fmt: skip
 
 _DESCRIPTION: Final = "Send recorded requests again and compare the answers, or answer requests from a recording."
 _EPILOG: Final = """\
@@ -77,6 +85,16 @@ def main(argv: list[str]) -> int:
     else:
         print("\n".join(map(one_line, table(found))))  # ids and texts of a stranger's file must not steer the terminal
     return EXIT_DIFFERENT if any(each.differences for each in found) else 0
+
+
+def inference_paths(env: Mapping[str, str]) -> frozenset[str]:
+    """Return the paths that a replay may post to: the usual ones, and those that this environment's settings name.
+
+    A recording is only a file, and may come from a stranger. A request for an admin route in it would be sent with the
+    operator's own key.
+    """
+    routes = [ROUTES[name] for name in _OVERRIDABLE]
+    return _FIXED | {str(route.default) for route in routes} | {str(route.value(env)) for route in routes}
 
 
 def chosen_requests(
