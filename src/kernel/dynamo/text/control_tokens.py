@@ -20,8 +20,6 @@ from typing import Any, Final, NamedTuple
 from dynamo.errors import InvalidArgument
 from dynamo.text.tokenizer import JsonTokenizer, Tokenizer
 
-__all__ = ["ControlTokens", "Guarded", "RenderedPrompt"]
-
 _FIRST_MARKER: Final = 0xF0000  # the supplementary private-use planes: never in real text, and one character each
 _LAST_MARKER: Final = 0x10FFFD
 _PRIVATE: Final = re.compile(f"[{chr(_FIRST_MARKER)}-{chr(_LAST_MARKER)}]")

@@ -41,8 +41,6 @@ from tokenizers import models
 
 from dynamo.text.pieces import flatten_steps
 
-__all__ = ["ExactCuts", "exact_cuts", "split_alternatives"]
-
 SEARCH_CHARS: Final = 16_384  # under a millisecond
 
 _CONTRACTIONS: Final = frozenset({"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})

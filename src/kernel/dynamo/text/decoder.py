@@ -15,8 +15,6 @@ from dynamo.text.pieces import EncodedPieces
 from dynamo.text.stops import StopStrings
 from dynamo.text.tokenizer import Tokenizer
 
-__all__ = ["ChoiceDecoder"]
-
 
 class ChoiceDecoder:
     """Detokenising and local stops of one choice.

@@ -18,8 +18,6 @@ from typing import Final
 from dynamo.text.pieces import PieceTable
 from dynamo.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer"]
-
 MAX_PENDING_BYTES: Final = 3  # an unfinished UTF-8 sequence is at most this long
 WINDOW_TOKENS: Final = 6  # prompt tokens that give a neighbour-dependent decoder its context
 MAX_HELD_TOKENS: Final = 16  # such a decoder may really write U+FFFD: do not wait for it longer than this

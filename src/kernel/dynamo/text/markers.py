@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Final, NamedTuple
 
-__all__ = ["LINE_BREAKS", "MAX_SEPARATOR", "WHITE_SPACE", "Found", "MarkerSearch", "search_for"]
-
 MAX_SEPARATOR: Final = 64
 """The most line breaks next to a mark that may be the mark's own and no text, which is also how much white space is held
 back until it is known what follows."""

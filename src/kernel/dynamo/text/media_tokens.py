@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["CODES_PROCESSOR", "NO_MEDIA", "MediaTokens", "media_tokens"]
-
 ImageCounter = Callable[[int, int], "int | None"]
 """Return how many tokens an image of this width and height becomes; None: the model does not take such an image."""
 

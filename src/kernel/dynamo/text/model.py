@@ -25,8 +25,6 @@ from dynamo.text.tokenizer import (
     special_tokens,
 )
 
-__all__ = ["TextModel", "load_text_model"]
-
 # Under these names model families write how long a sequence may be; the first one present counts.
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 _UNLIMITED: Final = 10**9  # transformers writes "no limit" as a huge model_max_length

@@ -12,21 +12,6 @@ from typing import TypeAlias, assert_never, final
 
 from msgspec import Struct
 
-__all__ = [
-    "CallArguments",
-    "CallBegan",
-    "CallDropped",
-    "CallEnded",
-    "Content",
-    "Idle",
-    "Joined",
-    "JoinedCall",
-    "Joiner",
-    "OutputEvent",
-    "Reasoning",
-    "joined",
-]
-
 
 @final
 class Content(Struct, frozen=True, gc=False):

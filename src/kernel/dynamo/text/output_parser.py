@@ -8,8 +8,6 @@ from typing import Final
 from dynamo.text.formats.scanner import TextMachine
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, Content, Idle, OutputEvent, Reasoning
 
-__all__ = ["MAX_HELD_REASONING", "OutputParser"]
-
 MAX_HELD_REASONING: Final = 1_048_576
 """Characters of reasoning that wait to become content (`fills_content`); longer reasoning is emitted as reasoning."""
 

@@ -15,17 +15,6 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as HfTokenizer
 
-__all__ = [
-    "MAX_ID",
-    "PER_BYTE",
-    "EncodedPieces",
-    "PieceTable",
-    "byte_level_bytes",
-    "flatten_steps",
-    "table_for",
-    "vocabulary_size",
-]
-
 MAX_ID: Final = 2**32 - 1  # the library's id type; anything else would raise OverflowError
 PER_BYTE: Final = "dynamo.text.per_byte"  # error handler: one U+FFFD for every byte that is not text
 

@@ -23,8 +23,6 @@ from dynamo.text.cutpoints import ExactCuts, exact_cuts
 from dynamo.text.pieces import PieceTable
 from dynamo.text.tokenizer import BatchTokenizer, ByteTokenizer, JsonTokenizer, TextInput
 
-__all__ = ["CacheStats", "CachedTokenizer"]
-
 CHUNK_CHARS: Final = 1024  # what parts two prompts costs encoding up to this much again; smaller means more entries
 MIN_TEXT_CHARS: Final = 256  # a shorter text is encoded faster than it is looked up and stored
 ENTRY_OVERHEAD_BYTES: Final = 300  # key object, list object and dict slot, beside their contents

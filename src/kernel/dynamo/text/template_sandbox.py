@@ -24,8 +24,6 @@ from dynamo.settings.readers import integer, mebibytes
 from dynamo.settings.readers import seconds as cpu_seconds
 from dynamo.settings.table import setting
 
-__all__ = ["NO_CLOCK", "BudgetExceeded", "BudgetSpec", "BudgetedSandbox", "paid_filter", "render_within"]
-
 BUDGET_VARIABLE: Final = " budget"  # with a space, which no name in a template has
 STEPS_PER_LOOK: Final = 64  # at the clock, which costs a system call
 MAX_NUMBER: Final = 100_000  # as an argument of what fills up or repeats, and of `range`

@@ -16,9 +16,6 @@ from tokenizers import Tokenizer as HfTokenizer
 from dynamo.errors import InvalidArgument
 from dynamo.text.pieces import MAX_ID, PieceTable, table_for, vocabulary_size
 
-__all__ = ["BatchTokenizer", "ByteTokenizer", "JsonTokenizer", "TextInput", "Tokenizer", "load_tokenizer"]
-
-
 TextInput: TypeAlias = str | tuple[str, str]
 """A text, or two that are judged together."""
 

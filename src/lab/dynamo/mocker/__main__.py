@@ -12,8 +12,6 @@ from dynamo.mocker.fleet import run_fleet
 from dynamo.runtime.observe.log_text import one_line
 from dynamo.worker.run import event_loop_factory, exit_status, run
 
-__all__ = ["main"]
-
 
 def main(argv: list[str] | None = None) -> None:
     fleet = read_arguments(argv)

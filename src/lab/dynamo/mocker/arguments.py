@@ -28,8 +28,6 @@ from dynamo.runtime.base.settings import RuntimeSettings, discovery_store
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 
-__all__ = ["MockFleet", "MockWorker", "kv_bytes_per_token", "read_arguments"]
-
 logger = logging.getLogger(__name__)
 
 # How many bytes of KV cache one token takes, from a model's config.json.

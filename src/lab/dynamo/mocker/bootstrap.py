@@ -18,8 +18,6 @@ from dynamo.runtime.base.addresses import bound_socket
 from dynamo.runtime.base.listening import start_listening
 from dynamo.runtime.base.tasks import first_of
 
-__all__ = ["HandoffDesk", "fetch_prompt", "room_of"]
-
 logger = logging.getLogger(__name__)
 
 MEET_SECONDS: Final = 30.0  # until the other side is there

@@ -21,16 +21,6 @@ from dynamo.mocker.timing import FixedTiming, PolynomialTiming
 from dynamo.runtime.base.addresses import LOOPBACK
 from dynamo.scheduling import HostTierOptions, PassTiming, SchedulerOptions, SglangOptions
 
-__all__ = [
-    "AIS",
-    "DEFAULT_ACCEPT_RATES",
-    "DEFAULT_BLOCK_SIZES",
-    "KvTransferTime",
-    "MockOptions",
-    "read_configuration",
-    "read_configuration_file",
-]
-
 DEFAULT_BLOCK_SIZES: Final[Mapping[str, int]] = {"vllm": 64, "sglang": 1, "trtllm": 32}
 DEFAULT_ACCEPT_RATES: Final = (0.85, 0.3, 0.0, 0.0, 0.0)
 MAX_RANKS: Final = 1024

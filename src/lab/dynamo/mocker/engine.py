@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
     from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 
-__all__ = ["MockEngine"]
-
 logger = logging.getLogger(__name__)
 
 REPLAY_ANNOTATION: Final = "output_replay_id:"

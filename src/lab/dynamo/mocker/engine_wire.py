@@ -19,8 +19,6 @@ from dynamo.mocker.stream import MockStream
 from dynamo.runtime.calls.event_plane.zmq import SocketReader
 from dynamo.scheduling import DEVICE_TIER, HOST_TIER, BlockRun, EvictedBlocks
 
-__all__ = ["EngineWire"]
-
 logger = logging.getLogger(__name__)
 
 KEPT_MESSAGES: Final = 10_000  # for subscribers that missed some

@@ -14,8 +14,6 @@ from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.worker.signals import Deadline, SignalGuard
 from dynamo.worker.worker import Worker, shutdown_times
 
-__all__ = ["run_fleet"]
-
 logger = logging.getLogger(__name__)
 
 PAUSE_EVERY: Final = 32  # workers

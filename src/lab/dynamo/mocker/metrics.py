@@ -9,8 +9,6 @@ from typing import Final
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 from dynamo.scheduling import ScheduledRequest, SchedulerCore
 
-__all__ = ["FAMILIES", "MockMetrics"]
-
 BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip

@@ -14,8 +14,6 @@ import xxhash
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ReasoningShape", "ResponseTrace", "prompt_seed", "random_ids"]
-
 FIRST_ID: Final = 1000
 LAST_ID: Final = 1999
 _IDS: Final = range(FIRST_ID, LAST_ID + 1)

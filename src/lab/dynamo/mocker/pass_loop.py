@@ -10,8 +10,6 @@ from typing import Final
 
 from dynamo.scheduling import PassPlan, PassResult, RankGroup, ScheduledRequest, pass_duration
 
-__all__ = ["PassLoop"]
-
 logger = logging.getLogger(__name__)
 
 EARLY_SECONDS: Final = 0.0005  # timers of an event loop have a resolution of 1 ms, so a pass may end this much too soon

@@ -21,8 +21,6 @@ from dynamo.settings.extras import install_command
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ProfileTiming", "read_profile"]
-
 _PREFILL: Final = ("prefill_isl", "prefill_ttft_ms")
 _DECODE: Final = ("decode_active_kv_tokens", "decode_context_length", "decode_itl")
 _FORMS: Final = (

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint, EndpointEvents
     from dynamo.worker.kv_publishing.publisher import KvEventPublisher, SnapshotPublisher
 
-__all__ = ["MockReports", "block_changes"]
-
 ACTIVE_SEQUENCES_TOPIC: Final = "active_sequences_events"
 MAX_BLOCKS_PER_EVENT: Final = 128
 MAX_EVENTS_PER_MESSAGE: Final = 256

@@ -18,8 +18,6 @@ from dynamo.settings.readers import (
 )
 from dynamo.settings.table import Status, declared, setting
 
-__all__ = ["BOOTSTRAP_HOST", "REFUSED_FLAGS", "MockerSettings"]
-
 BOOTSTRAP_HOST: Final = declared(
     "DYN_HTTP_RPC_HOST",
     text,

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from dynamo.errors import DynamoException
 
-__all__ = ["MockStream"]
-
 
 class MockStream:
     """The tokens of one request that have not been yielded yet. Used on the event loop only."""

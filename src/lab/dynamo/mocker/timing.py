@@ -11,8 +11,6 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["FixedTiming", "PolynomialTiming"]
-
 LEAST_DECODE_MS: Final = 1.0
 
 

@@ -8,8 +8,6 @@ from dynamo.reference.engine import ReferenceEngine
 from dynamo.reference.flags import read_arguments
 from dynamo.worker.run import run
 
-__all__ = ["engine_of_role", "main"]
-
 
 async def engine_of_role(argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
     """Return the engine of the role that the command line names, and the worker's configuration."""

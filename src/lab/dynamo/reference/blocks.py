@@ -14,8 +14,6 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["PLAIN", "BlockEvent", "BlockPool", "BlocksRemoved", "BlocksStored", "CacheCleared", "PrefixKey"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:

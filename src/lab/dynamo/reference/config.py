@@ -12,15 +12,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.reference.picture_codes import Vision, known_tokens, read_picture_codes
 from dynamo.reference.vision import COLOURS, ColourGrid
 
-__all__ = [
-    "ARCHITECTURES",
-    "NO_DEFAULTS",
-    "ModelConfig",
-    "RopeScaling",
-    "SamplingDefaults",
-    "read_model_config",
-]
-
 ARCHITECTURES: Final = tuple(
     f"{family}{kind}"
     for kind in ("ForCausalLM", "Model", "ForSequenceClassification")

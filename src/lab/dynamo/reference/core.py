@@ -30,8 +30,6 @@ from dynamo.reference.steering import Steering
 from dynamo.reference.tensor_files import Array
 from dynamo.reference.weights import NO_WEIGHTS, Weights
 
-__all__ = ["Core", "Emission", "Failure", "PromptEntry", "RunningChoice"]
-
 PromptEntry = tuple[int, int, float]  # token, rank from 1, logprob
 
 

@@ -22,8 +22,6 @@ from dynamo.runtime.base.tasks import SingleFlight
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.metrics import TypedFamily
 
-__all__ = ["EncodedCache", "ReferenceEncoder"]
-
 CACHE_METRICS: Final = "reference_encoder_cache"
 _ENTRY_BYTES: Final = 300  # of a digest and its place
 _TOKEN_BYTES: Final = 40  # of a number and its place in a tuple

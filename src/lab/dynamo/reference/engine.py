@@ -46,8 +46,6 @@ from dynamo.worker.kv_publishing.publisher import (
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
 
-__all__ = ["EngineReports", "ReferenceEngine"]
-
 # What the router learns of the engine: its KV blocks as they change, and its load.
 
 

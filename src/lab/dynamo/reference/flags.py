@@ -20,8 +20,6 @@ from dynamo.reference.roles import RoleOptions
 from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.settings.table import read_settings
 
-__all__ = ["read_arguments"]
-
 
 def read_arguments(
     argv: list[str] | None, *, may_encode: bool = False

@@ -28,8 +28,6 @@ from dynamo.settings.table import declared
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["COMPILE_LIMIT", "COMPILE_SECONDS", "FIELD", "Guide", "GuideSpec", "Guides", "Mask", "read_guide"]
-
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 Mask = npt.NDArray[np.bool_]
 

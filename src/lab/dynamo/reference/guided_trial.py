@@ -23,8 +23,6 @@ from typing import Any, Final
 
 from dynamo.errors import WorkerUnavailable
 
-__all__ = ["GrammarRefused", "GrammarTrial"]
-
 logger = logging.getLogger(__name__)
 
 _CHILD: Final = Path(__file__).with_name("guided_trial_child.py")

@@ -12,8 +12,6 @@ from dynamo.reference.core import Core, Emission, RunningChoice
 from dynamo.reference.request import Job
 from dynamo.runtime.calls.context import Context, on_loop
 
-__all__ = ["JobStream"]
-
 
 class JobStream:
     """One request between the step thread and its generator. Used on the loop, except `open` and `abort`.

@@ -16,8 +16,6 @@ from dynamo.reference.guided import COMPILE_SECONDS
 from dynamo.reference.model import TransformerModel
 from dynamo.reference.weights import load_weights, weight_bytes
 
-__all__ = ["Options", "available_memory_bytes", "check_memory", "load_core"]
-
 logger = logging.getLogger(__name__)
 
 MB: Final = 1_000_000

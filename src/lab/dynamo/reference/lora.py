@@ -20,8 +20,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.reference.config import ModelConfig
 from dynamo.reference.tensor_files import Array, read_tensors
 
-__all__ = ["Adapter", "AdapterLayer", "LowRank", "load_adapter", "unscaled_adapter"]
-
 MAX_RANK: Final = 512
 TENSOR: Final = re.compile(
     r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.([a-z]+)_proj\.lora_([AB])\.weight"

@@ -27,8 +27,6 @@ from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.reference.picture_codes import Vision, known_tokens
 from dynamo.reference.vision import IMAGE_TOKENS
 
-__all__ = ["DEFAULT_PART_TOKENS", "NO_MEDIA", "EncodedMedia", "MediaItem", "MediaOptions", "MediaPrompt"]
-
 DEFAULT_PART_TOKENS: Final = 16
 MAX_PART_TOKENS: Final = 1024
 MAX_PARTS: Final = 32  # of one request

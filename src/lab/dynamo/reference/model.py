@@ -20,8 +20,6 @@ from dynamo.reference.lora import Adapter, LowRank
 from dynamo.reference.tensor_files import Array
 from dynamo.reference.weights import Layer, Weights
 
-__all__ = ["Batch", "KvCache", "Piece", "TransformerModel", "make_batch"]
-
 Ints = npt.NDArray[np.int64]
 
 MASKED: Final = np.float32(-np.inf)

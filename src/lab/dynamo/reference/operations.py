@@ -22,8 +22,6 @@ from dynamo.reference.weights import Weights, load_weights
 from dynamo.worker.adapters import adapter_directory, adapter_name, adapter_source, path_member, publish_adapter
 from dynamo.worker.registration import ModelEndpoint, unregister_model
 
-__all__ = ["CONTROLS", "UPDATES", "Operations", "Steps"]
-
 T = TypeVar("T")
 Body = dict[str, Any]
 

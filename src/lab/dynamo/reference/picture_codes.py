@@ -19,19 +19,6 @@ from dynamo.reference.picture_files import Pixels, read_picture
 from dynamo.reference.tensor_files import Array, read_tensors
 from dynamo.reference.vision import IMAGE_TOKENS, ColourGrid
 
-__all__ = [
-    "CODES",
-    "CONVOLUTIONS",
-    "FILE",
-    "HIDDEN",
-    "SIDE",
-    "PictureCodes",
-    "Vision",
-    "known_tokens",
-    "read_picture_codes",
-    "scaled",
-]
-
 FILE: Final = "vision.safetensors"  # beside config.json; not among the shards, which other engines read whole
 SIDE: Final = 64  # pixels, of what the network gets
 CODES: Final = 16  # for each token

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from dynamo.errors import InvalidArgument
 from dynamo.settings.extras import install_command
 
-__all__ = ["MAX_PIXELS", "Pixels", "read_picture", "read_png"]
-
 MAX_PIXELS: Final = 16_000_000
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHANNELS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type

@@ -17,8 +17,6 @@ from dynamo.reference.scheduler import Sequenced
 from dynamo.reference.tensor_files import Array
 from dynamo.reference.weights import Weights
 
-__all__ = ["InputJob", "Pooled", "RunningInput", "read_inputs"]
-
 TASKS: Final = ("embed", "classify", "score", "token_embed")
 MIN_NORM: Final = 1e-12  # a vector of zeros stays one, as torch has it
 

@@ -14,8 +14,6 @@ from dynamo.reference.guided import COMPILE_SECONDS, FIELD, Guides, GuideSpec
 from dynamo.reference.request import Job, Limits
 from dynamo.reference.steering import Markers, Steering, ThoughtState, find_markers
 
-__all__ = ["Preparation"]
-
 MAX_WAITING: Final = 64  # requests whose grammar is new, at once; they are compiled one after the other
 
 

@@ -20,8 +20,6 @@ from dynamo.reference.picture_codes import Vision, known_tokens
 from dynamo.reference.sampler import Sampling, Stop
 from dynamo.reference.steering import Steering
 
-__all__ = ["Job", "Limits", "adapter_of", "read_request"]
-
 MAX_CHOICES: Final = 128
 MAX_LOGPROBS: Final = 20  # OpenAI's bound
 MAX_LISTED: Final = 1024  # tokens or words in one of the lists below

@@ -33,8 +33,6 @@ from dynamo.runtime.base.tasks import first_of
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.metrics import TypedFamily
 
-__all__ = ["DecodeRole", "PrefillRole", "RoleOptions"]
-
 logger = logging.getLogger(__name__)
 
 OFFERS: Final = "reference_kv_offers"

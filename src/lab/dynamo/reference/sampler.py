@@ -17,19 +17,6 @@ import numpy.typing as npt
 
 from dynamo.errors import InvalidArgument
 
-__all__ = [
-    "Drawn",
-    "History",
-    "Sampling",
-    "Stop",
-    "bad_word_ends",
-    "draw",
-    "ending",
-    "log_softmax",
-    "top_entries",
-    "uniform",
-]
-
 Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 

@@ -16,8 +16,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.reference.blocks import PLAIN, BlockPool, PrefixKey
 
-__all__ = ["Scheduler", "Sequenced", "Work"]
-
 
 @dataclass(slots=True, eq=False)
 class Sequenced:

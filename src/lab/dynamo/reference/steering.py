@@ -17,8 +17,6 @@ import numpy as np
 from dynamo.errors import InvalidArgument
 from dynamo.reference.guided import Guide, Mask
 
-__all__ = ["Markers", "Steering", "ThoughtState", "find_markers"]
-
 BEGIN: Final = "<think>"
 END: Final = "</think>"
 

@@ -18,8 +18,6 @@ from dynamo.reference.pooling import Pooled, RunningInput
 from dynamo.reference.request import Limits
 from dynamo.reference.vector_stream import VectorStream
 
-__all__ = ["Command", "StepThread"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["WHITESPACE", "structural_grammar"]
-
 ANY_TEXT: Final = r"(.|\n)*"
 
 # Between two JSON tokens. The format allows any amount, and a model that likes newlines would never end.

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["Array", "Taker", "Tensor", "open_tensors", "read_tensors"]
-
 Array = npt.NDArray[np.float32]
 
 HEADER_LENGTH_BYTES: Final = 8

@@ -11,8 +11,6 @@ from dynamo.errors import DynamoException
 from dynamo.reference.core import Core
 from dynamo.reference.pooling import InputJob, Pooled, RunningInput
 
-__all__ = ["VectorStream"]
-
 
 class VectorStream:
     """Used on the loop, except `open` and `abort`. What waits here is bounded by the inputs of the request."""

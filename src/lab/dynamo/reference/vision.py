@@ -11,8 +11,6 @@ from typing import Final
 
 from dynamo.reference.picture_files import Pixels, read_picture
 
-__all__ = ["COLOURS", "IMAGE_TOKENS", "ColourGrid", "colours_of"]
-
 GRID: Final = 4
 COLOURS: Final = 64  # two bits each of red, green and blue
 IMAGE_TOKENS: Final = GRID * GRID

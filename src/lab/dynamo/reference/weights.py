@@ -16,8 +16,6 @@ from dynamo.reference.lora import Adapter, unscaled_adapter
 from dynamo.reference.picture_codes import FILE, SHAPES, PictureCodes
 from dynamo.reference.tensor_files import Array, Taker, Tensor, open_tensors, read_tensors
 
-__all__ = ["NO_WEIGHTS", "Layer", "Weights", "load_weights", "weight_bytes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:

@@ -24,8 +24,6 @@ from dynamo.replay.setup import ReplaySetup, Restart
 from dynamo.replay.trace import StretchTree, Trace, TraceRequest
 from dynamo.replay.worker import MakeCore, ReplayWorker
 
-__all__ = ["Arrivals", "ReplayCluster"]
-
 # When the requests of a trace are sent: at their times, or when others have ended. Pure.
 
 

@@ -14,8 +14,6 @@ from dynamo.replay.frontend import MakeFrontend, ReplayFrontend
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.worker import ReplayWorker
 
-__all__ = ["Entrances"]
-
 
 class Entrances:
     """The frontends, each with its own feed of events, and what they report to each other."""

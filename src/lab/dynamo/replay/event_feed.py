@@ -17,8 +17,6 @@ from dynamo.kv.events import RouterEvent
 from dynamo.replay.frontend import ReplayFrontend
 from dynamo.replay.worker import ReplayWorker
 
-__all__ = ["ReplayEventFeed", "Schedule"]
-
 MAX_WAITING: Final = 1024  # live events of one worker that wait for an answer
 
 Schedule = Callable[[float, Callable[[float], None]], None]

@@ -12,8 +12,6 @@ import msgspec
 from dynamo.replay.flight import RequestFigures
 from dynamo.replay.generated import STAMPEDE
 
-__all__ = ["LATENCIES", "GapCounts", "ReplayFigures", "RoutingCost", "Summary", "summary_of"]
-
 LATENCIES: Final = ("ttft", "ttst", "tpot", "itl", "e2e_latency")
 _QUANTILES: Final = {"median": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 

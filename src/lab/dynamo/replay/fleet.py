@@ -7,8 +7,6 @@ from typing import Final
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.worker import MakeCore, ReplayWorker
 
-__all__ = ["Fleet"]
-
 FIRST_WORKER_ID: Final = 1 << 40  # as large as real ids, so that nothing mistakes one for a place in a list
 
 

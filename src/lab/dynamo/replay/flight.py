@@ -8,8 +8,6 @@ import msgspec
 
 from dynamo.replay.trace import PromptBlocks, TraceRequest
 
-__all__ = ["Flight", "RequestFigures"]
-
 NEVER: Final = -1.0  # of a time
 
 

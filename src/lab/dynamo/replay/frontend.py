@@ -12,8 +12,6 @@ from dynamo.placement.load import Booking, LoadBook
 from dynamo.placement.policies import RouterMode, policy_for
 from dynamo.replay.flight import Flight
 
-__all__ = ["CountingFrontend", "MakeFrontend", "ReplayFrontend", "Routed"]
-
 
 class Routed(NamedTuple):
     """A choice that is booked."""

@@ -26,8 +26,6 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.replay.trace import Stretch, Trace, TraceRequest
 
-__all__ = ["STAMPEDE", "MooncakeShape", "TraceShape", "generate", "generate_mooncake_like", "stampede"]
-
 SYSTEM_SHARE: Final = 1 / 8  # of `prompt_tokens`, as all shares below
 DOCUMENT_SHARE: Final = 3 / 4
 QUESTION_SHARE: Final = 1 / 12

@@ -16,8 +16,6 @@ from dynamo.replay.frontend import Routed
 from dynamo.router.kv.router import KvRouter
 from dynamo.scheduling import SchedulerOptions
 
-__all__ = ["KvFrontend"]
-
 
 class KvFrontend:
     """Routes by a KV policy. With `reads_events` off it knows only what it has routed itself, and what others report."""

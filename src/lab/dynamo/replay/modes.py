@@ -21,8 +21,6 @@ from dynamo.replay.frontend import CountingFrontend, MakeFrontend
 from dynamo.replay.kv_frontend import KvFrontend
 from dynamo.scheduling import SchedulerOptions
 
-__all__ = ["COUNTING_MODES", "frontend_of"]
-
 _COUNTING: Final = (RouterMode.ROUND_ROBIN, RouterMode.RANDOM, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
 COUNTING_MODES: Final[tuple[str, ...]] = tuple(mode.value for mode in _COUNTING)
 KV: Final = "kv"

@@ -16,8 +16,6 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.replay.trace import Stretch, Trace, TraceRequest
 
-__all__ = ["TRACE_BLOCK_TOKENS", "BadTraceLine", "read_mooncake", "write_mooncake"]
-
 TRACE_BLOCK_TOKENS: Final = 512
 MAX_REQUESTS: Final = 1_000_000  # a request takes about a kilobyte here
 MAX_LENGTH: Final = 4_000_000  # tokens of a prompt or an answer

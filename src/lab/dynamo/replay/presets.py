@@ -29,8 +29,6 @@ from dynamo.replay.setup import ReplaySetup, Restart
 from dynamo.replay.trace import Trace
 from dynamo.scheduling import SchedulerOptions
 
-__all__ = ["PRESETS", "Bar", "Preset", "Variant", "preset_of"]
-
 BLOCK_SIZE: Final = 16
 CACHE_PROMPTS: Final = 24  # of the mean length, for each worker
 WORKERS: Final = 8

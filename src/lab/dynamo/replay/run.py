@@ -15,8 +15,6 @@ from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.trace import StretchTree, Trace
 from dynamo.scheduling import PassTiming, SchedulerOptions, make_core
 
-__all__ = ["Clock", "PooledCache", "pooled_hit_rate", "run_replay"]
-
 # The yardstick of a hit rate: one cache as large as those of all workers together, with every request in front of it.
 # Pure.
 #

@@ -6,8 +6,6 @@ import msgspec
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ReplaySetup", "Restart"]
-
 
 class Restart(msgspec.Struct, frozen=True):
     """A process that is lost in the middle of a trace, and comes back empty."""

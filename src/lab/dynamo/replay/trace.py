@@ -16,8 +16,6 @@ import msgspec
 
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 
-__all__ = ["PromptBlocks", "Stretch", "StretchTree", "Trace", "TraceRequest", "prompt_token_ids", "stretch_token_ids"]
-
 FIRST_TOKEN_ID: Final = 1000  # beyond the special tokens of any vocabulary
 _DOMAIN: Final = b"dynamo replay stretch\0"
 

@@ -13,8 +13,6 @@ from dynamo.kv.events import BlocksAdded, BlocksDropped, BlockUpdate, HeldBlock,
 from dynamo.replay.flight import Flight
 from dynamo.scheduling import BlockRun, EvictedBlocks, PassResult, ScheduledRequest, SchedulerCore
 
-__all__ = ["EventJournal", "MakeCore", "ReplayWorker"]
-
 # What one worker of a replay publishes of its cache, and keeps for routers that lost some of it. Pure.
 
 

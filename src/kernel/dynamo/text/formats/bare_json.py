@@ -15,8 +15,6 @@ from dynamo.text.formats.json_calls import HERMES_KEYS, CallKeys, call_objects
 from dynamo.text.formats.scanner import NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 
-__all__ = ["BareJson"]
-
 _KNOWN: Final = CallKeys(only_known=True)
 _BARE: Final = ("{", "[")
 _NOISE: Final = re.compile(r"""(?:\[(?=[^\s{])|\{(?=[^\s"']))+""")

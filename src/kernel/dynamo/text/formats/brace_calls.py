@@ -16,8 +16,6 @@ from dynamo.text.formats.tool_set import ToolSet, json_string, typed
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
 from dynamo.text.markers import MarkerSearch
 
-__all__ = ["BraceCalls"]
-
 _MAX_DEPTH: Final = 64
 _NAME: Final = re.compile(r"[\w.\-]+")
 _NAME_END: Final = MarkerSearch("{", "<", "\n", " ", "}")

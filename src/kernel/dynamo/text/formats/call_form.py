@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from dynamo.text.formats.scanner import Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 
-__all__ = ["CallForm"]
-
 
 class CallForm(ABC):
     """How a family of models writes calls among text. `tagged_answer` finds them, with reasoning around."""

@@ -17,8 +17,6 @@ from dynamo.text.formats.typed_arguments import ArgumentsWriter
 from dynamo.text.formats.xml_calls import TaggedXml
 from dynamo.text.markers import search_for
 
-__all__ = ["Harmony", "Inkling", "KimiK3", "Muse"]
-
 _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
 _CONSTRAIN: Final = "<|constrain|>"

@@ -19,8 +19,6 @@ from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet, json_string, typed
 from dynamo.text.markers import MarkerSearch
 
-__all__ = ["ElementCalls"]
-
 _MAX_DEPTH: Final = 64
 _NAME: Final = re.compile(r"""\s+name\s*=\s*("[^"]+"|'[^']+'|[^\s"'>]+)\s*""")
 _TAG_END: Final = MarkerSearch(">", "<", "\n")

@@ -15,8 +15,6 @@ from dynamo.text.formats.scanner import NotACall, Scanner, Step
 from dynamo.text.formats.tagged_answer import ContentStart
 from dynamo.text.formats.tool_set import ToolSet
 
-__all__ = ["named_call", "required_calls"]
-
 # How an array of calls, or one, begins before the name of the first is known.
 _BEGINNING: Final = re.compile(r'\s*(?:\[\s*)?(?:\{\s*(?:"(?:n(?:a(?:m(?:e(?:"\s*(?::\s*(?:"[^"\\]*)?)?)?)?)?)?)?)?)?')
 

@@ -20,8 +20,6 @@ from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.markers import MarkerSearch, search_for
 
-__all__ = ["HERMES_KEYS", "CallKeys", "NamedJson", "TaggedJson", "call_object", "call_objects", "stream_arguments"]
-
 _TEXT: Final = msgspec.json.Decoder(str)
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

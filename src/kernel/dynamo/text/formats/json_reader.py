@@ -6,8 +6,6 @@ import re
 from enum import IntEnum, auto
 from typing import Final
 
-__all__ = ["MAX_DEPTH", "JsonReader"]
-
 MAX_DEPTH: Final = 128  # arrays and objects inside each other; decoders behind us have limits of their own
 _LONGEST_NUMBER: Final = 1000  # characters; decoders refuse longer ones
 _LONGEST_GAP: Final = 64  # white space behind a comma that is kept as it was written

@@ -17,8 +17,6 @@ from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.markers import MarkerSearch
 
-__all__ = ["MistralCalls"]
-
 OPENING: Final = "[TOOL_CALLS]"
 CLOSING: Final = "[/TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"

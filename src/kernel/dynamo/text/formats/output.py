@@ -16,8 +16,6 @@ from dynamo.text.output import (
     Reasoning,
 )
 
-__all__ = ["Output"]
-
 
 class Output:
     """The events of one choice as a grammar finds them.

@@ -21,8 +21,6 @@ from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
 from dynamo.text.markers import MarkerSearch, search_for
 
-__all__ = ["TaggedPairs"]
-
 _NAME_END: Final = MarkerSearch("<", "\n", "\r", " ", "{", "[", '"', "'")
 
 

@@ -17,8 +17,6 @@ from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.markers import MarkerSearch
 
-__all__ = ["PythonCalls"]
-
 _MAX_DEPTH: Final = 64
 _NOISE: Final = re.compile(r"(?:\[(?=[^\s\w]|\d))+")  # no name follows
 _WORD: Final = re.compile(r"[^\W\d][\w.\-]*")

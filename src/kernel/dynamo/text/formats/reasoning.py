@@ -12,8 +12,6 @@ from dynamo.text.formats.tagged_answer import ReasoningTags
 from dynamo.text.formats.tools import MUSE, UnifiedForm
 from dynamo.text.markers import WHITE_SPACE
 
-__all__ = ["DEFAULT_MARKS", "REASONING_FORMATS", "ReasoningFormat"]
-
 OPENING: Final = "<think>"
 CLOSING: Final = "</think>"
 

@@ -19,8 +19,6 @@ from dynamo.text.formats.output import Output
 from dynamo.text.markers import MAX_SEPARATOR, WHITE_SPACE, MarkerSearch
 from dynamo.text.output import Idle, OutputEvent
 
-__all__ = ["MAX_CALL_CHARACTERS", "MAX_NAME", "Grammar", "NotACall", "Scanner", "Step", "TextMachine"]
-
 MAX_CALL_CHARACTERS: Final = 1_048_576
 """How much of a call may be held back, and how much of it is kept to become content if it is none, in characters."""
 

@@ -30,8 +30,6 @@ from dynamo.text.formats.tool_set import NO_TOOLS, ToolSet
 from dynamo.text.markers import LINE_BREAKS, MAX_SEPARATOR, WHITE_SPACE, Found, MarkerSearch
 from dynamo.text.output import Content, Idle, Reasoning
 
-__all__ = ["ContentStart", "ReasoningTags", "TaggedAnswer", "TaggedOutput", "tagged_machine"]
-
 # The events of an answer whose reasoning stands between tags, and may hold calls.
 #
 # Models forget to end their reasoning and call. They also talk about their tags, so in reasoning only a complete call of a

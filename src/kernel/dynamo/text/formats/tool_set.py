@@ -9,8 +9,6 @@ from typing import Any, Final, NamedTuple
 
 from dynamo.text.formats.json_reader import JsonReader
 
-__all__ = ["ANYTHING", "NO_TOOLS", "Kinds", "ToolSet", "json_string", "typed"]
-
 _INTEGER: Final = re.compile(r"-?[0-9]{1,1000}")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]{0,999})(?:\.[0-9]{1,999})?(?:[eE][+-]?[0-9]{1,9})?")
 _MAX_REFERENCES: Final = 32  # that one schema follows; beyond that it accepts anything

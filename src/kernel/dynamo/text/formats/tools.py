@@ -24,8 +24,6 @@ from dynamo.text.formats.tagged_answer import tagged_machine
 from dynamo.text.formats.tool_set import NO_TOOLS, ToolSet
 from dynamo.text.formats.xml_calls import TaggedXml
 
-__all__ = ["KIMI_K2", "MUSE", "TOOL_FORMATS", "ToolFormat", "UnifiedForm", "dsml", "identify", "unified_parser"]
-
 # DSML, the tags of DeepSeek V3.2 and later.
 #
 #     <｜DSML｜tool_calls>

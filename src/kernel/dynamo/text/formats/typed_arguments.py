@@ -10,8 +10,6 @@ from dynamo.text.formats.scanner import MAX_CALL_CHARACTERS, NotACall, Scanner, 
 from dynamo.text.formats.tool_set import Kinds, json_string, typed
 from dynamo.text.markers import MarkerSearch
 
-__all__ = ["ArgumentsWriter"]
-
 
 class ArgumentsWriter:
     """The arguments of one call, whose pieces are emitted as soon as they are certain."""

@@ -25,8 +25,6 @@ from dynamo.text.formats.tool_set import ANYTHING, Kinds, ToolSet
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
 from dynamo.text.markers import MarkerSearch, search_for
 
-__all__ = ["TaggedXml"]
-
 _HEADER_END: Final = MarkerSearch(">", "<", "\n")
 _TEXT: Final = Kinds(frozenset(["string"]))
 _ATTRIBUTE: Final = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""")

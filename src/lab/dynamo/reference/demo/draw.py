@@ -10,8 +10,6 @@ from typing import Final
 
 from dynamo.reference.demo.drawing import COLOURS, SHAPES, Drawing, Mark, encode_png, render
 
-__all__ = ["draw", "main"]
-
 MAX_DOTS: Final = 9
 MAX_SIDE: Final = 4000  # pixels
 PLACE_TRIES: Final = 1000

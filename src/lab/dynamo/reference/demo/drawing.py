@@ -16,8 +16,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COLOURS", "SHAPES", "Colour", "Drawing", "Mark", "encode_png", "render"]
-
 Colour = tuple[int, int, int]
 Pixels = npt.NDArray[np.uint8]
 Distances = npt.NDArray[np.float32]

@@ -24,8 +24,6 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.settings.extras import install_command
 
-__all__ = ["BlockSource", "Ended", "KvReceiver", "KvSender", "Layout", "PageSink", "Ticket", "TransferOptions"]
-
 FLOAT32_BYTES: Final = 4
 
 NIXL_PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # any of them; each is the whole of NIXL

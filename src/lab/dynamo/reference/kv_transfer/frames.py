@@ -23,18 +23,6 @@ from xxhash import xxh3_64_intdigest
 from dynamo.errors import StreamIncomplete
 from dynamo.reference.kv_transfer.base import Layout
 
-__all__ = [
-    "HEADER_BYTES",
-    "LIMITS",
-    "Header",
-    "Pull",
-    "TransferKind",
-    "check",
-    "decode_pull",
-    "frame",
-    "read_header",
-]
-
 MAGIC: Final = b"DKV1"
 _HEADER: Final = struct.Struct("!4sHHIIQ")
 HEADER_BYTES: Final = _HEADER.size

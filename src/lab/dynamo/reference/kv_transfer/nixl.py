@@ -33,8 +33,6 @@ from dynamo.reference.kv_transfer.frames import Pull, TransferKind, frame
 from dynamo.reference.kv_transfer.offers import Offer
 from dynamo.reference.kv_transfer.tcp import Peer, TcpReceiver, TcpSender
 
-__all__ = ["NixlReceiver", "NixlSender"]
-
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.0005  # NIXL has no event to wait for; a transfer between two processes takes about as long

@@ -11,8 +11,6 @@ from typing import Final
 from dynamo.errors import Overloaded, StreamIncomplete
 from dynamo.reference.kv_transfer.base import Ended
 
-__all__ = ["MAX_OFFERS", "Claim", "Offer", "Offers"]
-
 MAX_OFFERS: Final = 10_000  # each holds a block at least, so the cache is full long before
 
 

@@ -34,8 +34,6 @@ from dynamo.reference.kv_transfer.offers import Offer, Offers
 from dynamo.runtime.base.addresses import WILDCARDS, detect_host
 from dynamo.runtime.base.listening import start_listening
 
-__all__ = ["Peer", "TcpReceiver", "TcpSender"]
-
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS: Final = 5.0  # from the connection to the whole PULL frame: whoever takes longer is no decode worker
