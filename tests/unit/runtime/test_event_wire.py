@@ -161,7 +161,7 @@ def test_nats_settings_come_from_the_environment_and_keep_secrets() -> None:
         }
     )
     assert found.servers == ("nats://u:secret@a:1", "nats://b:2")
-    assert found.address == "nats://a:1, nats://b:2"
+    assert found.address == "nats://***@a:1, nats://b:2"
     assert (found.username, found.password) == ("me", "secret")
     assert "secret" not in repr(found).replace("u:secret@", "")
     assert NatsSettings.from_env({"NATS_AUTH_USERNAME": "me"}).username is None
