@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
-from dynamo.contract.modes import DisaggregationMode
+from dynamo.engines.adapter import positive, refuse_roles
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.gguf_header import GgufHeader, read_gguf_header
 from dynamo.protocol.model_types import ModelInput
@@ -50,6 +50,11 @@ class LlamaArguments:
     slots: int  # requests at a time
     embeds: bool = False  # makes vectors, and generates nothing
     parameters: dict[str, Any] = field(default_factory=dict)  # of llama.cpp, by name
+
+    @property
+    def model(self) -> str:
+        """What is served: a file."""
+        return str(self.file)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -94,11 +99,7 @@ def read_arguments(
     """
     args = _parser().parse_args(argv)
     file = _file(args)
-    if args.disaggregation_mode is not DisaggregationMode.AGGREGATED:
-        raise InvalidArgument(
-            f"--disaggregation-mode {args.disaggregation_mode}: prefill and decode on different workers are not built for "
-            "llama.cpp"
-        )
+    refuse_roles(args, "llama.cpp")
     header = read_gguf_header(file)
     if header.part != 0:
         raise InvalidArgument(f"{file} is part {header.part + 1} of {header.parts} of a model; give the first part")
@@ -182,12 +183,12 @@ def _parser() -> BackendArgumentParser:
     )
     add(
         "--context-length",
-        type=_positive,
+        type=positive,
         metavar="TOKENS",
         help=f"longest prompt and answer (default: the model's, at most {CONTEXT})",
     )
-    add("--slots", type=_positive, default=SLOTS, metavar="N", help=f"requests at a time (default: {SLOTS})")
-    add("--threads", type=_positive, metavar="N", help="threads that compute (default: the cores, less one)")
+    add("--slots", type=positive, default=SLOTS, metavar="N", help=f"requests at a time (default: {SLOTS})")
+    add("--threads", type=positive, metavar="N", help="threads that compute (default: the cores, less one)")
     add("--gpu-layers", type=int, metavar="N", help="layers on a GPU, -1 for all (default: llama.cpp's)")
     add("--embedding-worker", action="store_true", help="make embeddings: /v1/embeddings, and no answers")
     add(
@@ -217,10 +218,3 @@ def _parameters(args: argparse.Namespace) -> dict[str, Any]:
         except ValueError:
             found[name] = value  # text needs no quotes
     return found
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, ClassVar, Final, Self
+from contextlib import aclosing
+from typing import Any, ClassVar, Final
 
-from dynamo.contract.config import WorkerConfig
 from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
-from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
-from dynamo.contract.health_check import build_health_check_payload, build_raw_health_check_payload
+from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest
 from dynamo.contract.requests.generation import (
     Feature,
     GenerationLimits,
@@ -22,7 +21,8 @@ from dynamo.contract.requests.generation import (
 )
 from dynamo.contract.requests.output_grammar import grammar_of, is_thinking, read_thought_markers
 from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
-from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.engines.adapter import AdapterEngine
+from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.answers import LlamaAnswer, completion_body
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
 from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
@@ -39,21 +39,18 @@ EUCLIDEAN: Final = 2  # llama.cpp's number of a norm
 NO_NORM: Final = -1
 
 
-class LlamaCppEngine(LLMEngine):
+class LlamaCppEngine(AdapterEngine[LlamaArguments]):
     """Serves a GGUF file with llama.cpp, token ids in and out."""
 
+    engine_name: ClassVar[str] = "llama.cpp"
+    reader = staticmethod(read_arguments)
     has_child_processes: ClassVar[bool] = True
 
     def __init__(self, arguments: LlamaArguments) -> None:
-        self._arguments = arguments
+        super().__init__(arguments)
         self._llama = LlamaSlots(arguments)
         self._limits: GenerationLimits | None = None
         self._markers: tuple[int, int] | None = None  # around the model's thoughts
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
-        arguments, worker = await asyncio.to_thread(read_arguments, argv)
-        return cls(arguments), worker
 
     async def start(self, worker_id: int) -> EngineConfig:
         loaded = await self._llama.start()
@@ -66,32 +63,21 @@ class LlamaCppEngine(LLMEngine):
             unsupported=UNSUPPORTED,
             defaults=read_generation_defaults(self._arguments.tokenizer),
         )
-        return EngineConfig(
-            model=str(self._arguments.file),
-            served_model_name=self._arguments.served_name,
-            context_length=loaded.context_length,
-            max_num_seqs=loaded.slots,
-        )
+        return self.described(loaded.context_length, max_num_seqs=loaded.slots)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         if self._limits is None:
-            raise EngineShutdown("llama.cpp is not running")
-        if self._arguments.embeds:
-            raise InvalidArgument("this worker makes embeddings and generates nothing")
+            raise self.not_running()
+        self.check_task(embeds=False)
         asked = read_generation(request, self._limits)
         answer = LlamaAnswer(asked)
-        async with self._llama.events("/completion", await self._body(asked, self._limits), context) as events:
-            async for event in events:
-                if context.is_stopped():
-                    break
-                chunk = answer.chunk(event)
-                if chunk is not None:
-                    yield chunk
-                if answer.is_complete:
-                    return
-        if not context.is_stopped():
-            raise EngineShutdown("llama.cpp ended an answer without its last event")
-        yield answer.cancelled()
+        body = await self._body(asked, self._limits)
+        async with (
+            self._llama.events("/completion", body, context) as events,
+            aclosing(self.answered(events, answer, context)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield chunk
 
     async def _body(self, asked: GenerationRequest, limits: GenerationLimits) -> dict[str, Any]:
         grammar = None
@@ -103,9 +89,8 @@ class LlamaCppEngine(LLMEngine):
     async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
         limits = self._limits
         if limits is None:
-            raise EngineShutdown("llama.cpp is not running")
-        if not self._arguments.embeds:
-            raise InvalidArgument("this worker generates; one that makes embeddings is started with --embedding-worker")
+            raise self.not_running()
+        self.check_task(embeds=True)
         task_among(request, (EMBED,))
         if request.get("dimensions") is not None:
             raise InvalidArgument("dimensions: llama.cpp makes vectors of one length only")
@@ -126,8 +111,3 @@ class LlamaCppEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         await self._llama.close()
-
-    async def health_check_payload(self) -> dict[str, Any] | None:
-        if self._arguments.embeds:
-            return build_raw_health_check_payload({"token_ids": [[0]]})
-        return build_health_check_payload(0)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.kv_events import ZmqSource
-from dynamo.contract.modes import DisaggregationMode
+from dynamo.engines.adapter import refuse_roles
 from dynamo.errors import InvalidArgument
 from dynamo.worker.hub import served_name
 
@@ -66,10 +66,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[SglangArguments, 
         flag = word.partition("=")[0]
         if flag in _REFUSED:
             raise InvalidArgument(f"{flag}: {_REFUSED[flag]}")
-    if own.disaggregation_mode is not DisaggregationMode.AGGREGATED:
-        raise InvalidArgument(
-            f"--disaggregation-mode {own.disaggregation_mode}: prefill and decode on different workers are not built for SGLang"
-        )
+    refuse_roles(own, "SGLang")
     if not own.model:
         parser.error("--model-path is missing: the directory or name of a model")
     check_installed()

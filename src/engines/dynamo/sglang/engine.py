@@ -16,17 +16,15 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
-from dynamo.contract.config import WorkerConfig
 from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
-from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
-from dynamo.contract.health_check import build_health_check_payload, build_raw_health_check_payload
+from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest
 from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.requests.generation import Feature, GenerationLimits, read_generation, read_generation_defaults
 from dynamo.contract.requests.output_grammar import grammar_of
+from dynamo.engines.adapter import AdapterEngine
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.base.process_guard import (
     descendants,
     end_processes,
@@ -51,26 +49,22 @@ HEALTH_SECONDS: Final = 0.5  # how often SGLang's processes are looked at
 END_SECONDS: Final = 2.0  # for SGLang to end its processes; what is left is killed
 
 
-class SglangEngine(LLMEngine):
+class SglangEngine(AdapterEngine[SglangArguments]):
     """Serves a model with SGLang."""
 
+    engine_name: ClassVar[str] = "SGLang"
+    reader = staticmethod(read_arguments)
     has_child_processes: ClassVar[bool] = True
     skips_teardown: ClassVar[bool] = True
 
     def __init__(self, arguments: SglangArguments) -> None:
-        self._arguments = arguments
+        super().__init__(arguments)
         self._thread = EngineThread()
         self._limits: GenerationLimits | None = None
         self._directory: Path | None = None  # of temporary files; SGLang itself leaves them
         self._children: dict[int, str] = {}
         self._numbers = count()
         self._tells_thoughts = False  # SGLang has a reasoning parser of its own
-        self._was_cleaned_up = False
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
-        arguments, worker = await asyncio.to_thread(read_arguments, argv)
-        return cls(arguments), worker
 
     async def start(self, worker_id: int) -> EngineConfig:
         logger.warning("SGLang is marked: %s", MARK)
@@ -84,9 +78,7 @@ class SglangEngine(LLMEngine):
             raise
         except Exception as error:
             raise EngineShutdown(f"SGLang did not start: {error} (its own log, above, says more)") from error
-        if self._was_cleaned_up:
-            await self.cleanup()
-            raise EngineShutdown("this engine was cleaned up while it started")
+        await self.check_wanted()
         self._children = await asyncio.to_thread(descendants, os.getpid())
         if self._directory is not None:
             await asyncio.to_thread(note_shared_memory, self._directory, [os.getpid(), *self._children])
@@ -103,15 +95,12 @@ class SglangEngine(LLMEngine):
         )
         self._tells_thoughts = bool(settings.reasoning_parser)
         tokens = facts.get("max_total_num_tokens")
-        return EngineConfig(
-            model=self._arguments.model,
-            served_model_name=self._arguments.served_name,
-            context_length=self._limits.context_length,
+        return self.described(
+            self._limits.context_length,
             kv_cache_block_size=settings.page_size,
             total_kv_blocks=None if tokens is None else int(tokens) // (settings.page_size or 1),
             max_num_seqs=settings.max_running_requests,
             max_num_batched_tokens=settings.max_prefill_tokens,
-            runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
     def _make(self) -> Any:
@@ -124,9 +113,8 @@ class SglangEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         limits, thread = self._limits, self._thread
         if limits is None or thread.engine is None:
-            raise EngineShutdown("SGLang is not running")
-        if self._arguments.embeds:
-            raise InvalidArgument("this worker makes embeddings and generates nothing")
+            raise self.not_running()
+        self.check_task(embeds=False)
         asked = read_generation(request, limits)
         if asked.constraint is not None and asked.constraint.kind in ("json", "regex"):
             await asyncio.to_thread(
@@ -147,32 +135,25 @@ class SglangEngine(LLMEngine):
             arguments["require_reasoning"] = True  # the constraint holds behind the thoughts
         arguments |= logprob_arguments(asked)
         try:
-            async with aclosing(
-                thread.outputs(context, lambda engine: engine.async_generate(stream=True, **arguments))
-            ) as outputs:
-                async for output in outputs:
-                    if context.is_stopped():
-                        break
-                    chunk = answer.chunk(output)
-                    if chunk is not None:
-                        yield chunk
-                    if answer.is_complete:
-                        return
+            async with (
+                aclosing(
+                    thread.outputs(context, lambda engine: engine.async_generate(stream=True, **arguments))
+                ) as outputs,
+                aclosing(self.answered(outputs, answer, context)) as chunks,
+            ):
+                async for chunk in chunks:
+                    yield chunk
         except ValueError as error:
             raise InvalidArgument(str(error)) from error  # SGLang's checks of a request
         finally:
             if not answer.is_complete:
                 thread.call(abort, rid)
-        if not context.is_stopped():
-            raise EngineShutdown("SGLang ended an answer without its last output")
-        yield answer.cancelled()
 
     async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
         limits, thread = self._limits, self._thread
         if limits is None or thread.engine is None:
-            raise EngineShutdown("SGLang is not running")
-        if not self._arguments.embeds:
-            raise InvalidArgument("this worker generates; one that makes embeddings is started with --embedding-worker")
+            raise self.not_running()
+        self.check_task(embeds=True)
         inputs = inputs_of(request, limits.context_length, limits.vocab_size)
         if context.is_stopped():
             return
@@ -216,10 +197,3 @@ class SglangEngine(LLMEngine):
             return []
         source = events_source(engine.server_args.kv_events_config)
         return [] if source is None else [source]
-
-    async def health_check_payload(self) -> dict[str, Any] | None:
-        return (
-            build_raw_health_check_payload({"token_ids": [[0]]})
-            if self._arguments.embeds
-            else build_health_check_payload(0)
-        )

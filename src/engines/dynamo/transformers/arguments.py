@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from typing import Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
-from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.pooling import MODES
+from dynamo.engines.adapter import positive, refuse_roles
 from dynamo.errors import InvalidArgument
 from dynamo.settings.extras import install_command
 from dynamo.worker.hub import served_name
@@ -50,11 +49,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TransformersArgum
     Raises InvalidArgument for a missing package and for what is not built.
     """
     args = _parser().parse_args(argv)
-    if args.disaggregation_mode is not DisaggregationMode.AGGREGATED:
-        raise InvalidArgument(
-            f"--disaggregation-mode {args.disaggregation_mode}: prefill and decode on different workers are not built for "
-            "transformers"
-        )
+    refuse_roles(args, "transformers")
     check_installed()
     name = args.served_model_name or served_name(args.model)
     arguments = TransformersArguments(
@@ -100,19 +95,19 @@ def _parser() -> BackendArgumentParser:
     )
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (default: the model's, on a CPU float32)")
-    add("--context-length", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
-    add("--max-num-seqs", type=_positive, default=64, metavar="N", help="requests in one step (default: 64)")
+    add("--context-length", type=positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
+    add("--max-num-seqs", type=positive, default=64, metavar="N", help="requests in one step (default: 64)")
     add(
         "--max-num-batched-tokens",
-        type=_positive,
+        type=positive,
         default=2048,
         metavar="TOKENS",
         help="tokens in one step (default: 2048)",
     )
-    add("--block-size", type=_positive, default=PAGE, metavar="TOKENS", help=f"tokens per KV block (default: {PAGE})")
+    add("--block-size", type=positive, default=PAGE, metavar="TOKENS", help=f"tokens per KV block (default: {PAGE})")
     add(
         "--kv-cache-mb",
-        type=_positive,
+        type=positive,
         metavar="MB",
         help=f"memory of the KV cache (default: what is free on a GPU, else {CACHE_MB})",
     )
@@ -126,10 +121,3 @@ def _parser() -> BackendArgumentParser:
     add("--trust-remote-code", action="store_true", help="run Python code that the model's directory holds")
     add_backend_arguments(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value

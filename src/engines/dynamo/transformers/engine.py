@@ -13,12 +13,10 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from queue import Empty
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
-from dynamo.contract.config import WorkerConfig
 from dynamo.contract.embedding import Embedding, EmbedRequest
-from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, usage
-from dynamo.contract.health_check import build_health_check_payload, build_raw_health_check_payload
+from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, usage
 from dynamo.contract.requests.generation import (
     Feature,
     GenerationLimits,
@@ -28,8 +26,8 @@ from dynamo.contract.requests.generation import (
 )
 from dynamo.contract.requests.output_grammar import grammar_of, read_thought_markers
 from dynamo.contract.requests.pooling import read_pooling
+from dynamo.engines.adapter import AdapterEngine
 from dynamo.errors import EngineShutdown, InvalidArgument, Unknown
-from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.transformers.arguments import TransformersArguments, read_arguments
 from dynamo.transformers.loading import LoadedTransformers, load_encoder, load_transformers
@@ -46,24 +44,20 @@ HEALTH_SECONDS: Final = 0.25  # how often the generating thread is looked at
 STOP_SECONDS: Final = 2.0  # for the generating thread to finish its step
 
 
-class TransformersEngine(LLMEngine):
+class TransformersEngine(AdapterEngine[TransformersArguments]):
     """Serves a Hugging Face model with transformers."""
 
+    engine_name: ClassVar[str] = "transformers"
+    reader = staticmethod(read_arguments)
     skips_teardown: ClassVar[bool] = True
 
     def __init__(self, arguments: TransformersArguments) -> None:
-        self._arguments = arguments
+        super().__init__(arguments)
         self._loaded: LoadedTransformers | None = None
         self._limits: GenerationLimits | None = None
         self._grammars: _Grammars | None = None
         self._vectors: TransformersVectors | None = None  # of a worker that makes vectors
         self._numbers = count()
-        self._was_cleaned_up = False
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
-        arguments, worker = await asyncio.to_thread(read_arguments, argv)
-        return cls(arguments), worker
 
     async def start(self, worker_id: int) -> EngineConfig:
         directory = Path(await fetch_model(self._arguments.model))
@@ -71,9 +65,7 @@ class TransformersEngine(LLMEngine):
             return await self._start_vectors(directory)
         loaded = await asyncio.to_thread(load_transformers, self._arguments, directory)
         self._loaded = loaded
-        if self._was_cleaned_up:
-            await self.cleanup()
-            raise EngineShutdown("this engine was cleaned up while it started")
+        await self.check_wanted()
         self._grammars = _Grammars(directory, loaded)
         self._limits = GenerationLimits(
             engine="transformers",
@@ -82,15 +74,12 @@ class TransformersEngine(LLMEngine):
             unsupported=UNSUPPORTED,
             defaults=read_generation_defaults(directory),
         )
-        return EngineConfig(
-            model=self._arguments.model,
-            served_model_name=self._arguments.served_name,
-            context_length=loaded.context_length,
+        return self.described(
+            loaded.context_length,
             kv_cache_block_size=loaded.block_size,
             total_kv_blocks=loaded.blocks,
             max_num_seqs=self._arguments.max_num_seqs,
             max_num_batched_tokens=self._arguments.max_num_batched_tokens,
-            runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
     async def _start_vectors(self, directory: Path) -> EngineConfig:
@@ -101,22 +90,14 @@ class TransformersEngine(LLMEngine):
         self._vectors = TransformersVectors(
             loaded, pooling, max_inputs=arguments.max_num_seqs, max_tokens=arguments.max_num_batched_tokens
         )
-        if self._was_cleaned_up:
-            await self.cleanup()
-            raise EngineShutdown("this engine was cleaned up while it started")
-        return EngineConfig(
-            model=arguments.model,
-            served_model_name=arguments.served_name,
-            context_length=loaded.context_length,
-            runtime_data={MEDIA_KINDS: []},
-        )
+        await self.check_wanted()
+        return self.described(loaded.context_length)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
-        if self._arguments.embeds:
-            raise InvalidArgument("this worker makes embeddings and generates nothing")
+        self.check_task(embeds=False)
         loaded, limits, grammars = self._loaded, self._limits, self._grammars
         if loaded is None or limits is None or grammars is None or self._was_cleaned_up:
-            raise EngineShutdown("transformers is not running")
+            raise self.not_running()
         asked = read_generation(request, limits)
         matcher = None if asked.constraint is None else await asyncio.to_thread(grammars.matcher, asked)
         stops = asked.stop_token_ids
@@ -179,10 +160,9 @@ class TransformersEngine(LLMEngine):
                 manager.output_router.result_handlers.pop(request_id, None)
 
     async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
-        if not self._arguments.embeds:
-            raise InvalidArgument("this worker generates; one that makes embeddings is started with --embedding-worker")
+        self.check_task(embeds=True)
         if self._vectors is None:
-            raise EngineShutdown("transformers is not running")
+            raise self.not_running()
         async with aclosing(self._vectors.vectors(request, context)) as vectors:
             async for vector in vectors:
                 yield vector
@@ -201,13 +181,6 @@ class TransformersEngine(LLMEngine):
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             await asyncio.to_thread(loaded.manager.stop, block=True, timeout=STOP_SECONDS, hard_stop=True)
-
-    async def health_check_payload(self) -> dict[str, Any] | None:
-        return (
-            build_raw_health_check_payload({"token_ids": [[0]]})
-            if self._arguments.embeds
-            else build_health_check_payload(0)
-        )
 
 
 class _Grammars:

@@ -14,7 +14,7 @@ import yaml
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
-from dynamo.contract.modes import DisaggregationMode
+from dynamo.engines.adapter import refuse_roles
 from dynamo.errors import InvalidArgument
 from dynamo.worker.hub import served_name
 
@@ -36,6 +36,7 @@ class TrtllmArguments:
     max_seq_len: int | None
     engine: dict[str, Any]  # further arguments of `LLM`, plain values
     free_gpu_memory_fraction: float
+    embeds: bool = False
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> tuple[TrtllmArguments, WorkerConfig]:
@@ -44,11 +45,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TrtllmArguments, 
     Raises InvalidArgument for a missing package, for what is not built, and for files and JSON that cannot be read.
     """
     args = _parser().parse_args(argv)
-    if args.disaggregation_mode is not DisaggregationMode.AGGREGATED:
-        raise InvalidArgument(
-            f"--disaggregation-mode {args.disaggregation_mode}: prefill and decode on different workers are not built for "
-            "TensorRT-LLM"
-        )
+    refuse_roles(args, "TensorRT-LLM")
     for name in ("publish_kv_events", "modality", "encode_endpoint"):
         if getattr(args, name):
             raise InvalidArgument(f"--{name.replace('_', '-')} is not built for TensorRT-LLM")

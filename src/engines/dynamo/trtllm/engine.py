@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
-from dynamo.contract.config import WorkerConfig
-from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
-from dynamo.contract.health_check import build_health_check_payload
+from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest
 from dynamo.contract.requests.generation import (
     Feature,
     GenerationLimits,
@@ -24,8 +23,8 @@ from dynamo.contract.requests.generation import (
     read_generation_defaults,
 )
 from dynamo.contract.requests.output_grammar import grammar_of
+from dynamo.engines.adapter import AdapterEngine
 from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.trtllm.answers import TrtllmAnswer, guided_parameters, sampling_parameters
 from dynamo.trtllm.arguments import MARK, TrtllmArguments, read_arguments
@@ -38,22 +37,18 @@ logger = logging.getLogger(__name__)
 UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"logit_bias", "prompt_logprobs", "allowed_token_ids", "lora"})
 
 
-class TrtllmEngine(LLMEngine):
+class TrtllmEngine(AdapterEngine[TrtllmArguments]):
     """Serves a model with TensorRT-LLM."""
 
+    engine_name: ClassVar[str] = "TensorRT-LLM"
+    reader = staticmethod(read_arguments)
     has_child_processes: ClassVar[bool] = True
     skips_teardown: ClassVar[bool] = True
 
     def __init__(self, arguments: TrtllmArguments) -> None:
-        self._arguments = arguments
+        super().__init__(arguments)
         self._llm: Any = None
         self._limits: GenerationLimits | None = None
-        self._was_cleaned_up = False
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
-        arguments, worker = await asyncio.to_thread(read_arguments, argv)
-        return cls(arguments), worker
 
     async def start(self, worker_id: int) -> EngineConfig:
         logger.warning("TensorRT-LLM is marked: %s", MARK)
@@ -61,9 +56,7 @@ class TrtllmEngine(LLMEngine):
         directory = Path(await fetch_model(given.model))
         context_length, vocab_size = await asyncio.to_thread(_read_sizes, directory)
         self._llm = await asyncio.to_thread(self._make, directory)
-        if self._was_cleaned_up:
-            await self.cleanup()
-            raise EngineShutdown("this engine was cleaned up while it started")
+        await self.check_wanted()
         self._limits = GenerationLimits(
             engine="TensorRT-LLM",
             context_length=given.max_seq_len or context_length,
@@ -71,14 +64,11 @@ class TrtllmEngine(LLMEngine):
             unsupported=UNSUPPORTED,
             defaults=read_generation_defaults(directory),
         )
-        return EngineConfig(
-            model=given.model,
-            served_model_name=given.served_name,
-            context_length=self._limits.context_length,
+        return self.described(
+            self._limits.context_length,
             kv_cache_block_size=given.kv_block_size,
             max_num_seqs=given.max_batch_size,
             max_num_batched_tokens=given.max_num_tokens,
-            runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
     def _make(self, directory: Path) -> Any:
@@ -101,7 +91,7 @@ class TrtllmEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         llm, limits = self._llm, self._limits
         if llm is None or limits is None:
-            raise EngineShutdown("TensorRT-LLM is not running")
+            raise self.not_running()
         asked = read_generation(request, limits)
         sampling = await self._sampling(asked)
         answer = TrtllmAnswer(asked)
@@ -115,19 +105,14 @@ class TrtllmEngine(LLMEngine):
             raise InvalidArgument(str(error)) from error  # its checks of a request
         forget = context.on_cancel(on_loop(asyncio.get_running_loop(), lambda _killed: results.abort()))
         try:
-            async for result in _until_stopped(results, context):
-                chunk = answer.chunk(result)
-                if chunk is not None:
+            # An abort is a result of its own, which is not one of the answer: `answered` stops before it.
+            async with aclosing(self.answered(results, answer, context)) as chunks:
+                async for chunk in chunks:
                     yield chunk
-                if answer.is_complete:
-                    return
         finally:
             forget()
             if not answer.is_complete:
                 results.abort()
-        if not context.is_stopped():
-            raise EngineShutdown("TensorRT-LLM ended an answer without its last output")
-        yield answer.cancelled()
 
     async def _sampling(self, asked: GenerationRequest) -> Any:
         from tensorrt_llm import SamplingParams
@@ -150,17 +135,6 @@ class TrtllmEngine(LLMEngine):
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
-
-    async def health_check_payload(self) -> dict[str, Any] | None:
-        return build_health_check_payload(0)
-
-
-async def _until_stopped(results: Any, context: Context) -> AsyncIterator[Any]:
-    """Yield results until the context is stopped. An abort is a result of its own, which is not one of the answer."""
-    async for result in results:
-        if context.is_stopped():
-            return
-        yield result
 
 
 def _read_sizes(directory: Path) -> tuple[int, int]:

@@ -51,6 +51,11 @@ class Arguments:
     role: VllmRole
     worker: WorkerConfig
 
+    @property
+    def embeds(self) -> bool:
+        """Whether the worker was started to make vectors."""
+        return bool(self.vllm.runner == POOLING)
+
 
 def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """Read a command line. Leaves as argparse does for `--help` and mistakes; raises InvalidArgument for what is not built."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.embedding import Embedding, EmbedRequest
-from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, MetricsHandle
+from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, MetricsHandle
 from dynamo.contract.health_check import (
     bos_token_id_or,
     build_health_check_payload,
@@ -26,8 +26,8 @@ from dynamo.contract.health_check import (
 )
 from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.metrics import register_global_registry
-from dynamo.errors import EngineShutdown, InvalidArgument
-from dynamo.protocol.records import MEDIA_KINDS
+from dynamo.engines.adapter import AdapterEngine
+from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.process_guard import descendants, end_processes, note_shared_memory, shared_memory_of
 from dynamo.runtime.calls.context import Context
 from dynamo.vllm.adapters import adapter_limits
@@ -52,14 +52,15 @@ HEALTH_SECONDS: Final = 0.25  # how often the engine core is looked at: vLLM's o
 SHUTDOWN_SECONDS: Final = 1.0  # for vLLM's processes to end by themselves; what is left is killed
 
 
-class VllmEngine(LLMEngine):
+class VllmEngine(AdapterEngine[Arguments]):
     """Serves a model with vLLM."""
 
+    engine_name: ClassVar[str] = "vLLM"
     has_child_processes: ClassVar[bool] = True
     skips_teardown: ClassVar[bool] = True
 
     def __init__(self, arguments: Arguments) -> None:
-        self._arguments = arguments
+        super().__init__(arguments)
         self._reports = LoadReports()
         self._started: Started | None = None
         self._submissions: VllmSubmissions | None = None
@@ -67,7 +68,6 @@ class VllmEngine(LLMEngine):
         self._operations: VllmOperations | None = None
         self._running: dict[str, list[str]] = {}  # vLLM's request ids by context id; clients may repeat one
         self._numbers = count()
-        self._was_cleaned_up = False
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
@@ -77,9 +77,7 @@ class VllmEngine(LLMEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         started = await start_vllm(self._arguments, self._reports)
         self._started = started
-        if self._was_cleaned_up:
-            await self.cleanup()
-            raise EngineShutdown("this engine was cleaned up while it started")
+        await self.check_wanted()
         mine = await asyncio.to_thread(descendants, os.getpid())
         await asyncio.to_thread(note_shared_memory, started.directory, [os.getpid(), *mine])
         config = started.config
@@ -96,10 +94,8 @@ class VllmEngine(LLMEngine):
             None if cache.num_gpu_blocks is None else cache.num_gpu_blocks // ranks
         )  # vLLM adds those of all ranks up
         self._reports.blocks_per_rank = blocks or 0
-        return EngineConfig(
-            model=self._arguments.model,
-            served_model_name=self._arguments.served_name,
-            context_length=model.max_model_len,
+        return self.described(
+            model.max_model_len,
             kv_cache_block_size=await self._block_size(),
             total_kv_blocks=blocks,
             max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -108,7 +104,6 @@ class VllmEngine(LLMEngine):
             data_parallel_start_rank=parallel.data_parallel_rank or 0,
             model_aliases=list(self._arguments.aliases),
             max_gpu_lora_count=None if limits is None else min(limits.most, config.lora_config.max_loras),
-            runtime_data={MEDIA_KINDS: []},  # whatever its model could: requests with media are refused
         )
 
     @property
@@ -133,7 +128,7 @@ class VllmEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         started, submissions, operations = self._started, self._submissions, self._operations
         if started is None or submissions is None or operations is None or self._was_cleaned_up:
-            raise EngineShutdown("vLLM is not running")
+            raise self.not_running()
         if self._pooling is not None:
             raise InvalidArgument("this worker makes embeddings and generates nothing")
         role = self._arguments.role
@@ -182,7 +177,7 @@ class VllmEngine(LLMEngine):
     async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
         started, pooling, operations = self._started, self._pooling, self._operations
         if started is None or operations is None or self._was_cleaned_up:
-            raise EngineShutdown("vLLM is not running")
+            raise self.not_running()
         if pooling is None:
             raise InvalidArgument("this worker generates; one that makes embeddings is started with --embedding-worker")
         operations.check_serving()
