@@ -488,6 +488,24 @@ async def test_a_handler_that_is_no_generator_is_named(mem_runtime: DistributedR
         await values((await connect(mem_runtime)).generate(None))
 
 
+async def test_a_plain_handler_gets_where_the_prompt_of_a_moved_request_ends(mem_runtime: DistributedRuntime) -> None:
+    seen: list[int | None] = []
+
+    async def handler(request: Any, context: Context) -> AsyncIterator[Any]:
+        seen.append(context.prompt_tokens)
+        yield 1
+
+    await serve(mem_runtime, handler)
+    client = await connect(mem_runtime)
+    for prompt_tokens in (None, 17):
+        context = Context()
+        context.prompt_tokens = prompt_tokens
+        stream = await client.open(client.named(client.instance_ids()[0]), None, context)
+        await stream.next_batch()
+        stream.close()
+    assert seen == [None, 17]
+
+
 RAISED: list[tuple[BaseException, str, str]] = [
     # raised by the handler; class and text in the caller's ValueError
     (ValueError("boom"), "InvalidRequest", "ValueError: boom"),

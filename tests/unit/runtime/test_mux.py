@@ -40,7 +40,7 @@ from dynamo.runtime.calls.request_plane.mux.frames import (
     pack,
 )
 from dynamo.runtime.calls.request_plane.mux.long_ids import LONG_IDS, SLICE_IDS
-from dynamo.runtime.calls.request_plane.mux.server import MuxHost, MuxServerProtocol
+from dynamo.runtime.calls.request_plane.mux.server import MAX_CREDIT, MuxHost, MuxServerProtocol
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 from support.streams import read_all
@@ -172,6 +172,45 @@ async def test_everything_of_one_loop_turn_leaves_in_one_frame(rig: Build) -> No
     assert kinds == [Kind.HELLO, Kind.ITEMS]
     writer.close()
     await writer.wait_closed()
+
+
+async def credits_of(built: Rig, hello: Hello, *frames: bytes) -> list[int]:
+    """Return the credit of the streams of a caller that has sent `hello`, then a request on stream 1, then `frames`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", built.port)
+    request = frame(Kind.OPEN, pack((Open(path="p", id="r"), pack({}))), stream_id=1)
+    # The answer to a ping comes behind everything that was sent before it.
+    writer.write(MAGIC + frame(Kind.HELLO, pack(hello)) + request + b"".join(frames) + frame(Kind.PING, bytes(8)))
+    try:
+        kind = None
+        while kind != Kind.PONG:
+            head = await asyncio.wait_for(reader.readexactly(HEADER.size), PATIENCE_SECONDS)
+            length, kind, *_ = HEADER.unpack(head)
+            await reader.readexactly(length)
+        (connection,) = built.connections
+        return [sink.credit for sink in connection._streams.values()]
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("asked", [MAX_CREDIT + 1, 1 << 40])
+async def test_a_caller_cannot_make_a_stream_hold_more_than_the_ceiling(rig: Build, asked: int) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        await context.async_killed_or_stopped()
+
+    built = await rig(handler)
+    assert await credits_of(built, Hello(version=1, credits=asked)) == [MAX_CREDIT]
+
+
+async def test_grants_add_up_to_the_ceiling_and_no_further(rig: Build) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        await context.async_killed_or_stopped()
+
+    built = await rig(handler)
+    one_below = frame(Kind.CREDIT, pack([[1, MAX_CREDIT - 11]]))
+    assert await credits_of(built, Hello(version=1, credits=10), one_below) == [MAX_CREDIT - 1]
+    many = [frame(Kind.CREDIT, pack([[1, MAX_CREDIT], [1, 1 << 40]]))] * 2
+    assert await credits_of(await rig(handler), Hello(version=1, credits=10), *many) == [MAX_CREDIT]
 
 
 @pytest.mark.parametrize("capabilities", [[], ["steps"]])
