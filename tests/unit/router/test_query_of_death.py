@@ -135,7 +135,14 @@ def test_only_a_connection_that_broke_under_the_request_is_a_death(
 
 @each_case(
     ("first", "second", "is_convicted"),
-    [(0.01, 1.9, True), (0.0, 0.0, True), (30.0, 20.0, True), (30.0, 5.0, False), (0.1, 60.0, False)],
+    [
+        (0.01, 0.4, True),
+        (0.01, 1.9, False),
+        (0.0, 0.0, True),
+        (30.0, 20.0, True),
+        (30.0, 5.0, False),
+        (0.1, 60.0, False),
+    ],
 )
 def test_deaths_at_quite_different_times_after_the_request_came_are_not_its_doing(
     first: float, second: float, is_convicted: bool
@@ -149,6 +156,82 @@ def test_deaths_at_quite_different_times_after_the_request_came_are_not_its_doin
         fails(suspect, 2, Disconnected("lost"), 1, 2, 3, after_seconds=second)
         with pytest.raises(RequestKillsWorkers):
             fails(suspect, 3, Disconnected("lost"), 1, 2, 3, after_seconds=second)
+
+
+OTHER: dict[str, Any] = {**BODY, "token_ids": [9]}
+
+
+def test_the_deaths_of_a_node_convict_no_request_that_met_two_of_them() -> None:
+    memory = QueriesOfDeath()
+    suspect, elsewhere = Suspect(BODY, "r", memory), Suspect(OTHER, "s", memory)
+    fails(suspect, 1, Disconnected("lost"), 1, 2, 3)
+    fails(elsewhere, 3, Disconnected("lost"), 1, 2, 3)  # a worker that never had the request died, too
+    fails(suspect, 2, Disconnected("lost"), 1, 2, 3)
+    suspect.check(lambda: 1.0)
+    assert not memory
+
+
+def test_a_worker_that_dies_in_the_middle_of_other_answers_counts_as_another_explanation() -> None:
+    memory = QueriesOfDeath()
+    suspect = Suspect(BODY, "r", memory)
+    fails(suspect, 1, Disconnected("lost"), 1, 2, 3)
+    pool: Any = DECODERS
+    memory.note_loss(pool, 3, Disconnected("lost"), 0.0)
+    fails(suspect, 2, Disconnected("lost"), 1, 2, 3)
+    assert not memory
+    for error in (reported(Disconnected("its store")), CannotConnect("no way")):  # no deaths
+        other = Suspect(OTHER, "s", memory := QueriesOfDeath())
+        fails(other, 1, Disconnected("lost"), 1, 2, 3)
+        memory.note_loss(pool, 3, error, 0.0)
+        with pytest.raises(RequestKillsWorkers):
+            fails(other, 2, Disconnected("lost"), 1, 2, 3)
+
+
+def test_of_two_requests_that_lose_the_same_two_workers_neither_is_convicted() -> None:
+    memory = QueriesOfDeath()
+    both = [Suspect(BODY, "r", memory), Suspect(OTHER, "s", memory)]
+    for worker_id in (1, 2):
+        for suspect in both:
+            suspect.sent(worker_id)
+        for suspect in both:  # the first of them is counted while the loss of the other one has not come yet
+            fails(suspect, worker_id, Disconnected("lost"), 1, 2, 3)
+    assert not memory
+
+
+def test_a_request_that_kills_is_convicted_at_the_third_death_whatever_else_explains_the_first_two() -> None:
+    memory = QueriesOfDeath()
+    both = [Suspect(BODY, "r", memory), Suspect(OTHER, "s", memory)]
+    for worker_id in (1, 2):
+        for suspect in both:
+            suspect.sent(worker_id)
+        for suspect in both:
+            fails(suspect, worker_id, Disconnected("lost"), 1, 2, 3)
+    both[1].acquit()
+    with pytest.raises(RequestKillsWorkers):
+        fails(both[0], 3, Disconnected("lost"), 1, 2, 3)
+
+
+def test_company_that_went_elsewhere_or_has_the_same_content_explains_nothing() -> None:
+    memory = QueriesOfDeath()
+    suspect, same, moved = Suspect(BODY, "r", memory), Suspect(BODY, "t", memory), Suspect(OTHER, "s", memory)
+    for each in (suspect, same, moved):
+        fails(each, 1, Disconnected("lost"), 1, 2, 3)
+    suspect.sent(2)
+    same.sent(2)
+    moved.sent(3)
+    with pytest.raises(RequestKillsWorkers):
+        fails(suspect, 2, Disconnected("lost"), 1, 2, 3)
+
+
+def test_a_request_that_has_ended_is_no_company() -> None:
+    memory = QueriesOfDeath()
+    suspect, left = Suspect(BODY, "r", memory), Suspect(OTHER, "s", memory)
+    for each in (suspect, left):
+        fails(each, 1, Disconnected("lost"), 1, 2)
+        each.sent(2)
+    left.close()
+    with pytest.raises(RequestKillsWorkers):
+        fails(suspect, 2, Disconnected("lost"), 1, 2)
 
 
 def test_an_answer_to_the_same_content_clears_it() -> None:

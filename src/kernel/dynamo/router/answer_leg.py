@@ -78,6 +78,8 @@ class AnswerLeg:
         timer, record, worker = request.timer, request.record, failover.worker
         assert worker is not None
         clock = asyncio.get_running_loop().time
+        if self._suspect is not None:
+            self._suspect.sent(worker.instance.instance_id)
         timer.routed()
         sent_at = clock()
         try:

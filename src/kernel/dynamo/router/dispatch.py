@@ -167,6 +167,8 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
         self._is_closed = True
         if self.request.stall_detector is not None:
             self.request.stall_detector.remove(self)
+        if self._suspect is not None:
+            self._suspect.close()
         if self._stream is not None:
             self._release()
         if self._failover.session is not None:
@@ -217,7 +219,9 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
         failover = self._failover
         worker = failover.worker
         assert worker is not None
-        failover.stages = self._dispatcher.stages
+        dispatcher = self._dispatcher
+        failover.stages = dispatcher.stages
+        dispatcher.queries_of_death.note_loss(dispatcher.pool, worker.instance.instance_id, error, self._now())
         lost = failover.lost(worker, error, is_exempt=self._is_exempt(error), has_begun=True)
         instruction = failover.course.step(lost)
         if isinstance(instruction, Fail):

@@ -162,6 +162,7 @@ class _EncodeLeg:
         job, worker, workers = self._job, self._worker, self._router.workers
         context, timer = job.context, job.timer
         assert worker is not None
+        job.suspect.sent(worker.instance.instance_id)
         timer.routed()
         sent_at, late = _now(), False
         try:

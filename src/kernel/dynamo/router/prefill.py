@@ -370,6 +370,8 @@ class _PrefillLeg:
         job, worker, session = self._job, self.worker, self._session
         instance = worker.instance
         job.record.prefill_placement = worker.placement
+        if job.suspect is not None:
+            job.suspect.sent(instance.instance_id)
         job.timer.routed()
         sent_at, is_late = _now(), False  # a limit of ours is no failure of the connection
         try:
