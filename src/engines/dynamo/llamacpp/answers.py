@@ -8,8 +8,6 @@ from typing import Any, Final
 from dynamo.contract.chunks import CompletionUsage, GenerateChunk, TopLogprob, usage
 from dynamo.contract.requests.generation import GenerationRequest
 
-__all__ = ["LlamaAnswer", "completion_body"]
-
 # Of the last event: the rest of it repeats the request and the whole prompt.
 LAST_FIELDS: Final = ("tokens", "stop", "stop_type", "truncated", "timings/cache_n", "completion_probabilities")
 

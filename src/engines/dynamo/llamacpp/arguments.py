@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from dynamo.llamacpp.engine import LlamaCppEngine
     from dynamo.llamacpp.text_engine import LlamaCppTextEngine
 
-__all__ = ["LlamaArguments", "check_installed", "choose_engine", "read_arguments", "tokenizer_beside"]
-
 PROGRAM: Final = "dynamo.llamacpp"
 SLOTS: Final = 4
 CONTEXT: Final = 8192  # tokens of one request, where the model was trained for more: each slot has memory for so many

@@ -12,8 +12,6 @@ import httptools
 
 from dynamo.errors import EngineShutdown
 
-__all__ = ["LlamaConnection", "LlamaRefusal", "call_llama", "open_llama"]
-
 PAUSE_BYTES: Final = 256 * 1024  # answers that wait for their reader; beyond, the socket is not read
 DATA: Final = b"data: "
 DONE: Final = b"[DONE]"

@@ -28,8 +28,6 @@ from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
 from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["LlamaCppEngine"]
-
 UNSUPPORTED: Final[frozenset[Feature]] = frozenset(
     {"min_tokens", "prompt_logprobs", "allowed_token_ids", "lora", "cache_salt"}
 )

@@ -10,8 +10,6 @@ from typing import Any, BinaryIO, Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["GgufHeader", "is_gguf", "read_gguf_header"]
-
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 MAX_ENTRIES: Final = 100_000  # of metadata; files have a few dozen

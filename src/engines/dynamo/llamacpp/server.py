@@ -12,8 +12,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main() -> None:
     answers = os.dup(sys.stdout.fileno())  # llama.cpp may write to standard output, too

@@ -22,8 +22,6 @@ from dynamo.llamacpp.connection import LlamaConnection, LlamaRefusal, call_llama
 from dynamo.runtime.base.process_guard import private_directory
 from dynamo.runtime.calls.context import Context, on_loop
 
-__all__ = ["LlamaProcess", "LlamaSlots", "LoadedLlama", "map_llama_error"]
-
 logger = logging.getLogger(__name__)
 
 # Starts and ends the process that holds llama.cpp.

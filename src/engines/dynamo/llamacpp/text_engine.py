@@ -15,8 +15,6 @@ from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["LlamaCppTextEngine"]
-
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of a completion, where chat goes on to the context's end

@@ -13,8 +13,6 @@ from dynamo.contract.requests.logprobs import extract_from_sglang_meta
 from dynamo.contract.requests.structural_tag import serialize_structural_tag
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument
 
-__all__ = ["SglangAnswer", "check_not_aborted", "logprob_arguments", "sampling_parameters"]
-
 MAX_SEED: Final = 2**31  # SGLang keeps seeds as 32-bit integers
 
 

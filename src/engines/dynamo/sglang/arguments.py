@@ -19,8 +19,6 @@ from dynamo.engines.adapter import refuse_roles
 from dynamo.errors import InvalidArgument
 from dynamo.worker.hub import served_name
 
-__all__ = ["MARK", "SglangArguments", "events_source", "read_arguments", "server_arguments"]
-
 logger = logging.getLogger(__name__)
 
 PROGRAM: Final = "dynamo.sglang"

@@ -40,8 +40,6 @@ from dynamo.sglang.arguments import MARK, SglangArguments, events_source, read_a
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
 from dynamo.sglang.vectors import inputs_of, vector_of
 
-__all__ = ["SglangEngine"]
-
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "allowed_token_ids", "lora", "cache_salt"})

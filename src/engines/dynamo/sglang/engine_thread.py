@@ -16,8 +16,6 @@ from typing import Any, Final
 from dynamo.errors import EngineShutdown
 from dynamo.runtime.calls.context import Context, on_loop
 
-__all__ = ["EngineThread", "kept_logging"]
-
 END_SECONDS: Final = 1.0  # for the tasks of the thread, once they are cancelled
 
 

@@ -13,8 +13,6 @@ from dynamo.runtime.calls.context import Context
 from dynamo.sglang.answers import check_not_aborted
 from dynamo.sglang.engine_thread import EngineThread
 
-__all__ = ["inputs_of", "vector_of"]
-
 
 def inputs_of(request: EmbedRequest, context_length: int, vocab_size: int) -> list[list[int]]:
     """Return the inputs of a request. Raises InvalidArgument naming the field for what SGLang does not do."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["main"]
-
 
 def main(argv: list[str] | None = None) -> None:
     from dynamo.transformers.engine import TransformersEngine

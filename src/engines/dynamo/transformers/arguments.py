@@ -15,8 +15,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.settings.extras import install_command
 from dynamo.worker.hub import served_name
 
-__all__ = ["TransformersArguments", "check_installed", "read_arguments"]
-
 PROGRAM: Final = "dynamo.transformers"
 PACKAGES: Final = ("torch", "transformers")
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")

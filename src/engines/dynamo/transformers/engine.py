@@ -35,8 +35,6 @@ from dynamo.transformers.row_sampling import ARGUMENT, RowSampling
 from dynamo.transformers.vectors import TransformersVectors
 from dynamo.worker.hub import fetch_model
 
-__all__ = ["TransformersEngine"]
-
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "lora", "cache_salt"})

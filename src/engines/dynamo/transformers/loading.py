@@ -16,8 +16,6 @@ from dynamo.settings.foreign import OPENMP_THREADS
 from dynamo.transformers.arguments import CACHE_MB, TransformersArguments
 from dynamo.transformers.row_sampling import ARGUMENT, RowSampler, RowSampling
 
-__all__ = ["LoadedEncoder", "LoadedTransformers", "load_encoder", "load_transformers"]
-
 logger = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT: Final = 4096  # tokens, where the model's configuration says nothing

@@ -15,8 +15,6 @@ from dynamo.contract.requests.generation import GenerationRequest
 from dynamo.contract.requests.output_grammar import is_thinking
 from dynamo.errors import InvalidArgument
 
-__all__ = ["RowSampler", "RowSampling"]
-
 logger = logging.getLogger(__name__)
 
 ARGUMENT: Final = "sampling"  # the keyword of `add_request`

@@ -16,8 +16,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.transformers.loading import LoadedEncoder
 
-__all__ = ["TransformersVectors", "pooled"]
-
 TOKENS: Final = "token_embed"
 TASKS: Final = (EMBED, TOKENS)
 

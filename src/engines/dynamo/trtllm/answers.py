@@ -12,8 +12,6 @@ from dynamo.contract.requests.logprobs import extract_from_completion_output
 from dynamo.contract.requests.structural_tag import serialize_structural_tag
 from dynamo.errors import EngineShutdown
 
-__all__ = ["TrtllmAnswer", "guided_parameters", "sampling_parameters"]
-
 NO_END = -1  # as TensorRT-LLM writes "no end token"
 
 

@@ -18,8 +18,6 @@ from dynamo.engines.adapter import refuse_roles
 from dynamo.errors import InvalidArgument
 from dynamo.worker.hub import served_name
 
-__all__ = ["MARK", "TrtllmArguments", "read_arguments"]
-
 PROGRAM: Final = "dynamo.trtllm"
 MARK: Final = "not yet run on hardware: written from TensorRT-LLM 1.2's API, and tested against a stand-in for it"
 

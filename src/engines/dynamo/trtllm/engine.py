@@ -30,8 +30,6 @@ from dynamo.trtllm.answers import TrtllmAnswer, guided_parameters, sampling_para
 from dynamo.trtllm.arguments import MARK, TrtllmArguments, read_arguments
 from dynamo.worker.hub import fetch_model
 
-__all__ = ["TrtllmEngine"]
-
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"logit_bias", "prompt_logprobs", "allowed_token_ids", "lora"})

@@ -21,8 +21,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.worker.adapters import adapter_directory, adapter_name, adapter_source, publish_adapter
 from dynamo.worker.registration import ModelEndpoint, unregister_model
 
-__all__ = ["SPARE_SLOTS", "AdapterLimits", "LoadedAdapter", "VllmAdapters", "adapter_limits"]
-
 logger = logging.getLogger(__name__)
 
 Body = dict[str, Any]

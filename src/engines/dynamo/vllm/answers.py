@@ -12,8 +12,6 @@ from dynamo.contract.requests.logprobs import (
 )
 from dynamo.errors import EngineShutdown
 
-__all__ = ["VllmAnswer"]
-
 
 class VllmAnswer:
     """One request's outputs, as they come: an output may hold no token, one or several."""

@@ -21,8 +21,6 @@ from dynamo.vllm.model_files import check_model, check_weights, is_local
 from dynamo.vllm.pooling import POOLING
 from dynamo.vllm.roles import ROLES, VllmRole, make_role
 
-__all__ = ["Arguments", "read_arguments"]
-
 PROGRAM: Final = "dynamo.vllm"
 VECTORS: Final = "embedding"  # what a pooling worker serves by default
 _EPILOG: Final = "Every other flag is vLLM's own and is passed on as it is; they follow below where vLLM is installed."

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
     from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 
-__all__ = ["VllmEngine"]
-
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS: Final = 0.25  # how often the engine core is looked at: vLLM's own monitor only sets a flag

@@ -9,8 +9,6 @@ from typing import Final
 
 from dynamo.errors import Disconnected, EngineShutdown, HttpError, InvalidArgument
 
-__all__ = ["configuration_error", "map_vllm_error"]
-
 DEAD: Final = "EngineDeadError"
 STATUSES: Final = {  # of its own hierarchy, from 0.28 on
     "VLLMNotFoundError": 404,

@@ -10,8 +10,6 @@ from typing import Any, Final
 from dynamo.errors import InvalidArgument
 from dynamo.settings.foreign import NO_CREATED_SERIES
 
-__all__ = ["NEWEST", "OLDEST", "check_version", "import_vllm", "prepare_environment"]
-
 OLDEST: Final = (0, 20)
 NEWEST: Final = (0, 33)
 

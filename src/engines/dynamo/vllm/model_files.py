@@ -8,8 +8,6 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["check_model", "check_weights", "is_local"]
-
 CONFIGS: Final = ("config.json", "params.json")  # the second is Mistral's own format
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 LOADED_FROM_FILES: Final = frozenset({"auto", "hf", "safetensors", "pt"})  # load formats that read the files above

@@ -13,8 +13,6 @@ from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
 from dynamo.vllm.adapters import AdapterLimits, VllmAdapters
 from dynamo.worker.adapters import path_member
 
-__all__ = ["CONTROLS", "UPDATES", "VllmOperations", "check_alike"]
-
 # Whether a directory holds other values for the very weights that vLLM serves: anything else would end its engine
 # core.
 

@@ -12,8 +12,6 @@ from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.base.tasks import Background
 from dynamo.vllm.adapters import VllmAdapters
 
-__all__ = ["POOLING", "VllmPooling", "check_tasks"]
-
 POOLING: Final = "pooling"  # vLLM's name of the runner
 
 NewId = Callable[[], AbstractContextManager[str]]

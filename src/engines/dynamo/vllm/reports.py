@@ -11,8 +11,6 @@ from dynamo.contract.kv_events import ComponentSnapshot, KvEventSource, ZmqSourc
 if TYPE_CHECKING:
     from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 
-__all__ = ["LoadReports", "event_sources", "events_address", "rank_address"]
-
 IPC: Final = "ipc://"
 
 

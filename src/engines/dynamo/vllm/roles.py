@@ -16,8 +16,6 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.disaggregation import extract_prefill_result
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ROLES", "TRANSFER", "VllmRole", "make_role"]
-
 logger = logging.getLogger(__name__)
 
 TRANSFER: Final = "kv_transfer_params"  # vLLM's name, in its sampling parameters and outputs

@@ -10,8 +10,6 @@ from dynamo.contract.requests.logprobs import parse_logprob_options
 from dynamo.contract.requests.structural_tag import serialize_structural_tag
 from dynamo.errors import InvalidArgument
 
-__all__ = ["VllmLimits", "constraint_of", "read_sampling"]
-
 # Fields that would change the answer, so that ignoring them would be a lie.
 UNSUPPORTED: Final = {
     "prompt_embeds": "embeddings in place of tokens are",

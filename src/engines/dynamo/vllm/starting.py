@@ -26,8 +26,6 @@ from dynamo.vllm.installed import import_vllm
 from dynamo.vllm.model_files import is_local
 from dynamo.vllm.reports import LoadReports, events_address
 
-__all__ = ["NIXL_HOST", "NIXL_PORT", "Started", "bind_threads", "start_vllm", "transfer_addresses"]
-
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS: Final = 10.0

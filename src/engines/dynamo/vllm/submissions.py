@@ -15,8 +15,6 @@ from dynamo.vllm.adapters import LoadedAdapter, VllmAdapters
 from dynamo.vllm.roles import TRANSFER, VllmRole
 from dynamo.vllm.sampling import VllmLimits, constraint_of, read_sampling
 
-__all__ = ["Submission", "VllmSubmissions", "local_ranks"]
-
 SALT_PREFIX: Final = "dynamo-cache-salt:"  # salts come untagged in vLLM's KV events: this one is recognised
 
 

@@ -20,8 +20,6 @@ from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import SettingReader, each, integer, one_of, placeholder, switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
 
-__all__ = ["Comparison", "main"]
-
 _DESCRIPTION: Final = """\
 Reads decisions that a frontend recorded (--router-mode kv --router-decisions FILE), computes each again, and says whether
 it comes out the same. With --policy it also says what that policy would have decided from the same figures: one step

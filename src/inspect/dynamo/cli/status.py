@@ -24,8 +24,6 @@ from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import switch
 from dynamo.settings.table import read_settings, setting, settings_of
 
-__all__ = ["StatusFlags", "Trouble", "build_parser", "main", "troubles_of"]
-
 EXIT_READY: Final = 0
 EXIT_NOT_READY: Final = 1
 EXIT_UNREACHABLE: Final = 2

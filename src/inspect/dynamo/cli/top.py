@@ -25,8 +25,6 @@ from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import SettingReader, integer, switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
 
-__all__ = ["TopFlags", "build_parser", "main"]
-
 ONCE_VIEWS: Final = ("workers", "streams")
 MOST_ROWS: Final = 1000  # of a view, of the live screen; the server says how many there are
 

@@ -13,8 +13,6 @@ from dynamo.cli.readiness import PROGRESS_SECONDS, Address, ready_text, say_insp
 from dynamo.supervise.newcomer import POLL_SECONDS, WorkerRefused
 from dynamo.supervise.process import SupervisedProcess
 
-__all__ = ["Announcement"]
-
 
 class Announcement:
     """Knows from the workers' reports what each of them serves, and from the frontend whether it routes to them."""

@@ -14,8 +14,6 @@ from dynamo.cli.usage import UsageError
 from dynamo.settings.readers import placeholder, port, text
 from dynamo.settings.table import setting
 
-__all__ = ["EXIT_FAILED", "MAX_LINE_BYTES", "ApiClient", "ServerError", "ServerFlags", "error_text"]
-
 DEFAULT_PORT: Final = 8000
 CONNECT_SECONDS: Final = 5.0
 READ_SECONDS: Final = 600.0  # a long prompt on a slow machine

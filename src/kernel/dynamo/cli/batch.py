@@ -22,8 +22,6 @@ from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
 
-__all__ = ["BatchRunFlags", "build_parser", "main"]
-
 POLL_SECONDS: Final = 1.0
 COPY_BYTES: Final = 256 * 1024
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from dynamo.contract.config import WorkerConfig
     from dynamo.contract.engine import BaseEngine
 
-__all__ = ["Lifeline", "Reports", "endpoint_path", "main", "on_planes"]
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run as a frontend or a worker; return the exit status."""

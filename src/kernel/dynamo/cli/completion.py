@@ -15,8 +15,6 @@ from typing import Final
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import choices_of
 
-__all__ = ["Takes", "WordsOfCommand", "build_parser", "main", "words_of_commands"]
-
 _EPILOG: Final = """\
 bash:  dynamo completion bash > ~/.local/share/bash-completion/completions/dynamo
 zsh:   dynamo completion zsh > "${fpath[1]}/_dynamo"

@@ -11,8 +11,6 @@ from typing import Final, TextIO
 from dynamo.settings.foreign import has_colour
 from dynamo.supervise.lines import record_of
 
-__all__ = ["Console"]
-
 HELD_LINES: Final = 200  # start-up logs of a handful of processes; older lines go first
 
 COLOURS: Final = ("36", "33", "35", "32", "34", "31")  # ANSI: cyan first, it is the frontend's

@@ -17,16 +17,6 @@ from typing import Final
 from dynamo.cli.usage import UsageError
 from dynamo.settings.extras import install_command
 
-__all__ = [
-    "HUB_PREFIX",
-    "EngineChoice",
-    "choose_engine",
-    "describe_model_file",
-    "fetch_from_hub",
-    "has_gguf_magic",
-    "locate_model",
-]
-
 # What a file is that was given where a model's directory belongs, and what to write instead.
 
 

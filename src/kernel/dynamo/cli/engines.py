@@ -16,8 +16,6 @@ from dynamo.settings.extras import install_command
 if TYPE_CHECKING:
     from dynamo.contract.engine import BaseEngine
 
-__all__ = ["BUILT_IN", "class_path", "load_engine", "source_directory"]
-
 BUILT_IN: Final[dict[str, str]] = {
     "reference": "dynamo.reference.engine:ReferenceEngine",
     "sample": "dynamo.engines.sample.engine:SampleLLMEngine",

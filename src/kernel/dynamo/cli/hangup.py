@@ -14,8 +14,6 @@ from typing import Final
 
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["hangups"]
-
 LOOK_SECONDS: Final = 2.0  # SIGHUP comes at once with the end of a terminal; one that comes later is a request again
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from dynamo.contract.config import WorkerConfig
     from dynamo.contract.engine import BaseEngine
 
-__all__ = ["serve_in_process"]
-
 EXIT_FAILED: Final = 1
 
 

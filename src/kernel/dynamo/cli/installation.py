@@ -13,8 +13,6 @@ from urllib.parse import unquote, urlsplit
 
 import dynamo
 
-__all__ = ["CHECKOUT", "Installation"]
-
 DISTRIBUTION: Final = "dynamo-unified"
 CHECKOUT: Final = Path(dynamo.__file__ or "").resolve().parents[3]  # CHECKOUT/src/kernel/dynamo/__init__.py
 

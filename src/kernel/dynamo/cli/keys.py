@@ -31,8 +31,6 @@ from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import SettingReader, each, integer, number, one_of, placeholder, switch, text, words
 from dynamo.settings.table import read_settings, setting, settings_of
 
-__all__ = ["main"]
-
 DEFAULT_FILE: Final = "keys.toml"
 
 _DESCRIPTION: Final = "Make, show and take away the API keys of a frontend. docs/keys.md has the fields of a key file."

@@ -29,8 +29,6 @@ from dynamo.supervise.scaling import LoadReading, Scaling
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
 
-__all__ = ["MAX_FILES", "Ending", "LocalCluster", "changed_files", "source_times", "stopping_signals", "watch_sources"]
-
 # `dynamo serve --reload`: replace the workers when a source file of the engine changes.
 
 

@@ -16,8 +16,6 @@ from dynamo.supervise.process import Program, SupervisedProcess
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
 
-__all__ = ["LocalProcesses"]
-
 OnReport = Callable[[SupervisedProcess, Mapping[str, Any]], None]
 
 

@@ -14,8 +14,6 @@ from dynamo import __version__
 from dynamo.cli.usage import PlainRefusal, UsageError
 from dynamo.settings.command import EXIT_USAGE, did_you_mean
 
-__all__ = ["main"]
-
 COMMANDS: Final = {
     # name: (module with `main(argv) -> int`, what it does)
     "serve": ("dynamo.cli.serve", "start a frontend and workers on this machine, ready for curl"),

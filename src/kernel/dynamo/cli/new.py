@@ -24,8 +24,6 @@ from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import folder, placeholder, switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
 
-__all__ = ["Names", "main", "rendered", "rendered_crate"]
-
 SDK: Final = "dynamo-backend-common"
 SUFFIX: Final = ".tmpl"  # keeps what is not yet Python away from linters and type checkers
 MAX_NAME: Final = 64

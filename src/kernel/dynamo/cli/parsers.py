@@ -10,8 +10,6 @@ from dynamo.cli.engines import BUILT_IN
 from dynamo.cli.main import COMMANDS
 from dynamo.settings.command import CommandParser
 
-__all__ = ["FLAG_WORDS", "command_parsers", "first_words"]
-
 # Words that may stand behind a flag, although others may, too.
 FLAG_WORDS: Final = {"--engine": tuple(sorted(BUILT_IN))}
 

@@ -14,8 +14,6 @@ from dynamo.supervise.process import Program
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
 
-__all__ = ["programs", "worker_program"]
-
 KILL_RESERVE_SECONDS: Final = 5.0  # the child's own deadline comes first; this one is for a child that cannot keep it
 
 GRACE_SECONDS: Final = 0.3

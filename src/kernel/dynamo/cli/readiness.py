@@ -21,17 +21,6 @@ from dynamo.runtime.base.addresses import bound_socket
 from dynamo.supervise.newcomer import POLL_SECONDS, WorkerRefused
 from dynamo.supervise.scaling import LoadReading
 
-__all__ = [
-    "Address",
-    "bind",
-    "listed_models",
-    "read_load",
-    "ready_text",
-    "say_inspector",
-    "takes_requests",
-    "wait_listed",
-]
-
 PROBE_SECONDS: Final = 2.0
 PROGRESS_SECONDS: Final = 3.0
 MAX_ANSWER_BYTES: Final = 1 << 20

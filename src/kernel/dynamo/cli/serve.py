@@ -25,8 +25,6 @@ from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import text
 from dynamo.settings.table import Setting, declared, read_settings, settings_of
 
-__all__ = ["ConfigFile", "ServeOptions", "build_parser", "main", "read_config", "read_options"]
-
 # `dynamo serve --config FILE`: a TOML file in place of a long command line.
 
 

@@ -20,8 +20,6 @@ from dynamo.settings.readers import (
 )
 from dynamo.settings.table import declared, setting
 
-__all__ = ["CONFIG_FILE", "MAX_FRONTEND_WORKERS", "ROUTER_MODES", "ServeFlags", "WorkerRange"]
-
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
 DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network before somebody asks for it

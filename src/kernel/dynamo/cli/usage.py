@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PlainRefusal", "UsageError", "split_engine_args"]
-
 
 class UsageError(Exception):
     """An error of use; the message names what to write instead."""

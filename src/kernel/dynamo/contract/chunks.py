@@ -4,23 +4,6 @@
 from collections.abc import Mapping
 from typing import Any, Required, TypedDict
 
-__all__ = [
-    "CompletionUsage",
-    "GenerateChunk",
-    "GenerateRequest",
-    "GuidedDecoding",
-    "OutputOptions",
-    "RawRequest",
-    "RawResponseChunk",
-    "Routing",
-    "SamplingOptions",
-    "StopConditions",
-    "TopLogprob",
-    "chunk",
-    "final_chunk",
-    "usage",
-]
-
 RawRequest = dict[str, Any]
 """The OpenAI-shaped body that a `RawEngine` receives."""
 

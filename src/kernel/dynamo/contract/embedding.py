@@ -11,8 +11,6 @@ from dynamo.errors import InvalidArgument
 if TYPE_CHECKING:
     from dynamo.runtime.calls.context import Context
 
-__all__ = ["EmbedRequest", "Embedding", "Embeds", "embedding"]
-
 
 class EmbedRequest(TypedDict, total=False):
     """Several inputs, each of which becomes one vector. Only `token_ids` is certain; other members may be None."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ENDPOINT_SCHEME", "parse_endpoint"]
-
 ENDPOINT_SCHEME: Final = "dyn://"
 
 

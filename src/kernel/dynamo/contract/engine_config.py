@@ -8,8 +8,6 @@ from typing import Any, Final, SupportsIndex
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["EngineConfig", "LlmRegistration", "read_engine_config"]
-
 
 @dataclass
 class LlmRegistration:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from dynamo.contract.kv_events import KvEventSource
 
-__all__ = ["Controllable", "Drains", "HasProcesses", "PublishesKvEvents", "PublishesLoad", "ReportsFailure"]
-
 
 class Controllable(Protocol):
     """Is administered while it serves, over the worker's status server."""

@@ -7,8 +7,6 @@ import difflib
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
 
-__all__ = ["check_parsers", "get_reasoning_parser_names", "get_tool_parser_names"]
-
 
 def get_tool_parser_names() -> list[str]:
     """Return the names that `--dyn-tool-call-parser` can choose."""

@@ -16,8 +16,6 @@ from dynamo.kv.held_prefixes import HeldPrefixes, held_prefixes
 from dynamo.kv.holders import BlockHolders, RankBits, RankMask
 from dynamo.kv.overlap import Overlap, WorkerRank
 
-__all__ = ["ApproximateIndex"]
-
 DEFAULT_TTL_SECONDS: Final = 120.0
 TICKS_PER_SECOND: Final = 10  # blocks expire together every 100 ms
 MAX_RANKS: Final = 16_384

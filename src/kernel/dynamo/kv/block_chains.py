@@ -15,8 +15,6 @@ from dynamo.kv.hashing import extend_sequence
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
 
-__all__ = ["BlockChains", "DumpedIndex"]
-
 SPARE_BLOCKS: Final = 4096  # that may be remembered beyond twice those that are held
 _TIERS: Final = ("device", "host_pinned", "disk", "external")  # a block of a lower tier may follow one of a higher tier
 

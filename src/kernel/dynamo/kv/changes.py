@@ -5,17 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NotRequired, TypeAlias, TypedDict, final
 
-__all__ = [
-    "BlockChange",
-    "BlockRecord",
-    "MediaInfo",
-    "MediaObject",
-    "PublishedEvent",
-    "RemovedChange",
-    "StoredBlocks",
-    "StoredChange",
-]
-
 
 class MediaObject(TypedDict):
     """One image, video or sound inside a block."""

@@ -15,8 +15,6 @@ import msgspec
 from dynamo.kv.changes import MediaInfo, MediaObject
 from dynamo.kv.hashing import to_unsigned
 
-__all__ = ["BadPayload", "Cleared", "EngineBatch", "EngineEvent", "Removed", "Stored", "read_payload"]
-
 _STORED_FIELDS: Final = (
     "type",
     "block_hashes",

@@ -7,29 +7,6 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = [
-    "MAX_EVENTS",
-    "MAX_EVENT_BLOCKS",
-    "MAX_EVENT_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "PIECE_BLOCKS",
-    "BadEvents",
-    "BlockUpdate",
-    "BlocksAdded",
-    "BlocksDropped",
-    "HeldBlock",
-    "KvAnswer",
-    "KvChange",
-    "RouterEvent",
-    "blocks_of",
-    "pieces_of",
-    "read_answer",
-    "read_answered",
-    "read_event",
-    "read_events",
-    "split_events",
-]
-
 # A worker of 1.6.1 and ours put at most 128 events or 8,192 blocks into a message. What is beyond these bounds is refused
 # unread: decoding a million blocks takes 0.2 s, in which nothing else runs.
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024  # even what is skipped in it takes 10 ms at most

@@ -14,17 +14,6 @@ from typing import Final
 
 import xxhash
 
-__all__ = [
-    "block_hashes",
-    "block_seed",
-    "extend_sequence",
-    "media_by_block",
-    "media_pad_token",
-    "sequence_hashes",
-    "to_unsigned",
-    "with_pad_tokens",
-]
-
 SEED: Final = 1337
 _LORA_SEED: Final = 0
 _SALT_SEED: Final = 1

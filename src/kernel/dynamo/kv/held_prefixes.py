@@ -13,8 +13,6 @@ import msgspec
 from dynamo.kv.holders import BlockHolders, HeldRun, RankBits
 from dynamo.kv.overlap import WorkerRank
 
-__all__ = ["EXAMINED_RUNS", "HeldPrefix", "HeldPrefixes", "held_prefixes"]
-
 EXAMINED_RUNS: Final = 8000  # some five milliseconds; of a larger index a part is looked at
 MAX_STEPS: Final = 512  # from a block back to the beginning of its prompt, in runs
 

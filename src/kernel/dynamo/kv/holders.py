@@ -15,8 +15,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from dynamo.kv.overlap import Overlap, WorkerRank
 
-__all__ = ["BlockHolders", "HeldRun", "RankBits", "RankMask", "extend_depths"]
-
 RankMask: TypeAlias = int
 """A set of ranks: one bit each, given out by RankBits."""
 

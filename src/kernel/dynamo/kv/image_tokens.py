@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from dynamo.kv.hashing import media_pad_token
 
-__all__ = ["ExpandedPrompt", "expand_images"]
-
 
 class ExpandedPrompt(NamedTuple):
     """The tokens that are hashed, and how many of them there are without the padding behind."""

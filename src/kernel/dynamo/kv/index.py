@@ -20,8 +20,6 @@ from dynamo.kv.held_prefixes import HeldPrefixes, held_prefixes
 from dynamo.kv.holders import BlockHolders, RankBits, RankMask, extend_depths
 from dynamo.kv.overlap import Overlap, WorkerRank
 
-__all__ = ["MAX_CAPACITY", "STATUSES", "PrefixIndex"]
-
 OK: Final = "ok"
 PARENT_NOT_FOUND: Final = "parent_block_not_found"
 BLOCK_NOT_FOUND: Final = "block_not_found"

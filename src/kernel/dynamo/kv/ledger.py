@@ -12,8 +12,6 @@ from typing import Final
 
 from dynamo.kv.changes import BlockChange, BlockRecord, PublishedEvent, StoredBlocks
 
-__all__ = ["KvLedger"]
-
 MAX_EVENTS: Final = 4096
 MAX_BLOCKS: Final = (
     1_000_000  # of 64 bytes and more: beyond it a dump is incomplete, which costs cache hits and no answer

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from dynamo.kv.hashing import to_unsigned, with_pad_tokens
 from dynamo.kv.native_bindings import media_of_blocks
 
-__all__ = ["RoutedPrompt", "padded_blocks", "routed_prompt"]
-
 MEMBER = "mm_routing_info"
 
 

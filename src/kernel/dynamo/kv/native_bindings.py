@@ -16,8 +16,6 @@ from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, Rout
 from dynamo.kv.hashing import block_hashes
 from dynamo.kv.overlap import WorkerRank
 
-__all__ = ["OverlapScores", "RadixTree", "compute_block_hash_for_seq", "media_of_blocks"]
-
 _HASHES: Final = 2**64
 _DECODER: Final = msgspec.json.Decoder(KvChange)
 

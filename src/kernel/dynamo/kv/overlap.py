@@ -7,8 +7,6 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-__all__ = ["Overlap", "OverlapIndex", "WorkerRank"]
-
 
 class WorkerRank(NamedTuple):
     """One data-parallel rank of one worker."""

@@ -19,8 +19,6 @@ import msgspec
 
 from dynamo.kv.hashing import SEED, block_hashes, block_seed, sequence_hashes
 
-__all__ = ["KEYED", "PUBLIC", "TrackingScope", "TrackingSeeds", "keyed_seeds", "public_seeds", "random_hashes"]
-
 PUBLIC: Final = "public-xxh3-v1"
 KEYED: Final = "keyed-xxh3-v1"
 KEY_BYTES: Final = 32

@@ -19,8 +19,6 @@ from dynamo.placement.block_weights import BlockWeights, OutputBlocks
 from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
 from dynamo.placement.reuse_clock import ReuseClock
 
-__all__ = ["DEFAULT_EXPIRY_SECONDS", "MAX_REQUESTS", "ActiveLoad", "Booked", "LoadClock", "LoadOfRank", "common_blocks"]
-
 DEFAULT_EXPIRY_SECONDS: Final = 300.0  # DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS
 SCAN_SECONDS: Final = 30.0  # between looks for expired requests when requests are added
 MAX_REQUESTS: Final = 200_000  # of one account; beyond that, adding one ends the oldest

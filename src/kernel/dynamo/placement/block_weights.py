@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["BlockWeights", "OutputBlocks"]
-
 
 class OutputBlocks:
     """The output blocks of one request, and the weight of all blocks that this request alone holds."""

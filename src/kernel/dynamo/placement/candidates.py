@@ -16,8 +16,6 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import TransferRule
 
-__all__ = ["Candidate", "Placement", "PlacementReason", "PlacementRequest", "Policy", "WorkerKey", "eligible", "place"]
-
 WorkerKey = tuple[str, int]
 """(endpoint, instance id). One process may serve a model on several endpoints under one id."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-__all__ = ["LONGEST_FACTOR", "CircuitBreaker"]
-
 LONGEST_FACTOR: Final = 12
 """The time doubles up to this many times the first one: with 5 s, a worker that came back gets its first request within a
 minute. At that pace its probes cost one request a minute, and that request is retried elsewhere."""

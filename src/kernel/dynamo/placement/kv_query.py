@@ -15,33 +15,6 @@ from dynamo.errors import InvalidArgument, Overloaded, Unknown, WorkerUnavailabl
 from dynamo.kv.media_routing import RoutedPrompt, routed_prompt
 from dynamo.kv.overlap import WorkerRank
 
-__all__ = [
-    "MAX_OUTPUT",
-    "MAX_WEIGHT",
-    "AllEligibleWorkersFiltered",
-    "AllEligibleWorkersOverloaded",
-    "KvOverrides",
-    "KvQuery",
-    "NoEndpoints",
-    "PinnedRankOutOfRange",
-    "PinnedWorkerNotAllowed",
-    "PinnedWorkerOverloaded",
-    "RankExclusion",
-    "RankInfo",
-    "Trust",
-    "check_number",
-    "clamp_output",
-    "eligible_ranks",
-    "exclusion_of",
-    "is_unconstrained",
-    "media_prompt",
-    "preferred_weight",
-    "read_overrides",
-    "read_preferred_taints",
-    "read_priority",
-]
-
-
 # No cost becomes infinite with it: that times the tokens of all prompts of a rank is far from the end of a float.
 MAX_WEIGHT: Final = 1_000_000.0
 MAX_PRIORITY: Final = 1e15  # seconds of waiting

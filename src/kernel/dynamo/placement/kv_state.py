@@ -16,20 +16,6 @@ from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import KvOverrides, RankExclusion, Trust
 from dynamo.placement.timing import DEFAULT_TIMING, RankTiming
 
-__all__ = [
-    "NO_MATCH",
-    "CandidateCost",
-    "CostTerm",
-    "KvChoice",
-    "KvPolicy",
-    "KvRequest",
-    "KvState",
-    "Lookup",
-    "RankMatch",
-    "RankState",
-    "Selection",
-]
-
 
 class KvRequest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a cost may look at of a request."""

@@ -11,8 +11,6 @@ from typing import Final, Protocol
 
 import msgspec
 
-__all__ = ["Topology", "TransferRule", "topology_taints", "transfer_rule"]
-
 TAINT_PREFIX: Final = "dynamo.topology/"
 REQUIRED: Final = "required"
 DEFAULT_WEIGHT: Final = 1.0  # of a preference whose card names none; the cost of a match is 0.47 of that of others

@@ -5,8 +5,6 @@ A booking is released exactly once, however many paths release it, so a count ca
 
 from __future__ import annotations
 
-__all__ = ["Booking", "LoadBook"]
-
 
 class LoadBook:
     """Open streams by worker id. Bounded by the streams in flight."""

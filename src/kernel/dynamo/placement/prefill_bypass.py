@@ -10,8 +10,6 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["BypassFacts", "BypassRules", "BypassVerdict", "judge_bypass"]
-
 UNKNOWN_BATCH_TOKENS: Final = 10_000_000  # of a prefill worker whose card names no limit: it is hardly ever busy
 
 BypassPolicy = Literal["isl_bounding", "prefill_load", "isl_or_load"]

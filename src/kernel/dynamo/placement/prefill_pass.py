@@ -16,8 +16,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["FinishedPasses", "PrefillPass", "pass_count", "pass_squares"]
-
 DEFAULT_PASS_BUDGET: Final = 8192  # tokens of one pass, where a rank does not report its own
 
 SAME_MOMENT_SHARE: Final = 1 / 16

@@ -10,8 +10,6 @@ from dynamo.placement.kv_query import RankInfo
 from dynamo.placement.kv_state import RankState
 from dynamo.placement.timing_learner import TimingLearner
 
-__all__ = ["RankStates"]
-
 
 def _nothing_held(_: WorkerRank) -> int:
     return 0

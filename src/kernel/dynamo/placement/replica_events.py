@@ -13,22 +13,6 @@ import msgspec
 
 from dynamo.placement.session_affinity import AffinityRecord
 
-__all__ = [
-    "MAX_BATCH",
-    "BadReplicaEvents",
-    "BookedPrompt",
-    "BookedWorker",
-    "BookingEvent",
-    "PrefillHint",
-    "RequestStep",
-    "check_booking",
-    "decode_binding",
-    "decode_bookings",
-    "encode_binding",
-    "encode_booking",
-    "encode_bookings",
-]
-
 MAX_BATCH: Final = 256  # events of one message over ZMQ
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024  # that are read: the prompts of a batch, 8,192 blocks each
 MAX_MESSAGE_EVENTS: Final = 4_096

@@ -11,8 +11,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["ReuseClock"]
-
 ENTRIES: Final = 384  # samples of a full cache; the estimate is off by about one part in twenty
 
 

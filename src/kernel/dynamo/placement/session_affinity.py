@@ -22,15 +22,6 @@ import msgspec
 from dynamo.errors import InvalidArgument, Overloaded
 from dynamo.kv.overlap import WorkerRank
 
-__all__ = [
-    "AffinityMode",
-    "AffinityRecord",
-    "SessionAffinity",
-    "SessionBeingBound",
-    "SessionLease",
-    "SessionLimitReached",
-]
-
 MAX_SESSIONS: Final = 65_536
 MAX_SESSION_ID_BYTES: Final = 256
 MIN_TTL_SECONDS: Final = 1

@@ -11,9 +11,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["DEFAULT_CAPACITY_TOKENS", "DEFAULT_TIMING", "RankTiming", "TimeCurve", "pass_ms"]
-
-
 DEFAULT_CAPACITY_TOKENS: Final = 262_144  # of the cache of a rank that does not report it
 
 

@@ -17,8 +17,6 @@ from dynamo.placement.active_load import Booked, LoadOfRank
 from dynamo.placement.prefill_pass import FinishedPasses
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, DEFAULT_TIMING, RankTiming, TimeCurve
 
-__all__ = ["CurveFit", "TimingLearner"]
-
 FADE: Final = 0.98  # weight of a sample after each later one: about the last fifty count
 POOL_SAMPLES: Final = 6.0  # that all ranks together count for at most
 PRIOR_SAMPLES: Final = 0.1  # that the prior counts for

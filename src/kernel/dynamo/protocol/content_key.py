@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["content_key"]
-
 # How the answer travels, who asks, and where the request is routed: none of it changes what is asked.
 _LEFT_OUT: Final = frozenset(
     {"stream", "stream_options", "nvext", "user", "metadata", "store", "model", "service_tier"}

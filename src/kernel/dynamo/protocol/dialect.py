@@ -14,8 +14,6 @@ from msgspec import Struct
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found
 from dynamo.protocol.openai.sse import DONE, KEEP_ALIVE
 
-__all__ = ["OPENAI", "Dialect", "OpenAiDialect", "RateStatus", "span_text"]
-
 
 class RateStatus(Struct, frozen=True, gc=False):
     """How far a rate limit is used."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any, Final, SupportsIndex
 
-__all__ = ["Check", "boolean", "choice", "integer", "number", "text", "text_mapping", "text_set"]
-
 Check = Callable[[str, Any], Any]
 """(name of the field, value assigned) -> value to store."""
 

@@ -15,8 +15,6 @@ from msgspec import Struct
 
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["FormFile", "FormShape", "form_body", "refused_form"]
-
 _NESTED: Final = re.compile(r"([A-Za-z0-9_]+)\[([A-Za-z0-9_]+)\]")
 _NUMBER: Final = re.compile(r"-?[0-9]{1,19}(\.[0-9]{1,17})?")
 _WORDS: Final = {"true": True, "True": True, "false": False, "False": False}

@@ -15,8 +15,6 @@ from typing import Any, Final
 from dynamo.settings.readers import integer
 from dynamo.settings.table import setting
 
-__all__ = ["DEFAULT_GUIDED_LIMITS", "GuidedExcess", "GuidedLimits", "bracket_depth", "find_excess"]
-
 _BRACKET: Final = re.compile(r"[(\[{)\]}]")
 _SCHEMA: Final = re.compile(r"%json\s*")
 _TEXT_MEMBERS: Final = frozenset({"grammar", "pattern", "regex"})  # of structural tags and schemas

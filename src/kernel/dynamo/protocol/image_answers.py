@@ -13,8 +13,6 @@ from dynamo.errors import Unknown
 from dynamo.protocol.images import ImageEditRequest, ImageRequest
 from dynamo.protocol.openai.schema import ApiDescription, generation_errors, json_content
 
-__all__ = ["IMAGES_API", "ImageFacts", "check_images", "image_event", "read_partial"]
-
 
 class ImageFacts(Struct, frozen=True):
     """What the bytes of an image say of it."""

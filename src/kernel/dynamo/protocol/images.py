@@ -12,20 +12,6 @@ from dynamo.protocol.openai.reader import RequestReader
 from dynamo.protocol.openai.shapes import I64, MediaPart, NvExt
 from dynamo.protocol.vectors.requests import ResultRequest, check_choice, check_result_request, client_body, refuse
 
-__all__ = [
-    "EDITS",
-    "EDIT_FORM",
-    "IMAGES",
-    "ImageEditRequest",
-    "ImageReference",
-    "ImageRequest",
-    "check_size",
-    "edit_parts",
-    "image_body",
-    "validate_edit",
-    "validate_image",
-]
-
 MAX_PROMPT_CHARACTERS: Final = 32_000  # OpenAI's limit
 MAX_IMAGES: Final = 10
 MAX_EDITED: Final = 16  # images in one request, OpenAI's limit

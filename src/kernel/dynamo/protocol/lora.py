@@ -6,8 +6,6 @@ from typing import Final
 
 from blake3 import blake3
 
-__all__ = ["lora_name_to_id"]
-
 _LOW_31_BITS: Final = 2**31 - 1
 
 

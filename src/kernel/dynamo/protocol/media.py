@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["MediaDecoder", "MediaFetcher"]
-
 _OPTIONS: Final[Mapping[str, frozenset[str]]] = {
     "image": frozenset({"limits"}),
     "video": frozenset({"fps", "num_frames", "max_frames", "strict", "limits"}),

@@ -10,8 +10,6 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["VECTORS", "ModelInput", "ModelType", "WorkerType", "parse_endpoint_types"]
-
 
 class ModelInput(Enum):
     """What the frontend sends to the worker. `LLMEngine` takes `Tokens`; `RawEngine` takes `Text` or `Tensor`."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["REASONING_PARSERS", "TOOL_PARSERS"]
-
 TOOL_PARSERS: Final = (
     "deepseek-v4", "deepseek_v3", "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4", "deepseek_v41", "deepseekv4",
     "default", "gemma-4", "gemma4", "glm45", "glm47", "harmony", "hermes", "inkling", "jamba", "kimi-k3", "kimi_k2",

@@ -30,23 +30,6 @@ from dynamo.protocol.field_checks import (
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.structural_tag import check_structural_tag, complete_structural_tag
 
-__all__ = [
-    "ADAPTERS_ENDPOINT",
-    "DEFAULT_BLOCK_SIZE",
-    "ENCODER_HANDOFF",
-    "LABELS",
-    "RESUMES_GUIDED",
-    "UNREADABLE",
-    "FileRef",
-    "LoraRecord",
-    "ModelCard",
-    "ModelRecord",
-    "ModelRuntimeConfig",
-    "decode_card",
-    "decode_model_record",
-    "slugify",
-]
-
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a stranger's bytes may raise: no JSON of the right shape, no UTF-8, or nested without end."""
 

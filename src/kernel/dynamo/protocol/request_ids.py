@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["part_uuid", "uuid_in"]
-
 _LAST_GROUP: Final = 0xFFFF  # the last four digits
 _UUID: Final = re.compile(
     r"(?:[a-z]+[-_])?([0-9a-f]{8})-?([0-9a-f]{4})-?([0-9a-f]{4})-?([0-9a-f]{4})-?([0-9a-f]{12})", re.IGNORECASE

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["TAG_SCHEMAS", "TAG_SCOPES", "check_structural_tag", "complete_structural_tag"]
-
 TAG_SCOPES: Final = ("auto", "always")
 TAG_SCHEMAS: Final = ("auto", "strict")
 

@@ -9,8 +9,6 @@ from msgspec import Struct
 from dynamo.protocol.openai.schema import ApiDescription, describe_read, generation_errors, json_content
 from dynamo.protocol.videos import VideoRequest
 
-__all__ = ["VIDEOS_API"]
-
 
 class VideoObject(Struct):
     id: str

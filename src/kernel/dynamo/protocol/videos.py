@@ -18,21 +18,6 @@ from dynamo.protocol.openai.reader import RequestReader
 from dynamo.protocol.openai.shapes import I64, MediaPart, NvExt
 from dynamo.protocol.vectors.requests import ResultRequest, check_choice, check_result_request, client_body, refuse
 
-__all__ = [
-    "VIDEOS",
-    "VIDEO_FORM",
-    "MadeVideo",
-    "VideoPage",
-    "VideoRequest",
-    "read_video",
-    "reference_image",
-    "validate_video",
-    "video_body",
-    "video_list",
-    "video_object",
-    "video_page",
-]
-
 MAX_PROMPT_CHARACTERS: Final = 32_000
 MAX_SECONDS: Final = 600
 MAX_PAGE: Final = 100

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TypedDict
 from uuid import UUID
 
-__all__ = ["BootstrapInfo", "PrefillResult", "RoutingHints", "TaintPreferences", "TokenLimits", "WorkerRequest"]
-
 
 class TokenLimits(TypedDict, total=False):
     """Of `stop_conditions`: how many tokens may and must be generated; None: unset."""

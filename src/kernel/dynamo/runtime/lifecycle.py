@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Final
 
-__all__ = ["TRANSITIONS", "RuntimeEvent", "RuntimeLife", "RuntimeState"]
-
 logger = logging.getLogger(__name__)
 
 

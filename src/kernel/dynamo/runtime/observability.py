@@ -13,8 +13,6 @@ from dynamo.runtime.observe.loop_watchdog import LoopWatchdog
 from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.runtime.observe.process_metrics import register_process, register_uptime
 
-__all__ = ["Observability"]
-
 
 class Observability:
     """The reports of one runtime. Everything may be read from any thread: a scrape runs in one."""

@@ -41,20 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "DISCOVERY",
-    "EVENTS",
-    "REQUEST_CLIENTS",
-    "REQUEST_PLANES",
-    "REQUEST_SERVERS",
-    "PlaneFactory",
-    "PlaneNames",
-    "PlaneParts",
-    "Planes",
-    "choose_planes",
-    "make_discovery",
-]
-
 NATIVE_WIRE: Final = "dynamo.runtime.calls.request_plane.native.plane"
 NATS_REQUESTS: Final = "--request-plane nats (DYN_REQUEST_PLANE)"
 NATS_EVENTS: Final = "--event-plane nats (DYN_EVENT_PLANE)"

@@ -18,8 +18,6 @@ from dynamo.runtime.observe.endpoint_metrics import EndpointMetrics
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
 
-__all__ = ["ServedEndpoint"]
-
 logger = logging.getLogger(__name__)
 
 QUEUE_LOOK_SECONDS: Final = 0.01  # how often `wait_idle` looks at requests that were admitted and not yet begun

@@ -14,8 +14,6 @@ from typing import Final, NamedTuple
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["Decision", "LoadSample", "ScaleReason", "ScaleRules", "ScaleState", "cooldown_seconds", "decide"]
-
 LONGEST_GAP_SECONDS: Final = 5.0  # between samples; what was before a longer one, nobody saw
 TREND_SECONDS: Final = 60.0
 LEAST_TREND_SAMPLES: Final = 10

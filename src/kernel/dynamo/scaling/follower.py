@@ -8,8 +8,6 @@ from typing import Final
 
 from dynamo.scaling.decide import TREND_SECONDS, Decision, LoadSample, ScaleRules, ScaleState, decide
 
-__all__ = ["ScaleFollower"]
-
 MAX_SAMPLES: Final = 2_000  # of the longest spell looked at, once a second
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["QUEUE_AGE_TARGET_SECONDS", "SMOOTHING_SECONDS", "RoleLoad", "Saturation", "Smoothed", "saturation_of"]
-
 QUEUE_AGE_TARGET_SECONDS: Final = 1.0
 """A queue alone counts as up to a whole load more, which it does once a request has waited so long for its first token."""
 

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn
 
-__all__ = ["EXIT_USAGE", "CommandParser", "did_you_mean"]
-
 EXIT_USAGE: Final = 2
 MOST_IN_USAGE: Final = 12  # flags; about what fits on a few lines
 _UNKNOWN: Final = "unrecognized arguments: "  # argparse's words

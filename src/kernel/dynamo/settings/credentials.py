@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["MASK", "without_credentials"]
-
 MASK: Final = "***"
 
 _IN_ADDRESS: Final = re.compile(

@@ -7,8 +7,6 @@ import re
 from importlib import metadata
 from typing import Final
 
-__all__ = ["DISTRIBUTION", "install_command"]
-
 DISTRIBUTION: Final = "dynamo-unified"
 _REQUIREMENT: Final = re.compile(r"\s*([^;]+?)\s*;.*extra\s*==\s*['\"]([\w-]+)['\"]")
 

@@ -11,8 +11,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.settings.readers import SettingReader
 from dynamo.settings.table import Setting, Status
 
-__all__ = ["add_flags", "choices_of", "help_text"]
-
 _LINK: Final = re.compile(r"\[([^\]]+)\]\(([^)#]*)[^)]*\)")
 
 

@@ -9,20 +9,6 @@ from typing import Final, TextIO
 from dynamo.settings.readers import folder, integer, switch, text
 from dynamo.settings.table import Setting, declared
 
-__all__ = [
-    "FOREIGN",
-    "HUB_CACHE",
-    "HUB_HOME",
-    "HUB_OFFLINE",
-    "MULTIPROC_DIRECTORY",
-    "NO_COLOR",
-    "NO_CREATED_SERIES",
-    "OPENMP_THREADS",
-    "VISIBLE_CUDA",
-    "VISIBLE_NVIDIA",
-    "has_colour",
-]
-
 HUB_HOME: Final = declared(
     "HF_HOME", folder,
     "Where the hub's client keeps its files; a model in the cache there is used without a question",

@@ -8,34 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-__all__ = [
-    "FALSY",
-    "TRUTHY",
-    "OutOfRange",
-    "SettingReader",
-    "above_zero",
-    "each",
-    "file_path",
-    "folder",
-    "integer",
-    "kibibytes",
-    "mebibytes",
-    "milliseconds",
-    "names",
-    "new_file",
-    "number",
-    "off_at_zero",
-    "one_of",
-    "path",
-    "placeholder",
-    "port",
-    "read_boolean",
-    "seconds",
-    "switch",
-    "text",
-    "words",
-]
-
 TRUTHY: Final = frozenset({"1", "true", "on", "yes"})
 FALSY: Final = frozenset({"", "0", "false", "off", "no"})
 

@@ -14,20 +14,6 @@ from typing import Any, Final, TypeVar, cast
 from dynamo.settings.credentials import MASK, without_credentials
 from dynamo.settings.readers import SettingReader
 
-__all__ = [
-    "NO_FLAGS",
-    "Setting",
-    "Status",
-    "declared",
-    "metadata_of",
-    "read_settings",
-    "section",
-    "setting",
-    "setting_of",
-    "settings_of",
-    "without_secrets",
-]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["RestartPolicy"]
-
 EXIT_USAGE: Final = 2  # what argparse leaves with; the next one would read the same command line
 
 FIRST_DELAY_SECONDS: Final = 0.5

@@ -9,8 +9,6 @@ from typing import Final
 
 from dynamo.runtime.observe.log_text import one_line, without_colours
 
-__all__ = ["MAX_LINE_BYTES", "LineSplitter", "record_of"]
-
 MAX_LINE_BYTES: Final = 64 * 1024  # a JSON log record with its traceback fits; a dumped tensor does not
 CUT: Final = " ... (line cut)"
 

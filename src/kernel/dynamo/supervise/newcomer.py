@@ -8,16 +8,6 @@ from typing import Any, Final
 
 from dynamo.supervise.process import GaveUp, SupervisedProcess, exit_words
 
-__all__ = [
-    "ACCEPT_SECONDS",
-    "POLL_SECONDS",
-    "PROGRESS_SECONDS",
-    "Newcomer",
-    "Newcomers",
-    "NotAccepted",
-    "WorkerRefused",
-]
-
 POLL_SECONDS: Final = 0.1
 PROGRESS_SECONDS: Final = 10.0
 ACCEPT_SECONDS: Final = (

@@ -22,8 +22,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.lines import LineSplitter
 
-__all__ = ["GaveUp", "Process", "Program", "SupervisedProcess", "exit_words"]
-
 READ_BYTES: Final = 64 * 1024
 LAST_LINES: Final = 20
 OUTPUT_AFTER_DEATH_SECONDS: Final = 1.0  # a descendant may have left the process group and still hold its output

@@ -15,8 +15,6 @@ from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.newcomer import Newcomers, NotAccepted
 from dynamo.supervise.process import SupervisedProcess
 
-__all__ = ["RollingRestart", "WorkerPool"]
-
 
 class WorkerPool(Protocol):
     """The running workers, and the way to start more."""

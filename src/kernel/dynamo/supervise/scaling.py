@@ -14,8 +14,6 @@ from dynamo.supervise.newcomer import Newcomers, NotAccepted
 from dynamo.supervise.process import SupervisedProcess
 from dynamo.supervise.rolling import WorkerPool
 
-__all__ = ["LoadReading", "ScalablePool", "Scaling"]
-
 LOOK_SECONDS: Final = 0.5
 
 

@@ -13,16 +13,6 @@ from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.registration import ModelEndpoint
 
-__all__ = [
-    "AdapterRequests",
-    "adapter_directory",
-    "adapter_name",
-    "adapter_source",
-    "adapter_uri",
-    "path_member",
-    "publish_adapter",
-]
-
 OPERATIONS: Final = ("load_lora", "unload_lora", "list_loras")
 HUB_SCHEME: Final = "hf://"
 MAX_NAME_CHARS: Final = 256

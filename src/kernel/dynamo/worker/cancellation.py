@@ -11,8 +11,6 @@ from typing import Any, Final
 from dynamo.contract.engine import BaseEngine
 from dynamo.runtime.calls.context import Context, on_loop
 
-__all__ = ["CancellationWatch", "close_generator"]
-
 logger = logging.getLogger(__name__)
 
 KILL_GRACE_SECONDS: Final = 0.05

@@ -13,17 +13,6 @@ from dynamo.contract.requests.token_ids import normalize_request_token_ids
 from dynamo.errors import InvalidArgument, Unknown
 from dynamo.protocol.finish import CANCELLED
 
-__all__ = [
-    "CHUNK_KEYS",
-    "MAX_TOKEN_ID",
-    "InvalidChunk",
-    "check_silence",
-    "checked_ids",
-    "checked_request",
-    "choice_count",
-    "invalid_chunk",
-]
-
 VALIDATE_SECONDS: Final = 1.0  # how long the validator waits for what an engine yields after its terminal chunk
 MAX_TOKEN_ID: Final = 2**32 - 1
 

@@ -23,18 +23,6 @@ from dynamo.worker.lifecycle import AdminGate
 from dynamo.worker.registration import checked_taints
 from dynamo.worker.settings import RL_ENDPOINT
 
-__all__ = [
-    "MODEL_TAINTS",
-    "PAUSING_CONTROLS",
-    "RESUMING_CONTROLS",
-    "AdminEngine",
-    "AdminRoutes",
-    "InstanceRecord",
-    "RlDirectory",
-    "checked_names",
-    "rl_endpoint_name",
-]
-
 logger = logging.getLogger(__name__)
 
 PAUSING_CONTROLS: Final = frozenset({"pause_generation", "sleep", "release_memory_occupation"})

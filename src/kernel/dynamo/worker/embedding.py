@@ -22,8 +22,6 @@ from dynamo.worker.cancellation import CancellationWatch, close_generator
 from dynamo.worker.chunk_checks import checked_ids
 from dynamo.worker.engine_failures import ErrorMapping, end_failed, is_engine_failure
 
-__all__ = ["EmbedServing", "offers_embeddings"]
-
 MAX_INPUTS: Final = 2048  # of one request to a worker; frontends send far fewer
 
 

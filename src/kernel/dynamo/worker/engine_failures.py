@@ -25,8 +25,6 @@ from dynamo.worker.cancellation import CancellationWatch
 if TYPE_CHECKING:
     from dynamo.contract.engine import BaseEngine
 
-__all__ = ["ErrorMapping", "end_failed", "is_engine_failure", "log_failure", "wrap_error"]
-
 logger = logging.getLogger(__name__)
 
 

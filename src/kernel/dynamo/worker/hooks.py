@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from dynamo.errors import Unknown
 
-__all__ = ["await_hook"]
-
 T = TypeVar("T")
 
 

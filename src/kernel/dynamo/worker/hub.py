@@ -14,16 +14,6 @@ from dynamo.errors import CannotConnect
 from dynamo.settings.foreign import HUB_CACHE, HUB_HOME, HUB_OFFLINE
 from dynamo.worker.settings import ALLOW_DOWNLOAD
 
-__all__ = [
-    "HUB_ANSWER_SECONDS",
-    "HUB_PREFIX",
-    "WEIGHT_PATTERNS",
-    "cached_copy",
-    "fetch_model",
-    "local_path",
-    "served_name",
-]
-
 logger = logging.getLogger(__name__)
 
 HUB_PREFIX: Final = "hub:"

@@ -25,19 +25,6 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.settings.readers import integer, seconds
 from dynamo.settings.table import setting
 
-__all__ = [
-    "CLEANUP_RESERVE_SECONDS",
-    "FORCED_EXIT_CODE",
-    "FORCED_EXIT_STATUS",
-    "TRANSITIONS",
-    "AdminGate",
-    "IllegalTransition",
-    "Lifecycle",
-    "ShutdownTimes",
-    "State",
-    "WorkerEvent",
-]
-
 
 class State(Enum):
     """Where a worker is. The comments name the states in which `cleanup()` is due."""

@@ -11,8 +11,6 @@ from dynamo.runtime.observe.metrics import Family, Gauge, MetricsRegistry
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["FAMILIES", "WorkerMetrics", "worker_labels"]
-
 ENGINE_LABELS: Final = (*AUTO_LABELS, "model", "model_name")
 RANK_LABELS: Final = (*ENGINE_LABELS, "dp_rank")
 

@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["ReportLoad", "RunningRequest", "RunningRequests"]
-
 REFRESH_SECONDS: Final = 0.5  # how often the tokens that running requests got are counted
 
 ReportLoad = Callable[[int, int | None, int], None]

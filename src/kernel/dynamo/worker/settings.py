@@ -8,8 +8,6 @@ from dynamo.contract.config import WorkerConfig
 from dynamo.settings.readers import switch, text
 from dynamo.settings.table import declared, setting_of
 
-__all__ = ["ALLOW_DOWNLOAD", "MAP_BUILTIN_ERRORS", "RL_ENDPOINT", "SELF_HOST_METADATA", "VALIDATE"]
-
 ALLOW_DOWNLOAD: Final = setting_of(WorkerConfig, "allow_download")  # also for workers that parse no command line
 VALIDATE: Final = declared(
     "DYN_BACKEND_VALIDATE", switch, "Also fail streams that say something after their last chunk", unset=False

@@ -45,8 +45,6 @@ from dynamo.worker.topology import describe_place
 if TYPE_CHECKING:
     from dynamo.runtime.calls.faults import WorkerFaults
 
-__all__ = ["Parts", "Setup"]
-
 logger = logging.getLogger(__name__)
 
 

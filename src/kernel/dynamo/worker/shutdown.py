@@ -22,8 +22,6 @@ from dynamo.worker.registration import unregister_model
 from dynamo.worker.setup import Parts
 from dynamo.worker.signals import Deadline
 
-__all__ = ["Shutdown", "StopRequest", "shutdown_times"]
-
 logger = logging.getLogger(__name__)
 
 QUIESCENCE_POLL_SECONDS: Final = 0.5

@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from dynamo.worker.lifecycle import FORCED_EXIT_CODE, FORCED_EXIT_STATUS
 
-__all__ = ["Deadline", "SignalGuard"]
-
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)

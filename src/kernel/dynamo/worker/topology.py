@@ -17,8 +17,6 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.settings.readers import number, one_of, switch, text
 from dynamo.settings.table import declared
 
-__all__ = ["VARIABLES", "describe_place"]
-
 logger = logging.getLogger(__name__)
 
 MAX_DOMAINS: Final = 64

@@ -8,8 +8,6 @@ import signal
 import subprocess
 from typing import Final, Protocol, runtime_checkable
 
-__all__ = ["LosesLease", "crash", "drain", "freeze"]
-
 logger = logging.getLogger(__name__)
 
 # A frozen process cannot wake itself. `sleep` and `kill` are the shell's business: there is nothing lighter to start.

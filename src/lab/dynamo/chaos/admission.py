@@ -9,8 +9,6 @@ from typing import Final
 from dynamo.chaos.plan import Fault, FaultKind, InvalidPlan, read_plan
 from dynamo.errors import InvalidArgument
 
-__all__ = ["Role", "admitted", "check_real", "faults_of"]
-
 
 class Role(enum.StrEnum):
     """What a process is."""

@@ -8,8 +8,6 @@ from typing import Any, cast
 
 from dynamo.runtime.calls.request_plane.mux.server import MuxServerProtocol
 
-__all__ = ["hold", "lose"]
-
 
 def lose(connection: MuxServerProtocol) -> None:
     """Reset the connection: what was on its way is lost, and both ends know."""

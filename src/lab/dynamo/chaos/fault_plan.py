@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable
 from dynamo.chaos.plan import Fault, FaultKind
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["FaultPlan", "Visit"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Instance, RequestPlaneClient, ResponseStream, StreamItem, TokenLane
 
-__all__ = ["FrontendChaos"]
-
 
 class FrontendChaos:
     """The faults of one frontend process. A request is one that is sent to a worker: each choice, each try."""

@@ -14,8 +14,6 @@ from dynamo.runtime.discovery.base import Discovery
 if TYPE_CHECKING:
     from dynamo.chaos.worker import WorkerChaos
 
-__all__ = ["check", "frontend_faults", "worker_faults"]
-
 
 def check(settings: ChaosSettings) -> None:
     """Raise InvalidPlan, or InvalidArgument when the plan is not permitted."""

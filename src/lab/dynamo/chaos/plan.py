@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ALL_KINDS", "Fault", "FaultKind", "InvalidPlan", "parse_plan", "plan_text", "read_plan"]
-
 MAX_FAULTS: Final = 1000  # each request looks through all that have not fired
 MAX_NUMBER: Final = 2**31 - 1
 MAX_TEXT: Final = 1024

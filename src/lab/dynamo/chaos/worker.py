@@ -20,8 +20,6 @@ from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.calls.request_plane.mux.sink import MuxSink
 
-__all__ = ["InjectedFailure", "WorkerChaos"]
-
 logger = logging.getLogger(__name__)
 
 _ENGINE_KINDS: Final = frozenset({FaultKind.STALL, FaultKind.ENGINE_ERROR})

@@ -20,8 +20,6 @@ from dynamo.settings.table import read_settings, setting, settings_of
 if TYPE_CHECKING:
     from dynamo.contract.engine import BaseEngine
 
-__all__ = ["engine_factory", "main"]
-
 EXIT_BROKEN: Final = 1
 
 _EPILOG: Final = """\

@@ -20,8 +20,6 @@ from dynamo.settings.table import read_settings, setting, settings_of
 if TYPE_CHECKING:
     from dynamo.chaos.plan import Fault
 
-__all__ = ["main"]
-
 EXIT_FINDINGS: Final = 1
 MAX_JOBS: Final = 256
 MAX_REPLAY_BYTES: Final = 16 * 1024 * 1024

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dynamo.scheduling.core import SchedulerCore
 from dynamo.scheduling.request import ScheduledRequest
 
-__all__ = ["TrtllmCore", "VllmCore"]
-
 
 class VllmCore(SchedulerCore):
     """Running requests first, then waiting ones in their order; running ones are preempted when blocks run out."""

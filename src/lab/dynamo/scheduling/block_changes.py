@@ -7,8 +7,6 @@ from typing import Final
 
 from dynamo.scheduling.request import ScheduledRequest
 
-__all__ = ["DEVICE_TIER", "HOST_TIER", "BlockRun", "EvictedBlocks"]
-
 DEVICE_TIER: Final = "device"  # as KV events name it
 HOST_TIER: Final = "host_pinned"
 

@@ -23,8 +23,6 @@ from dynamo.scheduling.options import PassTiming, SchedulerOptions
 from dynamo.scheduling.pool import PrefixPool
 from dynamo.scheduling.request import ScheduledRequest
 
-__all__ = ["PassPlan", "PassResult", "SchedulerCore"]
-
 _NEVER: Final = 1 << 62  # tokens
 
 

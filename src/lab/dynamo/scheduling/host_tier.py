@@ -16,8 +16,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.scheduling.block_changes import HOST_TIER, BlockRun, EvictedBlocks
 from dynamo.scheduling.request import ScheduledRequest
 
-__all__ = ["HostLoad", "HostTier", "HostTierOptions"]
-
 LEAST_WAIT_MS: Final = 1.0
 WAITS_PER_LOAD: Final = 16
 

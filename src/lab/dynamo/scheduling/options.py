@@ -9,8 +9,6 @@ from typing import Final, Protocol
 from dynamo.errors import InvalidArgument
 from dynamo.scheduling.host_tier import HostTierOptions
 
-__all__ = ["PassTiming", "SchedulerOptions", "SglangOptions"]
-
 BACKENDS: Final = ("vllm", "sglang", "trtllm")
 ROLES: Final = ("aggregated", "prefill", "decode")
 PREEMPTION_MODES: Final = ("lifo", "fifo")

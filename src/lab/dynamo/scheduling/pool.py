@@ -12,8 +12,6 @@ from itertools import islice
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["PrefixPool"]
-
 
 class PrefixPool:
     """The blocks of one rank. The sum of free, private, active and inactive blocks never changes."""

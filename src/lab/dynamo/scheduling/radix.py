@@ -13,8 +13,6 @@ from dynamo.scheduling.core import SchedulerCore
 from dynamo.scheduling.options import PassTiming, SchedulerOptions
 from dynamo.scheduling.request import ScheduledRequest
 
-__all__ = ["SglangCore"]
-
 FIRST_RATIO: Final = 0.7  # times the conservativeness: the part of the possible output that is reserved at first
 LEAST_RATIO: Final = 0.14  # of the first ratio
 RATIO_STEPS: Final = 600  # passes from the first to the least ratio

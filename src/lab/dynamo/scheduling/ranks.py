@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dynamo.errors import InvalidArgument
 from dynamo.scheduling.core import PassPlan, PassResult, SchedulerCore
 
-__all__ = ["RankGroup", "pass_duration"]
-
 
 class RankGroup:
     """Several cores behind one barrier: a pass lasts as long as that of the slowest rank, and an idle rank waits, too."""

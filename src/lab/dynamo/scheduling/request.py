@@ -10,8 +10,6 @@ from typing import Self
 from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 
-__all__ = ["ScheduledRequest"]
-
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:

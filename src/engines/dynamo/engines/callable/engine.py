@@ -37,8 +37,6 @@ from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.openai.plain_text import TextPiece, count, cut, prompt_tokens, stream_piece
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["CallableEngine", "TextCallableEngine", "TokenCallableEngine", "engine_class"]
-
 MAX_THREADS: Final = 64  # requests to a sync callable that run at a time; the others wait their turn
 TERMINAL_SECONDS: Final = 4.0  # for the code behind the last `yield`; less than the worker gives to the whole close
 READ_AHEAD: Final = 16  # items a thread may be ahead of its reader

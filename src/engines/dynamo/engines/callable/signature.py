@@ -19,8 +19,6 @@ from typing import Any, Final
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.plain_text import conversation_text
 
-__all__ = ["OPTIONS", "CallPlan", "CallableKind", "Source", "plan_call"]
-
 OPTIONS: Final = (
     "model",
     "max_tokens",

@@ -25,8 +25,6 @@ from dynamo.protocol.content_key import content_key
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["RecordedEngine"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from msgspec import Struct, field
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["RecordedRequest", "read_recordings"]
-
 TRACE_SCHEMA: Final = "dynamo.request.trace.v1"
 BUNDLE_SCHEMA: Final = "dynamo.failure.v1"
 MAX_UNPACKED_BYTES: Final = 1024 * 1024 * 1024

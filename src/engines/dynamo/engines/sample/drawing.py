@@ -8,8 +8,6 @@ from blake3 import blake3
 
 from dynamo.engines.sample.png import Pixels, encode_png
 
-__all__ = ["BLOCKS", "FULL_STEP", "Blocks", "draw_png", "edited_png"]
-
 BLOCKS: Final = 8  # of one colour each, on a side of a finished picture
 FULL_STEP: Final = 3  # the step in which it is finished; step n has 2^n blocks on a side
 

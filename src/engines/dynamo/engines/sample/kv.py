@@ -19,8 +19,6 @@ from typing import Final
 from dynamo.contract.kv_events import ComponentSnapshot
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher, SnapshotPublisher
 
-__all__ = ["BLOCK_TOKENS", "TOTAL_BLOCKS", "SampleKvCache"]
-
 logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS: Final = 16

@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["Pixels", "animated_png", "encode_png", "read_png"]
-
 SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHANNELS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 

@@ -10,8 +10,6 @@ from dynamo.contract.engine import RawRequest
 from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.protocol.model_types import ModelInput
 
-__all__ = ["data_of", "read_arguments"]
-
 
 def read_arguments(
     argv: list[str] | None, *, program: str, what: str, model_name: str, endpoint_types: str

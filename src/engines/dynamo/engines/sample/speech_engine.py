@@ -19,8 +19,6 @@ from dynamo.engines.sample.raw_arguments import read_arguments
 from dynamo.engines.sample.tones import Tones, wav_header
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["SampleSpeechEngine"]
-
 MAX_CHARACTERS: Final = 4096  # OpenAI's limit
 PIECE_CHARACTERS: Final = 16
 

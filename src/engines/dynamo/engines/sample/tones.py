@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 
 from blake3 import blake3
 
-__all__ = ["BYTES_PER_SECOND", "SAMPLE_RATE", "Heard", "Tones", "heard", "wav_header"]
-
 SAMPLE_RATE: Final = 24_000  # of 16 bits, one channel: what OpenAI's `pcm` is
 BYTES_PER_SECOND: Final = 2 * SAMPLE_RATE
 TONE_SAMPLES: Final = 240  # at speed 1: 10 ms

@@ -21,8 +21,6 @@ from dynamo.engines.sample.raw_arguments import data_of, read_arguments
 from dynamo.engines.sample.tones import BYTES_PER_SECOND, SAMPLE_RATE, Heard, Tones, heard, wav_header
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["SampleTranscriptionEngine"]
-
 ENGLISH: Final = {
     "hallo": "hello", "welt": "world", "guten": "good", "tag": "day", "morgen": "morning", "ich": "I", "bin": "am",
     "ein": "a", "eine": "a", "der": "the", "die": "the", "das": "the", "ist": "is", "und": "and", "nicht": "not",

@@ -21,8 +21,6 @@ from dynamo.engines.sample.png import animated_png
 from dynamo.engines.sample.raw_arguments import read_arguments
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["SampleVideoEngine"]
-
 DEFAULT_SECONDS: Final = 4  # OpenAI's
 DEFAULT_RATE: Final = 4  # frames a second
 MAX_RATE: Final = 30

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from dynamo.cli.doctor.diagnosis import Diagnosis, Examined
 
-__all__ = ["certificates", "chain", "pair", "validity"]
-
 SOON_DAYS: Final = 14
 _DAY: Final = 86_400
 

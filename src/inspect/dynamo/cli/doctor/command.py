@@ -21,8 +21,6 @@ from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import switch
 from dynamo.settings.table import read_settings, setting, settings_of
 
-__all__ = ["CHECKS", "DoctorFlags", "build_parser", "examine", "main"]
-
 CHECKS: Final[Mapping[str, Callable[[Examined], Iterator[Diagnosis]]]] = {
     "versions": versions,
     "clock": clocks,

@@ -10,8 +10,6 @@ from pathlib import Path
 from dynamo.cli.inspect.client import InspectorClient
 from dynamo.frontend.settings import FrontendSettings
 
-__all__ = ["CheckLevel", "Diagnosis", "Examined"]
-
 
 class CheckLevel(enum.IntEnum):
     """How bad it is; the worst decides the exit status."""

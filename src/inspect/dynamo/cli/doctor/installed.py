@@ -15,8 +15,6 @@ from dynamo.cli.doctor.diagnosis import Diagnosis, Examined
 from dynamo.cli.installation import Installation
 from dynamo.runtime.http.inspector_token import InspectorAccess, token_directory
 
-__all__ = ["leftovers", "token_file", "versions"]
-
 LIBRARIES: Final = (
     "msgspec",
     "httptools",

@@ -16,11 +16,6 @@ from dynamo.cli.api_client import ServerError
 from dynamo.cli.doctor.diagnosis import Diagnosis, Examined
 from dynamo.cli.inspect.client import ViewQuery
 
-__all__ = [
-    "clock_off", "clocks", "disk_room", "disks", "file_limit", "files", "loopback", "process_count", "processors",
-    "shared_memory", "shared_memory_room",
-]  # fmt: skip
-
 CLOCK_SECONDS: Final = 2.0  # an answer may take so long
 CLOCK_WRONG_SECONDS: Final = 60.0  # ends of keys and certificates are then judged wrongly
 LOW_BYTES: Final = 2 << 30

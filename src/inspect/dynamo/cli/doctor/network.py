@@ -21,18 +21,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.settings import discovery_store
 from dynamo.runtime.discovery.etcd.client import parse_endpoints, tls_context
 
-__all__ = [
-    "discovery",
-    "etcd_answer",
-    "file_store",
-    "frontend",
-    "nats",
-    "nats_greeting",
-    "port_use",
-    "ports",
-    "round_trip",
-]
-
 TIMEOUT_SECONDS: Final = 3.0
 SLOW_SECONDS: Final = 0.25  # a fortieth of the shortest usual lease
 

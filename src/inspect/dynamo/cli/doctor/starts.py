@@ -27,8 +27,6 @@ from dynamo.runtime.observe.logging import LoggingSettings
 from dynamo.runtime.observe.tracing import TracingSettings
 from dynamo.settings.extras import install_command
 
-__all__ = ["START_READERS", "places", "starts"]
-
 MOST_FINDINGS: Final = 50  # of one reader: each run takes the variables of one finding away
 _VARIABLE: Final = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]\b")
 _SEE_HELP: Final = re.compile(r" \(see [^()]* --help\)$")

@@ -15,8 +15,6 @@ from dynamo.errors import DynamoException
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.settings.command import did_you_mean
 
-__all__ = ["contradictions", "known_variables", "read_frontend_settings", "unknown_variables", "variables"]
-
 _VARIABLE: Final = re.compile(rb"\b(?:DYN|ETCD|NATS)_[A-Z0-9_]*[A-Z0-9]\b")
 OURS: Final = ("DYN_", "ETCD_AUTH_", "ETCD_LEASE_")  # prefixes that nothing else uses
 

@@ -14,8 +14,6 @@ from dynamo.protocol.inspector.views import RoutingView, StreamView, WorkerView
 if TYPE_CHECKING:
     from dynamo.cli.inspect.app import InspectorApp
 
-__all__ = ["READ_ONLY_ROLES", "ServerActions"]
-
 READ_ONLY_ROLES: Final = ("viewer", "content")
 
 

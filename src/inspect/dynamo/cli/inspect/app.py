@@ -27,8 +27,6 @@ from dynamo.cli.inspect.widgets import LinesView, TableView
 from dynamo.protocol.inspector.filters import Filter, FilterError, parse_filter
 from dynamo.protocol.inspector.views import FleetView, StreamView, WorkerView
 
-__all__ = ["InspectorApp"]
-
 MOST_ROWS: Final = 1000  # of a view; the title says of how many
 STALE_SECONDS: Final = 5.0  # a watch brings a patch each second while anything moves
 TICK_SECONDS: Final = 1.0

@@ -21,8 +21,6 @@ from dynamo.cli.inspect.event_stream import EventStreamDecoder, SentEvent, Strea
 from dynamo.cli.inspect.store import PatchMismatch, patched
 from dynamo.protocol.inspector.views import Patch, Picture, RequestDetail, RoutingView
 
-__all__ = ["InspectorClient", "PictureWatch", "ViewQuery", "WatchState", "retry_delay"]
-
 MAX_PICTURE_BYTES: Final = 64 * 1024 * 1024
 ANSWER_SECONDS: Final = 10.0  # a picture asks the members of a group; each has less than that
 SILENCE_SECONDS: Final = 30.0  # a watch brings a patch or a comment far more often

@@ -12,8 +12,6 @@ from dynamo.cli.inspect.lines import Cell, Column, Line, TableForm, Tone, TonedT
 from dynamo.cli.inspect.tables import state_tone
 from dynamo.protocol.inspector.views import CandidateView, RecentView, RequestDetail, RoutingView, StreamView
 
-__all__ = ["decision_lines", "detail_lines", "record_lines"]
-
 _GLYPHS: Final[Mapping[str, tuple[str, Tone]]] = MappingProxyType(
     {
         "admitted": ("·", Tone.DIM),

@@ -14,8 +14,6 @@ from textual.widgets import Input
 from dynamo.cli.inspect.lines import Line, Tone, TonedText
 from dynamo.cli.inspect.widgets import LinesView
 
-__all__ = ["ActionQuestion", "ConfirmDialog", "TextDialog"]
-
 MAX_REASON: Final = 400
 CONFIRM_CHARACTERS: Final = 4
 

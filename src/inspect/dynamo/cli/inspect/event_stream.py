@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["EventStreamDecoder", "SentEvent", "StreamTooLong"]
-
 MAX_EVENT_BYTES: Final = 64 * 1024 * 1024  # a picture of 10,000 streams has some 5 MB
 
 

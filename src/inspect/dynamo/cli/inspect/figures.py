@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["UNKNOWN", "age", "bar", "bytes_of", "clock", "count", "exact", "milliseconds", "per_second", "percent", "short", "sparkline"]  # fmt: skip
-
 UNKNOWN: Final = "-"
 _STEPS: Final = "▁▂▃▄▅▆▇█"
 _UNITS: Final = ((86_400.0, "d"), (3600.0, "h"), (60.0, "m"))

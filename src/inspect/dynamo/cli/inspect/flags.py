@@ -13,8 +13,6 @@ from dynamo.runtime.http.inspector_token import InspectorAccess, find_access
 from dynamo.settings.readers import placeholder, port, text
 from dynamo.settings.table import setting
 
-__all__ = ["InspectFlags"]
-
 
 @dataclass(frozen=True, slots=True)
 class InspectFlags:

@@ -11,8 +11,6 @@ from msgspec import Struct
 
 from dynamo.cli.inspect.printable import fit, printable, width_of
 
-__all__ = ["Cell", "Column", "Line", "PlacedColumns", "TableForm", "Tone", "TonedText", "flow", "heading", "laid_out", "plain_text", "width_of_line"]  # fmt: skip
-
 GAP: Final = 2  # between columns
 DETAIL_RANK: Final = 10  # of columns that say less than the end of a text that is cut
 MARGIN: Final = 1  # before the first, where the mark of the chosen row is drawn

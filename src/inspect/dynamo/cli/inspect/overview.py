@@ -10,8 +10,6 @@ from dynamo.cli.inspect.lines import Line, Tone, TonedText, flow, width_of_line
 from dynamo.cli.inspect.tables import FULL_SHARE
 from dynamo.protocol.inspector.views import CountersView, FleetView, Picture
 
-__all__ = ["picture_notes", "section_title", "summary_lines"]
-
 SPARK_CELLS: Final = 12
 NARROW: Final = 110  # below it the sparklines are shorter
 BAD_ERROR_SHARE: Final = 0.05

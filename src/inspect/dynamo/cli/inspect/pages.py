@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["HELP", "PAGES", "Page", "page_named"]
-
 
 @dataclass(frozen=True, slots=True)
 class Page:

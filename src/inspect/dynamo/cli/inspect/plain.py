@@ -9,8 +9,6 @@ from dynamo.cli.inspect.overview import picture_notes, section_title, summary_li
 from dynamo.cli.inspect.tables import FORMS
 from dynamo.protocol.inspector.views import Picture
 
-__all__ = ["picture_lines", "table_lines"]
-
 FULL_WIDTH = 132  # of the summary, where the tables are as wide as what is in them
 
 

@@ -8,8 +8,6 @@ from typing import Final
 
 from rich.cells import cell_len
 
-__all__ = ["fit", "printable", "width_of"]
-
 MOST_MARKS: Final = 2  # combining marks on one letter: real words have up to two, a tower of them paints other lines
 ESCAPED: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})
 """Categories that are shown as an escape: controls, invisible format characters (bidi overrides and zero-width ones are

@@ -17,8 +17,6 @@ from dynamo.protocol.inspector.views import RequestDetail
 if TYPE_CHECKING:
     from dynamo.cli.inspect.app import InspectorApp
 
-__all__ = ["LinesScreen", "RequestScreen", "key_lines"]
-
 REFRESH_SECONDS: Final = 1.0
 COPY_WIDTH: Final = 132
 

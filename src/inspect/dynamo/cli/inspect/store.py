@@ -26,8 +26,6 @@ from dynamo.protocol.inspector.views import (
     WorkerView,
 )
 
-__all__ = ["LISTS", "PatchMismatch", "patched"]
-
 LISTS: Final[Mapping[str, type[Struct]]] = MappingProxyType(
     {
         "frontends": FrontendView,

@@ -8,8 +8,6 @@ from typing import Final
 
 from dynamo.cli.inspect.lines import Tone
 
-__all__ = ["rich_style"]
-
 _STYLES: Final[Mapping[Tone, str]] = MappingProxyType(
     {
         Tone.NORMAL: "",

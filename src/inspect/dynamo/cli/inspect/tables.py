@@ -22,8 +22,6 @@ from dynamo.cli.inspect.figures import (
 from dynamo.cli.inspect.lines import Cell, Column, TableForm, Tone
 from dynamo.protocol.inspector.views import ErrorGroup, ModelView, RecentView, RoutingView, StreamView, WorkerView
 
-__all__ = ["FORMS", "state_tone"]
-
 _STATE_TONES: Final[Mapping[str, Tone]] = MappingProxyType(
     {
         "ready": Tone.GOOD, "serving": Tone.GOOD, "ok": Tone.GOOD,

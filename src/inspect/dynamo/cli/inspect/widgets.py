@@ -15,8 +15,6 @@ from textual.widget import Widget
 
 from dynamo.cli.inspect.lines import Line, PlacedColumns, TableForm, Tone, TonedText, heading, width_of_line
 
-__all__ = ["LineWidget", "LinesView", "TableView"]
-
 HEAD_LINES: Final = 2  # of a table: its title and its column heads
 WHEEL_LINES: Final = 3
 MEASURED_ROWS: Final = 100  # the widths of columns are those of so many rows

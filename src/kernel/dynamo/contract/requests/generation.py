@@ -17,17 +17,6 @@ from dynamo.contract.requests.token_ids import token_ids_to_list
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, find_excess
 
-__all__ = [
-    "FEATURES",
-    "ConstraintKind",
-    "Feature",
-    "GenerationLimits",
-    "GenerationRequest",
-    "OutputConstraint",
-    "read_generation",
-    "read_generation_defaults",
-]
-
 ConstraintKind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 KINDS: Final[tuple[ConstraintKind, ...]] = ("json", "regex", "choice", "grammar", "structural_tag")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["InvalidRequest"]
-
 
 class InvalidRequest(InvalidArgument, ValueError, TypeError):
     """Reaches the client as a 400. It is also the Python error that the native system's helpers raise, so that code

@@ -8,8 +8,6 @@ from typing import Any
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["read_object"]
-
 
 def read_object(path: Path, *, items: str | None = None) -> dict[str, Any]:
     """Read a JSON file that holds one object. Raises InvalidArgument naming the file.

@@ -8,18 +8,6 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from dynamo.contract.modes import DisaggregationMode
 
-__all__ = [
-    "BaseLogitsProcessor",
-    "ForcedTokenSequenceSpec",
-    "LogitsProcessorEntry",
-    "LogitsProcessorSpec",
-    "PythonProcessorSpec",
-    "deserialize_logits_processor_entries",
-    "is_generation_stage",
-    "logits_processors_for_request",
-    "serialize_logits_processor_entries",
-]
-
 _FORCED_SEQUENCE: Final = "forced_sequence"
 
 

@@ -16,8 +16,6 @@ from dynamo.contract.requests.generation import OutputConstraint
 from dynamo.errors import InvalidArgument
 from dynamo.settings.extras import install_command
 
-__all__ = ["grammar_of", "is_thinking", "read_thought_markers"]
-
 THINK: Final = "<think>"
 END_THINK: Final = "</think>"
 HEADER: Final = "%llguidance {}"  # the first line of a grammar in this form; any other is GBNF

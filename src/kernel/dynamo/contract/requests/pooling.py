@@ -13,8 +13,6 @@ from typing import Any, Final
 from dynamo.contract.requests.json_files import read_object
 from dynamo.errors import InvalidArgument
 
-__all__ = ["MODES", "NO_POOLING", "Pooling", "dimensions_within", "read_pooling"]
-
 MODES: Final = ("mean", "last", "cls")
 _ST_MODES: Final = {
     "pooling_mode_mean_tokens": "mean",

@@ -8,8 +8,6 @@ from typing import Final
 from dynamo.contract.embedding import EmbedRequest
 from dynamo.errors import InvalidArgument
 
-__all__ = ["EMBED", "inputs_within", "task_among"]
-
 EMBED: Final = "embed"
 """The task that a request without one asks for."""
 

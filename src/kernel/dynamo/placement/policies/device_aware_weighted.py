@@ -9,8 +9,6 @@ from typing import Final
 from dynamo.placement.candidates import Candidate, Placement, PlacementRequest
 from dynamo.placement.policies.least_loaded import fewest_in_flight
 
-__all__ = ["DeviceAwareWeighted"]
-
 CPU: Final = "cpu"
 
 

@@ -8,8 +8,6 @@ from typing import Final
 from dynamo.errors import InvalidArgument
 from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
 
-__all__ = ["Direct"]
-
 _ONLY_ONE: Final = (PlacementReason("only_one_left"),)
 
 

@@ -17,8 +17,6 @@ from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoic
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
 
-__all__ = ["DefaultCost", "DefaultCostParameters"]
-
 TYPE_NAME: Final = "dynamo-default-cost-fn"
 
 Weight = Annotated[float, msgspec.Meta(ge=0)]

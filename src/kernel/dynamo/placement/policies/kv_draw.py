@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import exp
 
-__all__ = ["pick_lowest", "pick_sampled"]
-
 
 def pick_lowest(costs: Sequence[float], draw: float) -> tuple[int, int]:
     """Return the position of the lowest cost, and how many share it. Among those `draw` in [0, 1) decides, evenly."""

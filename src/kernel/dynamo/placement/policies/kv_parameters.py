@@ -10,8 +10,6 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.placement.kv_query import check_number
 
-__all__ = ["read_parameters"]
-
 P = TypeVar("P", bound=msgspec.Struct)
 
 

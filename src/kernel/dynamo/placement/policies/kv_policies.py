@@ -9,8 +9,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.policies import kv_default, kv_time, kv_two_tier
 
-__all__ = ["kv_policy", "kv_policy_types"]
-
 _TYPES: Final[Mapping[str, Callable[[Mapping[str, object]], KvPolicy]]] = {
     kv_default.TYPE_NAME: kv_default.DefaultCost.of,
     kv_two_tier.TYPE_NAME: kv_two_tier.TwoTierCost.of,

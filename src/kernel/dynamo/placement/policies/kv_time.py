@@ -36,8 +36,6 @@ from dynamo.placement.policies.kv_parameters import read_parameters
 from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, pass_ms
 
-__all__ = ["TimeCost", "TimeParameters"]
-
 TYPE_NAME: Final = "time"
 
 Weight = Annotated[float, msgspec.Meta(ge=0)]

@@ -14,8 +14,6 @@ from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoic
 from dynamo.placement.policies.kv_draw import pick_lowest
 from dynamo.placement.policies.kv_parameters import read_parameters
 
-__all__ = ["TwoTierCost", "TwoTierParameters"]
-
 TYPE_NAME: Final = "dynamo-two-tier-cost-fn"
 
 

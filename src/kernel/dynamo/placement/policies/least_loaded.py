@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
 
-__all__ = ["LeastLoaded", "fewest_in_flight"]
-
 
 class LeastLoaded:
     """Chooses the worker with the fewest open streams."""

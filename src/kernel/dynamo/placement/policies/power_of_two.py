@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dynamo.placement.candidates import Candidate, Placement, PlacementRequest
 from dynamo.placement.policies.least_loaded import fewest_in_flight
 
-__all__ = ["PowerOfTwo"]
-
 
 class PowerOfTwo:
     """Draws two workers and chooses the one with fewer open streams."""

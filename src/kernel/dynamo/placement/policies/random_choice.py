@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from dynamo.placement.candidates import Candidate, Placement, PlacementRequest
 
-__all__ = ["RandomChoice"]
-
 
 class RandomChoice:
     """Chooses by chance, each worker equally often."""

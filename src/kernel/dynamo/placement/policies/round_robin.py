@@ -8,8 +8,6 @@ from typing import Final
 
 from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
 
-__all__ = ["RoundRobin", "RoundRobinCursor"]
-
 _POSITION: Final = attrgetter("instance_id", "endpoint")
 _TURN: Final = (PlacementReason("turn"),)
 

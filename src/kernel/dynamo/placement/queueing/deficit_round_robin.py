@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["DeficitRoundRobin"]
-
 
 class DeficitRoundRobin:
     """The credit of each class and the position in the ring."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["QueueOrder", "order_key"]
-
 OrderKey = tuple[int, float, int]
 """What the heaps of parked requests compare: the smallest key goes first."""
 

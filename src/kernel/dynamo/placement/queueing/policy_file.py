@@ -17,8 +17,6 @@ from dynamo.placement.queueing.profile import (
     check_name,
 )
 
-__all__ = ["BUILT_IN_SELECTOR", "PolicyFile", "RouterFileSettings", "Selector", "SelectorRole", "read_policy_file"]
-
 T = TypeVar("T")
 BUILT_IN_SELECTOR: Final = "default"
 MAX_NODES: Final = 20_000  # values of a file

@@ -11,16 +11,6 @@ import msgspec
 
 from dynamo.placement.queueing.order import QueueOrder
 
-__all__ = [
-    "DEFAULT_CLASS",
-    "InvalidPolicy",
-    "PolicyClass",
-    "PolicyProfile",
-    "RankPrefill",
-    "UncachedIslBucket",
-    "check_name",
-]
-
 DEFAULT_CLASS: Final = "default"
 UNKNOWN_BATCH_TOKENS: Final = 10_000_000  # of a worker that has not said how many tokens it takes in one step
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")

@@ -18,8 +18,6 @@ from dynamo.placement.queueing.deficit_round_robin import DeficitRoundRobin
 from dynamo.placement.queueing.order import OrderKey, order_key
 from dynamo.placement.queueing.profile import PolicyClass, PolicyProfile, RankPrefill
 
-__all__ = ["RECHECK_SECONDS", "ClassLanes", "EligibleRanks", "LaneEntry", "QueueRequest", "QueueUsage", "RouterQueue"]
-
 # The parked requests of one policy class.
 #
 # Requests that any worker may serve wait in one lane, where the first blocks those behind it. A request that names its rank

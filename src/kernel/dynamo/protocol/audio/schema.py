@@ -10,8 +10,6 @@ from dynamo.protocol.audio.speech import CONTENT_TYPES, SpeechRequest
 from dynamo.protocol.audio.transcripts import TranscriptionRequest, TranslationRequest
 from dynamo.protocol.openai.schema import ApiDescription, generation_errors, json_content
 
-__all__ = ["AUDIO_API"]
-
 
 class TranscriptText(Struct):
     text: str

@@ -14,19 +14,6 @@ from dynamo.protocol.openai.reader import RequestReader
 from dynamo.protocol.openai.shapes import I64, MediaPart, NvExt
 from dynamo.protocol.vectors.requests import ResultRequest, check_choice, check_result_request, client_body, refuse
 
-__all__ = [
-    "CONTENT_TYPES",
-    "SPEECH",
-    "SpeechRequest",
-    "Voice",
-    "delta_event",
-    "done_event",
-    "read_sound",
-    "reference_sound",
-    "speech_body",
-    "validate_speech",
-]
-
 MAX_INPUT_CHARACTERS: Final = 32_000
 CONTENT_TYPES: Final = {
     "wav": b"audio/wav",

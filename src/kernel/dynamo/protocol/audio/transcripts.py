@@ -16,23 +16,6 @@ from dynamo.protocol.openai.reader import RequestReader
 from dynamo.protocol.openai.shapes import MediaPart
 from dynamo.protocol.vectors.requests import ResultRequest, check_choice, check_result_request, client_body, refuse
 
-__all__ = [
-    "TRANSCRIPTIONS",
-    "TRANSCRIPT_FORM",
-    "TRANSLATIONS",
-    "Segment",
-    "SoundRequest",
-    "Transcript",
-    "TranscriptionRequest",
-    "TranslationRequest",
-    "Word",
-    "sound_body",
-    "sound_part",
-    "transcript_event",
-    "validate_sound",
-    "validate_transcription",
-]
-
 FORMATS: Final = ("json", "text", "srt", "verbose_json", "vtt")
 MAX_PROMPT_CHARACTERS: Final = 32_000
 

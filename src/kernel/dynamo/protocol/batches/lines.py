@@ -10,21 +10,6 @@ from msgspec import Raw, Struct
 from dynamo.protocol.batches.objects import BatchErrorEntry, BatchUsage, InputTokensDetails, OutputTokensDetails
 from dynamo.protocol.openai.escaping import json_text
 
-__all__ = [
-    "ENDPOINTS",
-    "MAX_CUSTOM_ID",
-    "BatchLine",
-    "add_usage",
-    "check_line",
-    "count_inputs",
-    "decode_line",
-    "line_number_of",
-    "line_request_id",
-    "model_of",
-    "result_line",
-    "unexecuted_line",
-]
-
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_CUSTOM_ID: Final = 512  # characters, as at OpenAI
 

@@ -8,22 +8,6 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-__all__ = [
-    "BATCH_INPUT",
-    "BATCH_OUTPUT",
-    "PURPOSES",
-    "BatchErrorEntry",
-    "BatchErrors",
-    "BatchObject",
-    "BatchRequestCounts",
-    "BatchUsage",
-    "FileObject",
-    "InputTokensDetails",
-    "OutputTokensDetails",
-    "encode_object",
-    "list_page",
-]
-
 BATCH_INPUT: Final = "batch"
 BATCH_OUTPUT: Final = "batch_output"  # of files that only a batch makes
 PURPOSES: Final = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")

@@ -12,19 +12,6 @@ from dynamo.protocol.batches.lines import ENDPOINTS
 from dynamo.protocol.batches.objects import BATCH_OUTPUT, PURPOSES
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = [
-    "CREATED_AT",
-    "MAX_FILE_PAGE",
-    "CreateBatch",
-    "FileForm",
-    "PageQuery",
-    "batch_page_query",
-    "decode_create_batch",
-    "file_form",
-    "file_page_query",
-    "refused",
-]
-
 CREATED_AT: Final = "created_at"
 MIN_EXPIRY: Final = 3600  # seconds
 MAX_EXPIRY: Final = 2_592_000

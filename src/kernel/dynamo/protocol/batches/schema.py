@@ -9,8 +9,6 @@ from msgspec import Struct
 from dynamo.protocol.batches.objects import BatchObject, FileObject
 from dynamo.protocol.openai.schema import ApiDescription, json_content
 
-__all__ = ["BATCHES_API"]
-
 
 class FileList(Struct):
     data: list[FileObject]

@@ -6,8 +6,6 @@ import enum
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["CANCELLABLE", "TRANSITIONS", "BatchStatus"]
-
 
 class BatchStatus(enum.StrEnum):
     """Where a batch is. The values are those of the API."""

@@ -6,16 +6,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-__all__ = [
-    "AbortRequest",
-    "AbortResult",
-    "BulkAbortRequest",
-    "BulkAbortResult",
-    "ExplainRequest",
-    "WorkerActionRequest",
-    "WorkerActionResult",
-]
-
 Reason = Annotated[str, Meta(max_length=500)]
 
 

@@ -24,8 +24,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocol.inspector.views import RecentView, StreamView, WorkerView
 from dynamo.protocol.request_ids import uuid_in
 
-__all__ = ["FIELDS", "FIGURES", "MARKS", "Filter", "FilterError", "Row", "parse_filter"]
-
 MAX_CHARACTERS: Final = 1024
 MAX_TERMS: Final = 32
 

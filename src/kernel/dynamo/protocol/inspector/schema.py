@@ -31,8 +31,6 @@ from dynamo.protocol.inspector.views import (
 from dynamo.protocol.openai.errors import phrase_of
 from dynamo.protocol.openai.schema import ErrorBody, json_content
 
-__all__ = ["INSPECTOR_DOCUMENT_PATH", "inspector_json"]
-
 INSPECTOR_DOCUMENT_PATH: Final = "/admin/v1/openapi.json"
 
 _BASE: Final = "/admin/v1/"

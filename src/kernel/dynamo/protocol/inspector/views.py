@@ -17,30 +17,6 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-__all__ = [
-    "PHASES",
-    "VIEWS",
-    "AttemptView",
-    "CacheView",
-    "CandidateView",
-    "CountersView",
-    "ErrorGroup",
-    "EventView",
-    "FleetView",
-    "FrontendView",
-    "ModelView",
-    "Patch",
-    "Picture",
-    "PrefixView",
-    "RecentView",
-    "RequestDetail",
-    "RoutingView",
-    "SettingView",
-    "StreamProgress",
-    "StreamView",
-    "WorkerView",
-]
-
 VIEWS: Final = (
     "fleet", "frontends", "models", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors",
     "events",

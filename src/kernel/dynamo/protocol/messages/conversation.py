@@ -17,8 +17,6 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.media_parts import PlacedPart
 from dynamo.protocol.openai.shapes import JsonObject
 
-__all__ = ["BILLING_HEADER", "chat_messages", "continues_last"]
-
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Claude Code puts a line that begins so in front of its system text, and it differs in every request."""
 

@@ -10,8 +10,6 @@ from dynamo.protocol.dialect import Dialect, RateStatus
 from dynamo.protocol.openai.errors import ABORTED_CODE, RequestRejected
 from dynamo.protocol.openai.escaping import json_text
 
-__all__ = ["MESSAGES", "VERSION_HEADER", "MessagesDialect", "error_type_of", "prompt_too_long"]
-
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 VERSION_HEADER: Final = b"anthropic-version"  # of every request of Anthropic's clients
 TOO_LONG: Final = "prompt is too long: "

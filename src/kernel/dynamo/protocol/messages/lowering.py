@@ -10,8 +10,6 @@ from dynamo.protocol.messages.tools import Toolset, chat_tool_choice, read_tools
 from dynamo.protocol.openai.shapes import ChatRequest, JsonSchemaFormat, ResponseFormat, Thinking
 from dynamo.protocol.openai.validation import MAX_OUTPUT_TOKENS
 
-__all__ = ["LoweredMessages", "lower"]
-
 _NO_TOOLS: Final = Toolset((), frozenset(), frozenset())
 
 

@@ -18,8 +18,6 @@ from dynamo.protocol.messages.shapes import MessagesRequest
 from dynamo.protocol.messages.tools import ClientTool, DefinedTool
 from dynamo.protocol.openai.schema import ApiDescription, generation_errors, json_content
 
-__all__ = ["MESSAGES_API"]
-
 InputBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | DocumentBlock | SearchResultBlock
 
 

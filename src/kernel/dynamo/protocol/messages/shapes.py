@@ -22,8 +22,6 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.reader import decoder_of
 from dynamo.protocol.openai.shapes import I64, JsonObject, NvExt
 
-__all__ = ["ContentBlocks", "InputMessage", "MessagesRequest", "decode_messages", "invalid", "read_as"]
-
 ContentBlocks: TypeAlias = str | list[JsonObject]
 
 T = TypeVar("T")

@@ -9,17 +9,6 @@ from msgspec import Struct
 
 from dynamo.protocol.openai.escaping import json_text
 
-__all__ = [
-    "SIGNATURE",
-    "BlockKind",
-    "BodyBlocks",
-    "StreamBlocks",
-    "TokenUsage",
-    "message_body",
-    "message_end",
-    "message_start",
-]
-
 SIGNATURE: Final = "ZHluYW1v"
 """Of every thinking block: clients drop blocks without one, and nothing here checks it."""
 

@@ -16,9 +16,6 @@ from dynamo.protocol.messages.shapes import ToolChoice, invalid, read_as
 from dynamo.protocol.openai.shapes import ChosenFunction, JsonObject, NamedToolChoice
 from dynamo.protocol.openai.validation import LET_PASS
 
-__all__ = ["Toolset", "chat_tool_choice", "read_tools"]
-
-
 _NEEDLESS: Final = "tool_search_tool"  # it finds tools whose loading is deferred, and all of those are offered at once
 
 

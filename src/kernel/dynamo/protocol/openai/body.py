@@ -21,23 +21,6 @@ from dynamo.protocol.openai.long_texts import (
     decode_in_steps,
 )
 
-__all__ = [
-    "BYTE_ORDER_MARK",
-    "DEFAULT_LIMITS",
-    "DEPTH_CEILING",
-    "MAX_CONTAINERS",
-    "MAX_DEPTH",
-    "MAX_ITEMS",
-    "MAX_MEMBERS",
-    "MAX_MESSAGES",
-    "BodyLimits",
-    "check_depth",
-    "check_messages",
-    "deserialisation_error",
-    "mend",
-    "read_json",
-]
-
 MAX_DEPTH: Final = 128  # arrays and objects inside each other; JSON Schemas in the wild stay below 40
 DEPTH_CEILING: Final = 512  # no setting goes beyond: templates and encoders recurse on the interpreter's own stack
 MAX_MESSAGES: Final = 8192  # of one conversation; each costs a template some microseconds

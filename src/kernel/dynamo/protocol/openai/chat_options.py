@@ -9,8 +9,6 @@ from msgspec import Struct
 
 from dynamo.protocol.openai.shapes import ChatRequest, JsonObject, Thinking
 
-__all__ = ["ChatOptions", "chat_options", "template_variables", "thinking_mode"]
-
 _THINKING: Final = {"enabled": True, "disabled": False}
 
 

@@ -15,8 +15,6 @@ import msgspec
 
 from dynamo.protocol.openai.strict_schema import subschemas
 
-__all__ = ["TIGHT_WHITE_SPACE", "bounded_guidance", "closed_schema"]
-
 TIGHT_WHITE_SPACE: Final = r"[ \n]?"
 """What may stand between two tokens of guided JSON: at most one space or line break. A free pattern lets a model write
 white space until its limit."""

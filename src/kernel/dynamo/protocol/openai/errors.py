@@ -24,23 +24,6 @@ from dynamo.errors import (
 )
 from dynamo.protocol.openai.escaping import json_text
 
-__all__ = [
-    "ABORTED_CODE",
-    "DEFAULT_OVERLOAD_STATUS",
-    "RequestRejected",
-    "aborted",
-    "error_body",
-    "model_not_found",
-    "model_not_ready",
-    "not_built",
-    "not_ready",
-    "overload_status",
-    "phrase_of",
-    "rejection_for",
-    "route_not_found",
-    "stream_type_of",
-]
-
 DEFAULT_OVERLOAD_STATUS: Final = 529
 NOT_BUILT_STATUS: Final = 422
 """Of a request that is understood and cannot be served by this version. Not 501, which 1.6.1 answers: OpenAI's and Anthropic's

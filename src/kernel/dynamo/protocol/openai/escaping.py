@@ -6,8 +6,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["json_line", "json_text"]
-
 _encode: Final = msgspec.json.Encoder().encode
 
 # JSON allows these raw, and the event-stream format does not end a line at them, but many clients split lines as

@@ -12,8 +12,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-__all__ = ["FOREIGN_MEMBERS", "ForeignMember", "is_meaningless"]
-
 
 class ForeignMember(NamedTuple):
     """Why a member has no effect, and at which values; None: at any."""

@@ -11,8 +11,6 @@ from msgspec import Struct, field
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import U64_MAX, AgentHints, NvExt
 
-__all__ = ["DEFAULT_METADATA_PREFIX", "SERVING_HEADERS", "HeaderEffects", "apply_headers"]
-
 DEFAULT_METADATA_PREFIX: Final = "x-dynamo-meta-"
 MAX_METADATA_ENTRIES: Final = 64
 MAX_METADATA_BYTES: Final = 64 * 1024  # names and values together

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from dynamo.protocol.openai.errors import phrase_of
 
-__all__ = ["describe_keys"]
-
 _SCHEMES: Final = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "As OpenAI's clients send an API key."},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "As Anthropic's clients send it."},

@@ -14,8 +14,6 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-__all__ = ["LARGE_BYTES", "LONG_BYTES", "MAX_REST_BYTES", "TooMuchStructure", "decode_in_steps"]
-
 LARGE_BYTES: Final = 1024 * 1024  # a shorter body is decoded as it is: at most 8 ms
 LONG_BYTES: Final = 64  # a string from this length on is cut out
 SLICE_BYTES: Final = 256 * 1024  # of a string that are decoded in one go: at most 2 ms

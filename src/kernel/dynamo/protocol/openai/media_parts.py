@@ -11,8 +11,6 @@ from typing import Any, Final, Literal
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import JsonObject, MediaPart, RequestMedia
 
-__all__ = ["PlacedPart", "refused_part", "take_media"]
-
 MediaKind = Literal["image", "video", "audio"]
 
 _KINDS: Final[Mapping[str, MediaKind]] = {"image": "image", "video": "video", "audio": "audio"}

@@ -9,8 +9,6 @@ from typing import NoReturn
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import CommonRequest, CompletionRequest
 
-__all__ = ["check_ranks", "check_token_ids"]
-
 
 def check_token_ids(request: CommonRequest, vocabulary_size: int) -> None:
     """Refuse ids that the model does not have: 0 to `vocabulary_size` - 1 exist.

@@ -9,18 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "TextChunk",
-    "TextDelta",
-    "TextPiece",
-    "conversation_text",
-    "count",
-    "cut",
-    "prompt_tokens",
-    "read_chunk",
-    "stream_piece",
-]
-
 _CHAT: Final = "chat.completion.chunk"
 _COMPLETION: Final = "text_completion"
 

@@ -11,8 +11,6 @@ import msgspec
 from dynamo.protocol.openai.body import BodyLimits, check_depth, deserialisation_error, read_json
 from dynamo.protocol.openai.foreign_members import is_meaningless
 
-__all__ = ["RequestReader", "amended", "decoder_of"]
-
 T = TypeVar("T")
 
 MAX_WHOLE_FLOATS: Final = 64  # of one body that are read as integers: each costs another look at the body

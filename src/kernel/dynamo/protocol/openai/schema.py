@@ -16,17 +16,6 @@ from dynamo.protocol.openai.key_schema import describe_keys
 from dynamo.protocol.openai.responses import TokenLogprob
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, Message, Tool
 
-__all__ = [
-    "ApiDescription",
-    "ErrorBody",
-    "describe_generation",
-    "describe_read",
-    "generation_errors",
-    "json_content",
-    "openapi_document",
-    "openapi_json",
-]
-
 _REFERENCE: Final = "#/components/schemas/{name}"
 
 

@@ -14,17 +14,6 @@ import msgspec
 
 from dynamo.protocol.openai.escaping import json_line, json_text
 
-__all__ = [
-    "DONE",
-    "KEEP_ALIVE",
-    "ChatStream",
-    "CompletionStream",
-    "annotation_event",
-    "named_event",
-    "nvext_json",
-    "usage_json",
-]
-
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 

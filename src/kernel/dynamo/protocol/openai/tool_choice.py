@@ -9,8 +9,6 @@ from dynamo.protocol.openai.body import deserialisation_error
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import ChatRequest, NamedToolChoice
 
-__all__ = ["narrow_tools"]
-
 
 def narrow_tools(request: ChatRequest) -> None:
     """Leave only the tools that `allowed_tools` names, and the choice among them; a named function stays as it is.

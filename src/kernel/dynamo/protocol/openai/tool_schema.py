@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from dynamo.protocol.openai.shapes import REQUIRED, ChatRequest, JsonObject
 
-__all__ = ["forced_schema", "parameters_of", "required_schema"]
-
 _DEFINITIONS: Final = ("$defs", "definitions")  # the second is the older draft's name
 _ANYTHING: Final[JsonObject] = {"type": "object", "properties": {}}
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from dynamo.protocol.openai.shapes import JsonObject
 
-__all__ = ["alternating"]
-
 
 def alternating(messages: Sequence[JsonObject]) -> list[JsonObject]:
     """Return the conversation for a template that refused it: users and assistants in turns, and each call with its result.

@@ -29,8 +29,6 @@ from dynamo.protocol.openai.shapes import (
 )
 from dynamo.protocol.openai.strict_schema import strictness_fault
 
-__all__ = ["check_supported", "validate_chat", "validate_completion"]
-
 MAX_OUTPUT_TOKENS: Final = 1_048_576
 MAX_CHOICES: Final = 128  # n, and batch x n
 MAX_STOPS: Final = 32

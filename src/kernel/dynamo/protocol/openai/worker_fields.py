@@ -14,8 +14,6 @@ import msgspec
 from dynamo.protocol.openai.shapes import ChatRequest, CommonRequest, CompletionRequest, NvExt
 from dynamo.protocol.openai.tool_schema import forced_schema
 
-__all__ = ["finish_preprocessing", "to_worker_fields"]
-
 # Events inside a frontend; every other annotation is the worker's, too, as in 1.6.1.
 _INTERNAL_ANNOTATIONS: Final = frozenset({"llm_metrics", "payload_usage"})
 _NEVER_FORWARDED: Final = "x-bypass-remote-prefill"  # only the router may say so

@@ -9,8 +9,6 @@ import msgspec
 
 from dynamo.protocol.responses.tools import CUSTOM_INPUT
 
-__all__ = ["CustomInputReader", "custom_input"]
-
 _BEGINNING: Final = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _PLAIN: Final = re.compile(r'[^"\\]+')
 _HEXADECIMAL: Final = re.compile(r"[0-9a-fA-F]*")

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from dynamo.protocol.openai.escaping import json_text
 
-__all__ = ["EventNumbers"]
-
 
 class EventNumbers:
     """Writes events, and numbers them from 0 without a gap."""

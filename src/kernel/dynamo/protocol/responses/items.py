@@ -23,8 +23,6 @@ from dynamo.protocol.openai.media_parts import PlacedPart
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.responses.tools import CUSTOM_INPUT, OfferedTools
 
-__all__ = ["ChatConversation", "pack_reasoning", "unpack_reasoning"]
-
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Struct)

@@ -22,16 +22,6 @@ from dynamo.protocol.responses.output import ItemIds, OutputShape
 from dynamo.protocol.responses.request import ENCRYPTED_REASONING, TEXT_LOGPROBS, ResponsesBody, decode_body
 from dynamo.protocol.responses.tools import OfferedTools, offer_tools
 
-__all__ = [
-    "MAX_TOP_LOGPROBS",
-    "ResponsesRequest",
-    "count_old_turns",
-    "decode_responses",
-    "listed_items",
-    "validate_responses",
-    "without_old_turns",
-]
-
 MAX_TOP_LOGPROBS: Final = 20  # more are cut, as in 1.6.1
 
 _SAME: Final = (

@@ -20,8 +20,6 @@ from dynamo.protocol.responses.events import EventNumbers
 from dynamo.protocol.responses.items import pack_reasoning
 from dynamo.protocol.responses.tools import OfferedTool
 
-__all__ = ["ItemIds", "OutputShape", "OutputWriter"]
-
 Status = Literal["completed", "incomplete"]
 
 _NO_LOGPROBS: Final = b"[]"

@@ -15,8 +15,6 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.reader import decoder_of
 from dynamo.protocol.openai.shapes import I32, I64, U32, JsonObject, NvExt
 
-__all__ = ["ENCRYPTED_REASONING", "TEXT_LOGPROBS", "ResponsesBody", "decode_body"]
-
 ENCRYPTED_REASONING: Final = "reasoning.encrypted_content"
 TEXT_LOGPROBS: Final = "message.output_text.logprobs"
 """The members of `include` that change the answer; any other value is ignored."""

@@ -13,8 +13,6 @@ from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.responses.request import OutputTextFormat, ResponsesBody
 from dynamo.protocol.responses.tools import echoed_tool_choice, echoed_tools
 
-__all__ = ["ResponseObject", "ResponseStatus", "error_code", "response_usage"]
-
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}

@@ -10,9 +10,6 @@ from dynamo.protocol.openai.schema import ApiDescription, describe_generation, d
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.responses.request import ResponsesBody
 
-__all__ = ["RESPONSES_API"]
-
-
 # Answers are written as bytes; these types exist for the document, and for the tests that hold the answers to it.
 
 

@@ -19,8 +19,6 @@ from msgspec import Struct
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import ChosenFunction, JsonObject, NamedToolChoice
 
-__all__ = ["CUSTOM_INPUT", "OfferedTool", "OfferedTools", "echoed_tool_choice", "echoed_tools", "offer_tools"]
-
 CUSTOM_INPUT: Final = "input"
 """The one argument of the function that stands for a custom tool."""
 

@@ -9,17 +9,6 @@ import msgspec
 from dynamo.protocol.openai.escaping import json_text
 from dynamo.protocol.vectors.results import InputVector
 
-__all__ = [
-    "classes_body",
-    "embeddings_body",
-    "pooling_body",
-    "ranked_list",
-    "ranked_results",
-    "result_head",
-    "scores_body",
-    "usage_member",
-]
-
 
 def embeddings_body(vectors: Iterable[InputVector], *, model: str, prompt_tokens: int, base64: bool) -> bytes:
     """Return the body of `/v1/embeddings`."""

@@ -13,32 +13,6 @@ from dynamo.protocol.openai.reader import RequestReader
 from dynamo.protocol.openai.shapes import I64, U32, NvExt, RequestMedia
 from dynamo.protocol.openai.validation import check_supported
 
-__all__ = [
-    "CLASSIFY",
-    "EMBEDDINGS",
-    "MAX_INPUTS",
-    "POOLING",
-    "RERANK",
-    "SCORE",
-    "ClassifyRequest",
-    "EmbeddingRequest",
-    "Inputs",
-    "PoolingRequest",
-    "RankedDocument",
-    "RerankRequest",
-    "ResultRequest",
-    "ScoreRequest",
-    "VectorRequest",
-    "check_inputs",
-    "client_body",
-    "refuse",
-    "validate_classify",
-    "validate_embedding",
-    "validate_pooling",
-    "validate_rerank",
-    "validate_score",
-]
-
 MAX_INPUTS: Final = 2048  # OpenAI's limit
 MAX_DIMENSIONS: Final = 1 << 20
 ENCODING_FORMATS: Final = ("float", "base64")

@@ -13,8 +13,6 @@ from msgspec import Struct
 
 from dynamo.errors import Unknown
 
-__all__ = ["MAX_RESULT_BYTES", "InputVector", "InputVectors", "check_total", "read_openai_embeddings", "read_vectors"]
-
 MAX_RESULT_BYTES: Final = 64 * 1024 * 1024  # of all vectors of one request; nothing larger is gathered in memory
 ITEM_BYTES: Final = 4
 

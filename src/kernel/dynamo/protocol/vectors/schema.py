@@ -16,9 +16,6 @@ from dynamo.protocol.vectors.requests import (
     ScoreRequest,
 )
 
-__all__ = ["VECTORS_API"]
-
-
 # Answers are written as bytes; these types exist for the document, and for the tests that hold the answers to it.
 
 

@@ -6,17 +6,6 @@ import ipaddress
 import socket
 from typing import Final
 
-__all__ = [
-    "LOCAL_STORES",
-    "LOOPBACK",
-    "WILDCARDS",
-    "bind_host",
-    "bound_socket",
-    "detect_host",
-    "http_url",
-    "is_loopback",
-]
-
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})  # to bind, but not to advertise
 LOOPBACK: Final = "127.0.0.1"
 LOCAL_STORES: Final = frozenset({"mem", "file"})  # discovery that normally serves the processes of one machine

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from dynamo.settings.table import settings_of
 
-__all__ = ["HttpLimits", "Rejection"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rejection:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from os import urandom
 from typing import Final
 
-__all__ = ["random_uuid"]
-
 _FIXED: Final = (0xF << 76) | (0x3 << 62)  # the bits of a UUID that name its version and variant
 _VERSION_4: Final = (0x4 << 76) | (0x2 << 62)
 

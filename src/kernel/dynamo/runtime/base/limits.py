@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["BodyHolder", "PendingBytes", "Refused", "uncounted", "within_descriptors"]
-
 logger = logging.getLogger(__name__)
 
 Refused = Callable[[str], None]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-__all__ = ["start_listening"]
-
 
 async def start_listening(made: Awaitable[asyncio.Server]) -> asyncio.Server:
     """Return a server that accepts connections. `made`: it, with `start_serving=False`.

@@ -32,17 +32,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = [
-    "Started",
-    "descendants",
-    "end_processes",
-    "guard_this_process",
-    "note_shared_memory",
-    "private_directory",
-    "shared_memory_of",
-    "temporary_files_in",
-]
-
 logger = logging.getLogger(__name__)
 
 MARK: Final = "DYNAMO_GUARD_MARK"  # in the environment of this process's children: their start was guarded

@@ -10,16 +10,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-__all__ = [
-    "AttemptCancelled",
-    "Background",
-    "SingleFlight",
-    "Work",
-    "first_of",
-    "is_being_cancelled",
-    "take_back_cancellation",
-]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 
-__all__ = ["due_of"]
-
 
 def due_of(timer: asyncio.Handle) -> float:
     """Return when a timer fires, by the loop's clock; minus infinity for one that fires at once.

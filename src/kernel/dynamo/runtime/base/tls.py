@@ -18,8 +18,6 @@ from typing import Final, Generic, TypeVar
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ClientTls", "ServerTls", "TlsFile", "Watched", "handshake_text"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 1.0  # three `stat` calls cost 5 us, but a storm of connections must not pay them each

@@ -16,8 +16,6 @@ from dynamo.runtime.base.limits import Refused, uncounted
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.base.tls import ServerTls, handshake_text
 
-__all__ = ["TlsGate"]
-
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE: Final = 64

@@ -11,8 +11,6 @@ import asyncio
 import logging
 from weakref import WeakKeyDictionary
 
-__all__ = ["WriteBatch"]
-
 logger = logging.getLogger(__name__)
 
 

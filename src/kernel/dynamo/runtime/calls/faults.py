@@ -15,8 +15,6 @@ from dynamo.runtime.calls.request_plane.base import Handler, RequestPlaneClient
 if TYPE_CHECKING:
     from dynamo.runtime.discovery.base import Discovery
 
-__all__ = ["Injection", "WorkerFaults", "injection"]
-
 HOME: Final = "dynamo.chaos.injection"
 
 

@@ -15,8 +15,6 @@ from dynamo.runtime.calls.request_plane.base import Handler
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Canary", "HealthState"]
-
 MAX_ENDPOINTS: Final = 1024
 
 

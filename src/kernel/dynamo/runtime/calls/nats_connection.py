@@ -16,8 +16,6 @@ from dynamo.settings.extras import install_command
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
-__all__ = ["NatsConnection"]
-
 logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS: Final = 0.5  # between attempts, for as long as it takes

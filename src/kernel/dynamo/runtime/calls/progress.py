@@ -11,8 +11,6 @@ from typing import Final
 
 from dynamo.runtime.calls.request_plane.base import ResponseSink
 
-__all__ = ["CHECK_SECONDS", "ServingProgress"]
-
 CHECK_SECONDS: Final = 1.0
 
 

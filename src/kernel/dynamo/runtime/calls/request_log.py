@@ -10,8 +10,6 @@ from dynamo.errors import kind_of
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.logging import annotate_log_span, close_log_span, enter_request_span, request_level
 
-__all__ = ["COMPLETED", "RECEIVED", "WorkerRequestLog"]
-
 logger = logging.getLogger(__name__)
 
 RECEIVED: Final = "request received"

@@ -10,8 +10,6 @@ from typing import Final
 from dynamo.errors import DynamoException
 from dynamo.runtime.discovery.base import Change, Delete, Discovery, Put
 
-__all__ = ["RETRY_SECONDS", "follow"]
-
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 1.0  # the store itself retries faster; this is for a watch that it gave up

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-__all__ = ["BlockedProbes"]
-
 READ_SECONDS: Final = 0.25  # for a request to arrive: the thread has to notice the end of the block as well
 REQUEST_LIMIT_BYTES: Final = 8 * 1024
 

@@ -28,8 +28,6 @@ from dynamo.runtime.http.watch import ConnectionPhase, Watch
 if TYPE_CHECKING:
     from dynamo.runtime.http.service import HttpService
 
-__all__ = ["HttpConnection"]
-
 logger = logging.getLogger(__name__)
 
 FRAMING_FACTOR: Final = 8  # a chunked body of one-byte chunks takes six bytes on the wire for each of its own

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from dynamo.runtime.base.addresses import is_loopback
 
-__all__ = ["cross_site_reason"]
-
 
 def cross_site_reason(headers: Iterable[tuple[bytes, bytes]], listens_at: str) -> str | None:
     """Return why a request may come from a page of another site; None: it does not.

@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
     from dynamo.runtime.http.gate import Gate
 
-__all__ = [
-    "CUT_MESSAGE",
-    "LEAVE_EXTENSION",
-    "PUSH_EXTENSION",
-    "RESPOND_EXTENSION",
-    "SPLICE_EXTENSION",
-    "Application",
-    "Cycle",
-    "Splicer",
-]
-
 logger = logging.getLogger(__name__)
 
 CUT_MESSAGE: Final = "dynamo.http.cut"

@@ -11,8 +11,6 @@ from urllib.parse import unquote
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.http.replies import NOT_FOUND, Reply
 
-__all__ = ["ENGINE_PREFIX", "LORA_PREFIX", "EngineRoute", "EngineRoutes"]
-
 logger = logging.getLogger(__name__)
 
 EngineRoute = Callable[[Any], Awaitable[Any]]

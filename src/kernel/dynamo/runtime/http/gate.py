@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-__all__ = ["Gate"]
-
 
 class Gate:
     """Whether the socket is read and written; `drain` waits for room."""

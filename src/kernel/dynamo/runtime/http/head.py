@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Final
 
-__all__ = ["CHUNKED", "TO_THE_END", "status_line", "write_head"]
-
 CHUNKED: Final = None  # instead of a number of bytes: each piece of the body says how long it is
 TO_THE_END: Final = -1  # likewise: the end of the connection is the end of the body
 

@@ -20,8 +20,6 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-__all__ = ["InspectorAccess", "find_access", "new_token", "publish_access", "remove_access", "token_directory"]
-
 MAX_FILE_BYTES: Final = 16 * 1024
 MAX_SWEPT: Final = 1_000  # files that a start looks at
 

@@ -7,8 +7,6 @@ from typing import Final, Protocol
 
 from dynamo.runtime.base.http_limits import Rejection
 
-__all__ = ["LINGER_SECONDS", "SPARE_CONNECTIONS", "RenderRejection"]
-
 LINGER_SECONDS: Final = 2.0
 """After a refusal the client may still be sending. Closing at once would make the kernel answer that with a reset, which
 throws away the refusal before it is read; so for this long what comes is read and dropped."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["NOT_FOUND", "NO_FILE", "Reply"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:

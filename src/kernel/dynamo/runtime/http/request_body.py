@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from dynamo.runtime.http.gate import Gate
 
-__all__ = ["RequestBody"]
-
 HIGH_WATER_BYTES: Final = 64 * 1024  # of a body that the application has not received yet; then the socket is not read
 
 

@@ -15,8 +15,6 @@ from dynamo.runtime.http.connection import HttpConnection
 from dynamo.runtime.http.cycle import Application, Cycle
 from dynamo.runtime.http.limits import RenderRejection
 
-__all__ = ["HttpService"]
-
 CANCEL_SECONDS: Final = 1.0  # for the handlers that were cancelled at the end
 
 

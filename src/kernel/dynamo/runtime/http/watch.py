@@ -12,8 +12,6 @@ from dynamo.runtime.http.limits import LINGER_SECONDS
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
 
-__all__ = ["ConnectionPhase", "Watch"]
-
 LOOKS_PER_LIMIT: Final = 4  # how many times within the write stall limit a connection is looked at
 
 

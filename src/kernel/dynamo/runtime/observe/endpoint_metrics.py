@@ -7,8 +7,6 @@ from typing import Final, Literal
 
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry, sanitize
 
-__all__ = ["AUTO_LABELS", "FAMILIES", "EndpointMetrics", "ErrorType", "endpoint_labels"]
-
 AUTO_LABELS: Final = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
 
 ErrorType = Literal[

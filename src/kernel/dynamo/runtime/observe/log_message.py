@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-__all__ = ["log_message"]
-
 _LEVELS: Final = {
     "trace": logging.DEBUG,
     "debug": logging.DEBUG,

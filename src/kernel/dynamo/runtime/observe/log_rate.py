@@ -6,8 +6,6 @@ import asyncio
 import logging
 from typing import Final
 
-__all__ = ["LogRate"]
-
 INTERVAL_SECONDS: Final = 10.0
 
 

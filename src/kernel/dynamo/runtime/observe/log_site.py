@@ -18,8 +18,6 @@ from typing import Any
 
 from dynamo.runtime.observe.logging import LogHandler
 
-__all__ = ["LogSite"]
-
 
 class LogSite:
     """Logs one message of one function. What handlers and filters get is a complete record, as `Logger.log` makes it."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["MAX_FIELD_CHARACTERS", "MAX_MESSAGE_CHARACTERS", "is_safe", "one_line", "safe_lines", "without_colours"]
-
 MAX_FIELD_CHARACTERS: Final = 512  # an id has 36 and a long path 200
 MAX_MESSAGE_CHARACTERS: Final = 4096  # an error text with a quoted request fits
 MAX_LINES_CHARACTERS: Final = 16 * 1024  # a traceback of a hundred frames fits

@@ -33,22 +33,6 @@ from dynamo.settings.table import setting
 if TYPE_CHECKING:
     from dynamo.runtime.observe.tracing import TracedRequest
 
-__all__ = [
-    "LogFilter",
-    "LogHandler",
-    "LoggingSettings",
-    "LoggingVariables",
-    "annotate_log_span",
-    "close_log_span",
-    "configure_dynamo_logging",
-    "enter_log_span",
-    "enter_request_span",
-    "format_jsonl",
-    "format_readable",
-    "log_span",
-    "request_level",
-]
-
 TRACE: Final = 5
 LEVELS: Final[Mapping[str, int]] = {
     "trace": TRACE,

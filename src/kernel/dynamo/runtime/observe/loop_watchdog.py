@@ -21,8 +21,6 @@ from typing import Any, Final
 import dynamo
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 
-__all__ = ["LogLimit", "LoopBlock", "LoopBlockMetrics", "LoopWatchdog", "place_of"]
-
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1

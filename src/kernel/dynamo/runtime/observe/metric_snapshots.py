@@ -13,8 +13,6 @@ import msgspec
 
 from dynamo.runtime.observe.metrics import Counter, Gauge, Histogram, MetricsRegistry, TooManySeries
 
-__all__ = ["SnapshotError", "absorb", "snapshot"]
-
 IsFact = Callable[[str], bool]
 """Whether the gauge of this name states a fact, the same in all processes."""
 

@@ -6,8 +6,6 @@ from typing import Final
 
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 
-__all__ = ["ERRORS", "NatsMetrics"]
-
 ERRORS: Final = Family(
     "dynamo_transport_nats_errors_total", "counter", "Errors of the NATS connection, by class", ("error_type",)
 )

@@ -11,8 +11,6 @@ from typing import Final
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 from dynamo.runtime.observe.metrics.registry import Collected
 
-__all__ = ["PROCESS", "UPTIME", "process_values", "register_process", "register_uptime"]
-
 UPTIME: Final = Family("dynamo_component_uptime_seconds", "gauge", "Seconds since the runtime started", ("worker_id",))
 PROCESS: Final = {
     "cpu": Family("process_cpu_seconds_total", "counter", "User and system CPU time"),

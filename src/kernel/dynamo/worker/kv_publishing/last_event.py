@@ -12,8 +12,6 @@ from typing import Final
 
 from dynamo.runtime.base.timers import due_of
 
-__all__ = ["REPEAT_SECONDS", "LastEventRepeats"]
-
 REPEAT_SECONDS: Final = (0.2, 0.3, 0.4, 10.0)
 """The pauses before each repetition; the last one again and again, for routers that could not be reached meanwhile."""
 

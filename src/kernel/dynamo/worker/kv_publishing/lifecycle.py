@@ -17,8 +17,6 @@ from dynamo.worker.kv_publishing.recovery import KvRecovery
 from dynamo.worker.lifecycle_metrics import WorkerMetrics
 from dynamo.worker.running_requests import RunningRequests
 
-__all__ = ["Publishing"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from dynamo.contract.kv_events import ComponentSnapshot
 from dynamo.errors import InvalidArgument
 from dynamo.worker.kv_publishing.outbox import EventChannel
 
-__all__ = ["KV_METRICS_TOPIC", "RankLoad", "SnapshotPublisher", "WorkerMetricsPublisher"]
-
 logger = logging.getLogger(__name__)
 
 KV_METRICS_TOPIC: Final = "kv_metrics"

@@ -6,8 +6,6 @@ from typing import Final
 
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 
-__all__ = ["FAMILIES", "KvPublisherMetrics"]
-
 EVENTS: Final = Family("dynamo_component_kv_publisher_zmq_events_total", "counter", "KV events read from engines")
 FILTERED: Final = Family(
     "dynamo_component_kv_publisher_zmq_filtered_events_total",

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-__all__ = ["EventChannel", "Outbox"]
-
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES: Final = 4096

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
     from dynamo.runtime.served_endpoint import ServedEndpoint
 
-__all__ = ["BackgroundRecovery", "KvRecovery", "RecoveryQuery", "query_endpoint_name"]
-
 logger = logging.getLogger(__name__)
 
 

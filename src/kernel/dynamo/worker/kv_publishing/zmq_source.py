@@ -16,8 +16,6 @@ from dynamo.kv.engine_events import BadPayload, Cleared, EngineEvent, read_paylo
 from dynamo.runtime.calls.event_plane.zmq import MAX_MESSAGE_BYTES, RECONNECT_MAX_MS, RECONNECT_MS, SocketReader
 from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
 
-__all__ = ["ZmqEngineEvents"]
-
 logger = logging.getLogger(__name__)
 
 QUEUE: Final = 10_000  # messages that wait while the event loop is busy

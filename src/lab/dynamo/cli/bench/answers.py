@@ -10,8 +10,6 @@ import json
 import re
 from typing import Any, Final
 
-__all__ = ["AnswerReader", "BadAnswer", "StreamMeter", "Usage", "error_of", "usage_of"]
-
 MAX_HEAD_BYTES: Final = 65_536
 MAX_BODY_BYTES: Final = 64 << 20  # of an answer that is kept whole
 MAX_LINE_BYTES: Final = 4096

@@ -27,8 +27,6 @@ from dynamo.cli.bench.targets import ENDPOINT_PATHS, Target
 from dynamo.cli.console import Console
 from dynamo.cli.usage import UsageError
 
-__all__ = ["Progress", "main", "progress_text"]
-
 # The line that lives while a load runs; only on a terminal.
 
 

@@ -16,8 +16,6 @@ from dynamo.cli.bench.answers import AnswerReader, BadAnswer, StreamMeter, error
 from dynamo.cli.bench.samples import Recorder
 from dynamo.cli.bench.targets import Target
 
-__all__ = ["ClientConnection", "ConnectionPool", "Prepared", "SentRequest", "clock", "failure_of", "record_answer"]
-
 CONNECT_SECONDS: Final = 10.0
 MAX_BODY_BYTES: Final = 64 << 20
 TIMER_SECONDS: Final = 0.002  # the loop's timers tick in milliseconds; a request sent so late was sent on time

@@ -23,8 +23,6 @@ from dynamo.settings.readers import (
 )
 from dynamo.settings.table import setting
 
-__all__ = ["DEFAULT_CONCURRENCY", "DEFAULT_SECONDS", "OPEN_LOOP_CONNECTIONS", "BenchFlags"]
-
 DEFAULT_CONCURRENCY: Final = 16
 DEFAULT_SECONDS: Final = 30.0
 MAX_CONNECTIONS: Final = 60_000  # there are no more ports to one address

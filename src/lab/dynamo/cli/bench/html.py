@@ -11,8 +11,6 @@ from dynamo.cli.bench.results import LATENCIES, Results
 from dynamo.cli.bench.samples import Recorder
 from dynamo.cli.bench.table import failure_rows, figure_rows, latency_rows, remarks
 
-__all__ = ["COLOURS", "STYLE", "Point", "html_report", "nice", "plot", "thinned"]
-
 WIDTH: Final = 720
 HEIGHT: Final = 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34

@@ -21,8 +21,6 @@ from dynamo.cli.bench.samples import Recorder
 from dynamo.cli.bench.schedule import Schedule, Shape
 from dynamo.cli.bench.targets import Target
 
-__all__ = ["Load", "RequestSource"]
-
 REFUSED_PAUSE_SECONDS: Final = 0.05  # a server that is not there shall not be asked in a busy loop
 SWEEP_SECONDS: Final = 0.5  # how exactly a request's timeout is kept
 MAX_WAITING: Final = 100_000  # open loop: requests that are due and have no connection

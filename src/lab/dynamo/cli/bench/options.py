@@ -15,8 +15,6 @@ from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 
-__all__ = ["BenchOptions", "build_parser", "read_options"]
-
 DEFAULT_INPUT: Final = Length(128)
 
 _EPILOG: Final = """\

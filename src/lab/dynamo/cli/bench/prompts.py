@@ -11,8 +11,6 @@ from typing import Any, Final, Protocol, Self
 
 from dynamo.cli.usage import UsageError
 
-__all__ = ["GeneratedPrompts", "Length", "ListedPrompts", "Prompt", "PromptSource", "WordCost", "words"]
-
 MAX_PROMPTS: Final = 100_000
 MAX_LENGTH: Final = 4_000_000
 

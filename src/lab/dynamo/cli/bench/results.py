@@ -8,8 +8,6 @@ from typing import Any, Final, TypedDict
 from dynamo import __version__
 from dynamo.cli.bench.samples import Recorder, SampleHistogram
 
-__all__ = ["BUSY_SHARE", "LATENCIES", "Results", "results_of"]
-
 BUSY_SHARE: Final = 0.8  # of one core: beyond it the figures tell about the load generator
 JUDGED_SECONDS: Final = 0.5  # a share of less time is an accident
 

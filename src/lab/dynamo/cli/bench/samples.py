@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["FailureSample", "Interval", "Recorder", "SampleHistogram", "Timeline"]
-
 GROWTH: Final = 1.005  # each bucket's width: a quantile is within half a percent
 LOWEST_SECONDS: Final = 1e-6
 BUCKETS: Final = 4500  # reaches 1.5 hours

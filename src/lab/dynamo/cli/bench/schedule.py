@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 
-__all__ = ["Schedule", "Shape", "arrival_times"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from dynamo.cli.bench.results import BUSY_SHARE, LATENCIES, Results
 
-__all__ = ["failure_rows", "figure_rows", "latency_rows", "remarks"]
-
 
 def figure_rows(results: Results) -> list[tuple[str, str]]:
     """Describe the run, one line per fact."""

@@ -11,8 +11,6 @@ from urllib.parse import urlsplit
 
 from dynamo.cli.usage import UsageError
 
-__all__ = ["ENDPOINT_PATHS", "Target", "header_from"]
-
 ENDPOINT_PATHS: Final = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 

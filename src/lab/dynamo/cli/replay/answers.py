@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from msgspec import Struct, field
 
-__all__ = ["ReplayedAnswer", "read_body", "read_stream"]
-
 # The words of the other APIs for how an answer ended.
 _REASONS: Final = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "max_output_tokens": "length",
     "tool_use": "tool_calls", "completed": "stop", "refusal": "content_filter"}  # fmt: skip

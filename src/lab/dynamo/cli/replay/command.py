@@ -24,8 +24,6 @@ from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 
-__all__ = ["build_parser", "chosen_requests", "inference_paths", "main"]
-
 EXIT_DIFFERENT: Final = 1
 PROGRESS_SECONDS: Final = 2.0
 _SHOWN_PATH: Final = 128

@@ -11,8 +11,6 @@ from dynamo.cli.replay.answers import ReplayedAnswer, take_object
 from dynamo.cli.replay.sending import ResentRequest
 from dynamo.frontend.parts.recording.message_templates import message_template
 
-__all__ = ["Difference", "ReplayComparison", "as_json", "compare", "compare_all", "table"]
-
 SHOWN: Final = 20  # differences that are printed
 _MAX_TEXT: Final = 200
 

@@ -8,8 +8,6 @@ from dynamo.cli.api_client import ServerFlags
 from dynamo.settings.readers import above_zero, integer, placeholder, port, switch, text
 from dynamo.settings.table import setting
 
-__all__ = ["ResendFlags"]
-
 
 @dataclass(frozen=True, slots=True)
 class ResendFlags(ServerFlags):

@@ -15,8 +15,6 @@ from dynamo.cli.bench.targets import Target
 from dynamo.cli.replay.answers import ReplayedAnswer, read_body, read_stream
 from dynamo.engines.recorded.files import RecordedRequest
 
-__all__ = ["ResentRequest", "SendLimits", "filled", "send_all"]
-
 # Puts text in the place of what was not recorded, so that a request can be sent again without its content. Pure.
 
 

@@ -6,8 +6,6 @@ import asyncio
 
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["cancelling_context", "mock_context"]
-
 
 def mock_context() -> Context:
     """Make a fresh, live context with a random id."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["FAILURE_NAMES", "ConformanceFailure"]
-
 FAILURE_NAMES: Final[dict[str, str]] = {
     "StartFailed": "start() must succeed and return an EngineConfig",
     "EmptyModelInConfig": "the EngineConfig that start() returns must name its model",

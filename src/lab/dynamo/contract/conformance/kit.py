@@ -23,8 +23,6 @@ from dynamo.runtime.base.tasks import Background, is_being_cancelled
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.metrics import MetricsRegistry
 
-__all__ = ["EngineFactory", "run_conformance", "run_encode_conformance", "run_raw_conformance"]
-
 EngineFactory = Callable[[], Any]
 """Returns a fresh engine that is not started (or an awaitable of one). Called twice."""
 

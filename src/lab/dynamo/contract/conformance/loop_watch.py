@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from dynamo.contract.conformance.failures import ConformanceFailure
 
-__all__ = ["LoopWatch", "watch_loop"]
-
 TICK_SECONDS: Final = 0.1
 # Counted in ticks of a thread beside the loop, not by a clock: where the whole machine is slow, the ticks are late too.
 BLOCKED_TICKS: Final = 5

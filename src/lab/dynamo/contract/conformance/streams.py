@@ -9,8 +9,6 @@ from typing import Any, Final, Protocol
 from dynamo.contract.conformance.failures import ConformanceFailure
 from dynamo.protocol.finish import CANCELLED, STOP, EngineFailed, normalise
 
-__all__ = ["CancelledCheck", "EncodeCheck", "RawCheck", "StreamCheck", "TokenCheck"]
-
 MAX_ITEMS: Final = 100_000  # of one stream
 MAX_TOKEN_ID: Final = 2**32 - 1
 

@@ -15,8 +15,6 @@ from typing import Any, Final
 from dynamo.testing.simulation.run import Outcome, run_scenario
 from dynamo.testing.simulation.scenario import ALL_KINDS, Fault, FaultKind, Scenario, draw
 
-__all__ = ["Failure", "Report", "shrink", "simulate"]
-
 Told = tuple[Outcome, Outcome | None]  # a run and, if it failed, the smallest one that fails alike
 
 COLLECT_RUNS: Final = 16  # a run leaves some garbage in circles: enough to be worth a collection, too little to miss

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from dynamo.testing.simulation.scenario import RequestPlan
 
-__all__ = ["Answer", "MalformedAnswer", "Visit", "read_answer"]
-
 _TEXT: Final = re.compile(rb'"(?:content|text)":"[^"]')  # a first chunk may come without
 
 

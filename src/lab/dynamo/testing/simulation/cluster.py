@@ -25,8 +25,6 @@ from dynamo.testing.simulation.store import SimulatedDiscovery
 from dynamo.worker.lifecycle import ShutdownTimes
 from dynamo.worker.worker import Worker
 
-__all__ = ["MODEL", "Cluster", "Conduct", "FrontendProcess", "Process", "WorkerProcess"]
-
 MODEL: Final = "sim"
 STREAM_TIMEOUT_SECONDS: Final = 60.0  # how long a frontend waits for a silent engine
 START_LIMIT_SECONDS: Final = 30.0

@@ -12,8 +12,6 @@ from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest,
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["Observer", "PrefixEngine", "Step", "continuation"]
-
 _ALPHABET: Final = (
     b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"  # one byte, one token, one character
 )

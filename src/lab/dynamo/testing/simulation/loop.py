@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
-__all__ = ["NothingWillHappen", "OutsideWorld", "VirtualLoop", "run_virtual"]
-
 T = TypeVar("T")
 
 START_SECONDS: Final = 1000.0  # not 0: code that takes a time of 0.0 for "never" would hide its mistake

@@ -26,8 +26,6 @@ from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import END_INDEX, INITIAL_CREDITS, Instance, StreamItem
 from dynamo.runtime.calls.request_plane.memory import MemoryClient, MemoryPlane, MemoryServer, MemorySink, MemoryStream
 
-__all__ = ["ItemFault", "Network", "OrderedSet", "Wire"]
-
 T = TypeVar("T")
 
 PING_LIMIT_SECONDS: Final = 10.0  # a connection that is silent for so long is given up by both ends

@@ -14,8 +14,6 @@ from dynamo.testing.simulation.loop import VirtualLoop
 from dynamo.testing.simulation.record import RunRecord
 from dynamo.testing.simulation.scenario import FaultKind
 
-__all__ = ["Promises"]
-
 CANCEL_SECONDS: Final = 0.5  # a vanished client's engine stops within this and one token, faults aside
 ERROR_STATUSES: Final = frozenset({404, 422, 500, 503, 504, 529})
 # Each of these may take one worker from a request. While there are more workers than such faults, no request may notice.

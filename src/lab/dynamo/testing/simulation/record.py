@@ -11,8 +11,6 @@ from typing import Final
 from dynamo.testing.simulation.client import Visit
 from dynamo.testing.simulation.scenario import Fault, RequestPlan, Scenario
 
-__all__ = ["FIRST_PROBE", "Finding", "RunRecord"]
-
 FIRST_PROBE: Final = 1000  # from this number on requests are not a client's, and nothing is done to them
 _CHANCE_ID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PROMPT: Final = re.compile(rb"<(\d+)>")

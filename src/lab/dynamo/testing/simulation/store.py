@@ -11,8 +11,6 @@ from dynamo.runtime.discovery.feed import ChangeFeed
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.testing.simulation.network import OrderedSet
 
-__all__ = ["SimulatedDiscovery", "wipe"]
-
 
 class SimulatedDiscovery(MemoryDiscovery):
     """One process's view. While it is cut off, its last view stays, and what it writes waits for its return."""

@@ -10,8 +10,6 @@ from dynamo.errors import DynamoException
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import EVENT_CHANNELS, Discovery
 
-__all__ = ["Announcer"]
-
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 1.0

@@ -14,17 +14,6 @@ import msgspec
 
 from dynamo.runtime.calls.event_plane.base import Event, EventScope
 
-__all__ = [
-    "BadEvent",
-    "channel_record",
-    "decode_envelope",
-    "decode_parts",
-    "encode_envelope",
-    "encode_parts",
-    "zmq_broker",
-    "zmq_endpoint",
-]
-
 FRAME_VERSION: Final = 1
 _HEADER: Final = struct.Struct(">BI")  # version, length of the envelope
 _U64: Final = struct.Struct(">Q")

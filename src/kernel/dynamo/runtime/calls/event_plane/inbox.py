@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from dynamo.runtime.calls.event_plane.base import Event, EventCounts, SequenceWatch
 
-__all__ = ["Inbox"]
-
 
 class Inbox:
     """An async iterator over events, with a bound: when it is full, new ones are dropped and show as a gap.

@@ -7,8 +7,6 @@ from typing import Final
 
 from dynamo.runtime.observe.metrics import Counter, Family, MetricsRegistry
 
-__all__ = ["FAMILIES", "EventPlaneMetrics"]
-
 PUBLISHED: Final = Family("dynamo_event_plane_published_total", "counter", "Events handed to the transport", ("topic",))
 DROPPED: Final = Family(
     "dynamo_event_plane_publish_dropped_total",

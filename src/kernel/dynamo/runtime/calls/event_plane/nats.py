@@ -33,8 +33,6 @@ from dynamo.runtime.calls.event_plane.publisher import NumberedPublisher
 from dynamo.runtime.calls.nats_connection import NatsConnection
 from dynamo.runtime.discovery.base import Discovery
 
-__all__ = ["NatsEventPlane", "subject_of"]
-
 logger = logging.getLogger(__name__)
 
 MAX_OUTBOX_MESSAGES: Final = 10_000

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from dynamo.runtime.calls.event_plane.base import Event
 
-__all__ = ["NumberedPublisher"]
-
 
 class NumberedPublisher:
     """The base of a publisher; a plane adds how an event is sent, and what is taken back at the end."""

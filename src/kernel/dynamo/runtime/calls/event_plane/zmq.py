@@ -44,8 +44,6 @@ from dynamo.runtime.discovery.follow import follow
 if TYPE_CHECKING:
     import zmq
 
-__all__ = ["SocketReader", "ZmqEventPlane"]
-
 logger = logging.getLogger(__name__)
 
 SEND_QUEUE: Final = 10_000

@@ -11,8 +11,6 @@ from dynamo.errors import CannotConnect
 from dynamo.runtime.base.tasks import AttemptCancelled, SingleFlight
 from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 
-__all__ = ["Dialled", "Dialler"]
-
 
 class Dialled(asyncio.Protocol, ABC):
     """A connection that a dialler makes."""

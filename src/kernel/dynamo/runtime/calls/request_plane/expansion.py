@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["exceeds_when_decoded"]
-
 MAP_BYTES: Final = 240  # of a small dict with its table; an empty one takes less
 LIST_BYTES: Final = 72  # of an empty list and the reference to it
 OTHER_BYTES: Final = 20  # for each byte on the wire: a string of two characters has 3 there and takes 59

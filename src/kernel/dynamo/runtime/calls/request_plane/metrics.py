@@ -7,8 +7,6 @@ from typing import Final
 
 from dynamo.runtime.observe.metrics import LATENCY_BUCKETS, Counter, Family, Gauge, Histogram, MetricsRegistry
 
-__all__ = ["CALLER", "REFUSALS", "WORK_HANDLER", "CallerMetrics", "RefusalMetrics", "WorkHandlerMetrics"]
-
 _WAIT_BUCKETS: Final = (*LATENCY_BUCKETS, 10.0, 30.0, 60.0)
 
 WORK_HANDLER: Final = {

@@ -17,8 +17,6 @@ from typing import Final, Literal
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.tls import TlsFile, Watched
 
-__all__ = ["SECRET_CAPABILITY", "SECRET_SETTING", "SharedSecret", "WrongSecret", "check_nonce", "new_nonce"]
-
 SECRET_CAPABILITY: Final = "secret"
 SECRET_SETTING: Final = "DYN_TCP_SECRET_PATH"
 

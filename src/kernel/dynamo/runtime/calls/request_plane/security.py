@@ -11,8 +11,6 @@ from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.runtime.base.tls import ClientTls, ServerTls, TlsFile, handshake_text
 from dynamo.runtime.calls.request_plane.secret import SharedSecret
 
-__all__ = ["PlaneSecurity"]
-
 CERT, KEY = "DYN_TCP_TLS_CERT_PATH", "DYN_TCP_TLS_KEY_PATH"
 CA, CLIENT_CA = "DYN_TCP_TLS_CA_CERT_PATH", "DYN_TCP_TLS_CLIENT_CA_CERT_PATH"
 CLIENT_CERT, CLIENT_KEY = "DYN_TCP_TLS_CLIENT_CERT_PATH", "DYN_TCP_TLS_CLIENT_KEY_PATH"

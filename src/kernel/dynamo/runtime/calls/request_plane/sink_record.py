@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["SinkRecord"]
-
 
 class SinkRecord:
     """The base of a sink."""

@@ -23,8 +23,6 @@ from dynamo.runtime.calls.request_plane.base import (
     TokenLane,
 )
 
-__all__ = ["TRANSITIONS", "StreamBuffer", "StreamEvent", "StreamState"]
-
 
 class StreamState(enum.Enum):
     """Where a stream is in its life."""

@@ -9,8 +9,6 @@ import math
 from dynamo.errors import CannotConnect
 from dynamo.runtime.discovery.etcd.client import EtcdClient, EtcdError
 
-__all__ = ["EtcdHealth"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from dynamo.runtime.discovery.etcd.client import NOT_FOUND, EtcdClient, EtcdErro
 from dynamo.runtime.discovery.etcd.health import EtcdHealth
 from dynamo.runtime.discovery.retry import Delays
 
-__all__ = ["EtcdLease"]
-
 logger = logging.getLogger(__name__)
 
 RENEWALS_PER_TTL: Final = 3.0  # two may be lost before the lease runs out

@@ -12,8 +12,6 @@ from dynamo.runtime.discovery.etcd.lease import EtcdLease
 from dynamo.runtime.discovery.keys import split_key
 from dynamo.runtime.discovery.retry import Delays
 
-__all__ = ["OwnRecords"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from dynamo.runtime.discovery.keys import split_bucket
 from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.discovery.retry import Delays
 
-__all__ = ["EtcdViews", "Tell"]
-
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[str, list[Change]], None]

@@ -17,8 +17,6 @@ from dynamo.runtime.discovery.file.clocks import LeaseClocks
 from dynamo.runtime.discovery.file.directory import LockedDirectory, open_directory
 from dynamo.runtime.discovery.keys import TEMPORARY_PREFIX, decode_name, encode_name, split_key
 
-__all__ = ["FileBucket"]
-
 logger = logging.getLogger(__name__)
 
 CONFIRM_SECONDS: Final = 0.1

@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["LeaseClocks"]
-
 CLOCK_JUMP_SECONDS: Final = 1.0  # wall and monotonic clock may drift apart this far between two polls
 
 

@@ -20,8 +20,6 @@ from dynamo.runtime.discovery.keys import TEMPORARY_PREFIX
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["LockedDirectory", "open_directory"]
-
 logger = logging.getLogger(__name__)
 
 LOCK_ATTEMPTS: Final = 100

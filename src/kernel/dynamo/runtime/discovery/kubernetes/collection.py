@@ -12,8 +12,6 @@ from dynamo.runtime.discovery.kubernetes.api import GONE, KubernetesApi, Kuberne
 from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 from dynamo.runtime.discovery.retry import Delays
 
-__all__ = ["FollowedCollection"]
-
 logger = logging.getLogger(__name__)
 
 

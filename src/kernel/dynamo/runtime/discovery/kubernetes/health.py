@@ -9,8 +9,6 @@ import math
 from dynamo.errors import CannotConnect
 from dynamo.runtime.discovery.kubernetes.api import KubernetesApi
 
-__all__ = ["KubernetesHealth"]
-
 logger = logging.getLogger(__name__)
 
 

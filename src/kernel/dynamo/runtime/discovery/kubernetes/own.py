@@ -16,8 +16,6 @@ from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 from dynamo.runtime.discovery.kubernetes.records import KIND, check_record, records_of, resource
 from dynamo.runtime.discovery.retry import Delays
 
-__all__ = ["OwnResource"]
-
 logger = logging.getLogger(__name__)
 
 CREATE_ATTEMPTS: Final = 20

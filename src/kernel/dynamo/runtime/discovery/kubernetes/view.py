@@ -13,8 +13,6 @@ from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 from dynamo.runtime.discovery.kubernetes.records import records_of
 from dynamo.runtime.discovery.last_view import LastView
 
-__all__ = ["KubernetesView"]
-
 Ready = Callable[[Any], set[str]]
 """From the objects of the readiness collection to the names of the resources that are ready."""
 

@@ -9,21 +9,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-__all__ = [
-    "CONTENT_TYPE",
-    "Block",
-    "TypedFamily",
-    "braces",
-    "escape_help",
-    "escape_label",
-    "label_text",
-    "merge_text",
-    "merge_typed",
-    "number_text",
-    "render",
-    "sanitize",
-]
-
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 TypedFamily = tuple[Any, ...]

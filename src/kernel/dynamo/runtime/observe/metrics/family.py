@@ -18,8 +18,6 @@ from dynamo.runtime.observe.metrics.registry import (
     Vector,
 )
 
-__all__ = ["Family", "Kind"]
-
 Kind = Literal["counter", "gauge", "histogram"]
 
 _LINK: Final = re.compile(r"\[([^\]]*)\]\([^)]*\)")

@@ -33,26 +33,6 @@ from dynamo.runtime.observe.metrics.exposition import (
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "DURATION_BUCKETS",
-    "LATENCY_BUCKETS",
-    "MAX_SERIES",
-    "Collected",
-    "Counter",
-    "Gauge",
-    "Histogram",
-    "Labels",
-    "MetricsRegistry",
-    "TooManySeries",
-    "Vector",
-    "add_each",
-    "count_down",
-    "count_over",
-    "count_up",
-    "observe_each",
-    "set_each",
-]
-
 DURATION_BUCKETS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip

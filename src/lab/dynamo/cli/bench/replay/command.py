@@ -24,8 +24,6 @@ from dynamo.cli.usage import UsageError
 from dynamo.replay.mooncake import write_mooncake
 from dynamo.replay.trace import Trace, prompt_token_ids
 
-__all__ = ["main", "replay_live"]
-
 # The same trace against a server: its prompts as token ids, at its times.
 
 

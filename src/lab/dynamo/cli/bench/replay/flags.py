@@ -21,8 +21,6 @@ from dynamo.settings.readers import (
 )
 from dynamo.settings.table import setting
 
-__all__ = ["ReplayFlags"]
-
 MAX_JOBS: Final = 256
 MAX_SEEDS: Final = 1000
 

@@ -19,8 +19,6 @@ from dynamo.replay.presets import Preset
 from dynamo.replay.run import pooled_hit_rate, run_replay
 from dynamo.replay.trace import StretchTree, Trace
 
-__all__ = ["Replayed", "replay_all", "trace_of"]
-
 
 class Replayed(NamedTuple):
     """One preset with one seed."""

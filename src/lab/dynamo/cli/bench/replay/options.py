@@ -20,8 +20,6 @@ from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 
-__all__ = ["LiveTarget", "ReplayOptions", "TraceFile", "build_parser", "read_options"]
-
 DEFAULT_FILE_MODES: Final = ("round-robin", "kv:default", "kv:time")
 
 _PRESET_LINES: Final = "\n".join(f"  {preset.name:10} {preset.what}" for preset in PRESETS.values())

@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 from dynamo.cli.bench.html import COLOURS, STYLE, Point, nice, plot, thinned
 from dynamo.cli.bench.replay.report import HEAD, PresetReport
 
-__all__ = ["comparison_svg", "replay_html"]
-
 WIDTH: Final = 860
 PANEL_HEIGHT: Final = 190
 LEFT, RIGHT, TOP, BOTTOM = 60, 16, 34, 26

@@ -10,8 +10,6 @@ from dynamo import __version__
 from dynamo.cli.bench.replay.jobs import Replayed
 from dynamo.replay.presets import Bar, Preset
 
-__all__ = ["HEAD", "JudgedBar", "PresetReport", "as_json", "reports_of"]
-
 Row = Mapping[str, float]
 """The figures of a row by name: numbers only"""
 

@@ -11,8 +11,6 @@ from dynamo.runtime.base.limits import PendingBytes, Refused
 from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.runtime.calls.request_plane.mux.frames import END_FLAG, Open, ProtocolError
 
-__all__ = ["HalfSentRequests"]
-
 MAX_HALF_SENT: Final = 1024  # requests of one connection
 NO_ROOM: Final = (
     "Server overloaded: the requests under way exceed DYN_TCP_PENDING_BODIES_LIMIT_MB (of one connection: "

@@ -49,8 +49,6 @@ from dynamo.runtime.calls.request_plane.secret import (
 )
 from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 
-__all__ = ["Greeting", "MuxConnection"]
-
 logger = logging.getLogger(__name__)
 
 # How a caller of `mux` greets a worker, and learns whether the worker is the one it should be.

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
 
-__all__ = ["IDLE_SECONDS", "PING_SECONDS", "SILENCE_SECONDS", "Heartbeat"]
-
 PING_SECONDS: Final = 20.0  # also what keeps a stateful firewall's entry alive
 SILENCE_SECONDS: Final = 60.0  # an engine may block its worker's loop for longer than one would think
 IDLE_SECONDS: Final = 300.0  # a connection without streams is closed after this long

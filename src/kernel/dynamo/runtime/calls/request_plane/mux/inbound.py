@@ -14,8 +14,6 @@ from dynamo.runtime.calls.request_plane.mux.frames import ProtocolError
 from dynamo.runtime.calls.request_plane.mux.stream import MAX_BUFFERED_ITEMS, MuxStream
 from dynamo.runtime.calls.request_plane.stream import StreamState
 
-__all__ = ["InboundStreams"]
-
 
 class InboundStreams:
     """The open streams of a connection, by id."""

@@ -21,8 +21,6 @@ import msgspec
 from dynamo.runtime.calls.request_plane.expansion import exceeds_when_decoded
 from dynamo.runtime.calls.request_plane.mux.frames import decode_body, pack
 
-__all__ = ["LONG_IDS", "SLICE_IDS", "DecodedTooLarge", "InSlices", "decode_long", "encode_long", "has_long_ids"]
-
 T = TypeVar("T")
 InSlices = Generator[None, None, T]
 

@@ -17,8 +17,6 @@ from dynamo.runtime.calls.request_plane.mux.frames import items_frames, step_fra
 if TYPE_CHECKING:
     from dynamo.runtime.calls.request_plane.mux.sink import MuxSink
 
-__all__ = ["ItemOutbox"]
-
 logger = logging.getLogger(__name__)
 
 MAX_BACKLOG_ITEMS: Final = 65_536  # of a caller that does not read: what its own requests may still add

@@ -10,8 +10,6 @@ from typing import Final
 from dynamo.errors import CannotConnect
 from dynamo.runtime.calls.request_plane.mux.frames import END_FLAG, MAX_PAYLOAD, Kind, frame, pack
 
-__all__ = ["Outflow"]
-
 MAX_QUEUED_BODY_BYTES: Final = 256 * 1024 * 1024  # request bodies waiting for a full socket, per connection
 GRANTS_PER_FRAME: Final = 4096  # fit in a frame with room to spare
 

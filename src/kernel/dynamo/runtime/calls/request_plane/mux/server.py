@@ -47,8 +47,6 @@ from dynamo.runtime.calls.request_plane.secret import (
 from dynamo.runtime.observe.log_rate import LogRate
 from dynamo.runtime.observe.tracing import TraceContext
 
-__all__ = ["MuxHost", "MuxServerProtocol"]
-
 logger = logging.getLogger(__name__)
 
 CAPABILITIES: Final = ["deadline", "credits", "fragments", STEP_CAPABILITY]

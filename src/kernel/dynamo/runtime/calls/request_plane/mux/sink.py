@@ -17,8 +17,6 @@ from dynamo.runtime.calls.request_plane.sink_record import SinkRecord
 if TYPE_CHECKING:
     from dynamo.runtime.calls.request_plane.mux.server import MuxServerProtocol
 
-__all__ = ["MuxSink"]
-
 TOKEN_BYTES: Final = 10  # of a one-token chunk in a batch
 
 
