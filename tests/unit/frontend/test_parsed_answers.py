@@ -759,3 +759,40 @@ async def test_a_forced_call_cut_off_at_any_place_is_never_content(house: Cluste
             assert len(said) >= len(longest)
             longest = said
     assert len(longest) >= len(arguments) - 1
+
+
+# -- tools beside a schema of the answer ------------------------------------------------------------------------------
+
+SHAPE = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "s", "schema": SHAPE}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tools", ["hermes", "harmony", None])
+async def test_with_tools_and_a_schema_an_answer_is_calls_or_the_schema(
+    house: Cluster, tools: str | None, stream: bool
+) -> None:
+    calls = json.dumps(
+        [{"name": "weather", "parameters": {"city": "Köln"}}, {"name": "time", "parameters": {}}], ensure_ascii=False
+    )
+    worker = await house.worker(byte_by_byte(calls), **parsers(tools, None))
+    found = Heard(await house.client.chat("hi", tools=TOOLS, response_format=FORM, stream=stream))
+    assert (found.content, found.calls, found.reason) == ("", [WEATHER, ("time", "{}")], "tool_calls")
+    shape, array = worker.requests[-1]["sampling_options"]["guided_decoding"]["json"]["anyOf"]
+    assert shape == {**SHAPE, "additionalProperties": False}
+    assert [one["properties"]["name"]["enum"] for one in array["items"]["anyOf"]] == [["weather"], ["time"]]
+
+
+@pytest.mark.parametrize("text", ['{"answer": "[1]"}', '{"name": "weather", "parameters": {}}', "[1, 2]", "[]"])
+async def test_an_answer_of_the_schema_is_content_beside_tools(house: Cluster, text: str) -> None:
+    await house.worker(byte_by_byte(text), **parsers())
+    for stream in (False, True):
+        found = Heard(await house.client.chat("hi", tools=TOOLS, response_format=FORM, stream=stream))
+        assert (found.content, found.calls, found.reason) == (text, [], "stop")
+
+
+async def test_a_call_beside_a_schema_that_is_cut_off_is_no_text_and_ends_at_length(house: Cluster) -> None:
+    await house.worker(byte_by_byte('[{"name": "weather", "param', finish="length"), **parsers())
+    for stream in (False, True):
+        found = Heard(await house.client.chat("hi", tools=TOOLS, response_format=FORM, stream=stream))
+        assert (found.content, found.reason) == ("", "length")

@@ -52,7 +52,6 @@ def test_a_worker_that_did_not_opt_in_gets_none() -> None:
         ({**ALWAYS, "structural_tag_schema": "strict"}, {}, [PARAMETERS]),
         ({"structural_tag": {"scope": "always", "schema": "auto"}}, {}, [{"type": "object"}]),
         ({"structural_tag": {"scope": "auto"}}, {}, None),
-        (ALWAYS, {"response_format": {"type": "json_object"}}, None),  # the request has a form of its own
         (ALWAYS, {"guided_regex": "a"}, None),
         (ON, {"tool_choice": "required"}, [PARAMETERS]),
         (ON, {"tool_choice": "required", "response_format": {"type": "json_object"}}, [PARAMETERS]),
@@ -100,6 +99,30 @@ def call(arguments: str, name: str = "f") -> str:
 def test_an_engine_that_follows_the_tag_writes_what_the_parser_reads(choice: str, text: str, fits: bool) -> None:
     llguidance = pytest.importorskip("llguidance")
     grammar = structural_grammar(tag(ALWAYS, tool_choice=choice), {})
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar))
+    fed = all(matcher.consume_token(byte) for byte in text.encode())
+    assert (fed and matcher.is_accepting()) is fits
+
+
+SHAPE = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+FORM = {"type": "json_schema", "json_schema": {"name": "s", "schema": SHAPE}}
+
+
+@each_case(
+    ("text", "fits"),
+    [
+        ('{"a": "x"}', True),
+        (call('{"x": 1}', "g"), True),
+        (call('{"y": 1}'), True),  # a tool that is not strict
+        (call('{"y": 1}', "g"), False),
+        ('{"b": "x"}', False),
+        ("I think so", False),
+    ],
+)
+def test_an_answer_is_a_call_or_has_the_shape_that_was_requested(text: str, fits: bool) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    found = tag(ON, tools=[F, G], response_format=FORM)
+    grammar = structural_grammar(found, {})
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar))
     fed = all(matcher.consume_token(byte) for byte in text.encode())
     assert (fed and matcher.is_accepting()) is fits

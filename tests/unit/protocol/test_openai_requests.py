@@ -163,6 +163,16 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, {"json": {"type": "object"}}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, {"json": SCHEMA}),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            {"structural_tag": {"type": "structural_tag", "format": {"type": "any_text"}}},
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [{"begin": "a"}], "triggers": ["a"]}},
+            {"structural_tag": {"structures": [{"begin": "a"}], "triggers": ["a"]}},
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
             {"json": SCHEMA},

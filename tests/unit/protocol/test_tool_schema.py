@@ -71,8 +71,27 @@ def test_a_named_call_is_its_parameters(name: str, schema: Any) -> None:
 @pytest.mark.parametrize("choice", ["auto", "none", None])
 def test_a_call_that_may_come_guides_nothing(choice: Any) -> None:
     assert guided(tools=[tool("a", A)], tool_choice=choice) is None
+
+
+def test_a_call_may_come_in_place_of_a_form_unless_there_is_no_choice() -> None:
     form = {"type": "json_object"}
-    assert guided(tools=[tool("a", A)], tool_choice=choice, response_format=form) == {"json": {"type": "object"}}
+    for choice in ("auto", None):
+        shape, calls = guided(tools=[tool("a", A)], tool_choice=choice, response_format=form)["json"]["anyOf"]
+        assert shape == {"type": "object"}
+        assert calls == required_schema([tool("a", A)])
+    assert guided(tools=[tool("a", A)], tool_choice="none", response_format=form) == {"json": {"type": "object"}}
+    assert guided(tools=[tool("a", A)], response_format=form, guided_json=A) == {"json": A}
+
+
+def test_references_of_a_form_beside_calls_lead_where_they_led() -> None:
+    shape = {"$ref": "#/$defs/T", "$defs": {"T": {"type": "object", "properties": {"t": {"$ref": "#"}}}}}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": shape}}
+    parameters = {"type": "object", "properties": {"self": {"$ref": "#"}}}
+    found = guided(tools=[tool("a", parameters)], response_format=form)["json"]
+    assert found["anyOf"][0] == {"$ref": "#/$defs/T"}
+    assert found["$defs"]["T"]["properties"]["t"] == {"$ref": "#/anyOf/0"}
+    place = found["anyOf"][1]["items"]["anyOf"][0]["properties"]["parameters"]["properties"]["self"]["$ref"]
+    assert place == "#/anyOf/1/items/anyOf/0/properties/parameters"
 
 
 def test_a_forced_call_drops_the_response_format() -> None:

@@ -19,7 +19,7 @@ from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.protocol.openai.shapes import REQUIRED
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
-from dynamo.text.formats.forced import named_call, required_calls
+from dynamo.text.formats.forced import calls_beside_shape, named_call, required_calls
 from dynamo.text.formats.reasoning import DEFAULT_MARKS, REASONING_FORMATS
 from dynamo.text.formats.scanner import TextMachine
 from dynamo.text.formats.tagged_answer import ContentStart, ReasoningTags, tagged_machine
@@ -139,19 +139,19 @@ def plan_output(
         if config.reasoning_parser:
             expects_reasoning = begins_inside or (options.thinking is not False and not has_ended)
     tool_set = ToolSet(options.tools)
-    start = _forced_start(options, tool_set)
+    start, is_forced = _forced_start(options, tool_set), options.forced_choice is not None
     form = tools.call_form if tools is not None and options.tools else None
     forced: Callable[[], TextMachine] | None = None
     if unified is not None:
         machine = functools.partial(
-            unified_parser, unified, tool_set, begins_inside=begins_inside, keeps_cut_call=start is not None
+            unified_parser, unified, tool_set, begins_inside=begins_inside, keeps_cut_call=is_forced
         )
         forced = functools.partial(tagged_machine, None, start=start) if start is not None else None
     elif has_reasoning or form is not None or start is not None or chooses_calls:
         tags: ReasoningTags | None = None
         if reasoning is not None and has_reasoning:
             tags = reasoning.tags(begins_inside=begins_inside, json_is_content=options.guides_json)
-        machine = functools.partial(tagged_machine, form, tool_set, tags, start)
+        machine = functools.partial(tagged_machine, form, tool_set, tags, start, keeps_cut_call=is_forced)
     else:
         return None
     return OutputPlan(
@@ -231,8 +231,10 @@ def _unified_form(config: ModelRuntimeConfig, tools: ToolFormat | None) -> Unifi
 
 
 def _forced_start(options: ChatOptions, tools: ToolSet) -> ContentStart | None:
-    """Return what reads the JSON that the engine was guided to; None where no call must come."""
+    """Return what reads the JSON that the engine was guided to; None where that is no call."""
     choice = options.forced_choice
-    if choice is None or not options.tools:
+    if not options.tools:
         return None
+    if choice is None:
+        return None if options.shape is None else calls_beside_shape(tools)
     return required_calls(tools) if choice == REQUIRED else named_call(choice)

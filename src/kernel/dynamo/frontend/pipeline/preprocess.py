@@ -158,7 +158,7 @@ class Preprocessor:
         config = model.card.runtime_config
         chooses_calls = model.takes_text and options.only_first_call  # from those that the engine has read
         is_plain = config.tool_call_parser is None and config.reasoning_parser is None
-        if is_plain and options.forced_choice is None and not chooses_calls:
+        if is_plain and options.forced_choice is None and options.shape is None and not chooses_calls:
             return None
         tokenizer = model.text.tokenizer
         parsing = plan_output(

@@ -37,7 +37,8 @@ def structural_tag(
     choice = options.forced_choice
     tools = [tool for tool in options.tools if choice in (None, REQUIRED, tool["function"]["name"])]
     strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
-    if choice is None and (options.has_own_form or not (policy.is_always or strict)):
+    shape = options.shape
+    if choice is None and shape is None and (options.has_own_form or not (policy.is_always or strict)):
         return None
     tags = [
         form.call_tag(
@@ -49,11 +50,15 @@ def structural_tag(
         for tool in tools
     ]
     is_one = options.only_first_call or choice not in (None, REQUIRED)
-    if choice is not None:  # nothing but calls, from the first token on
-        form_of_answer = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
+    calls: dict[str, Any] = {"tags": tags, "stop_after_first": is_one}
+    if choice is not None or shape is not None:  # nothing but calls, from the first token on
+        calls = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **calls}
     else:
-        form_of_answer = {"type": "triggered_tags", "triggers": [form.marks[0]], "at_least_one": False}
-    return {"type": "structural_tag", "format": {**form_of_answer, "tags": tags, "stop_after_first": is_one}}
+        calls = {"type": "triggered_tags", "triggers": [form.marks[0]], "at_least_one": False, **calls}
+    if choice is None and shape is not None:
+        whole = {"type": "json_schema", "json_schema": closed_schema(shape) if closes_objects else shape}
+        calls = {"type": "or", "elements": [whole, calls]}
+    return {"type": "structural_tag", "format": calls}
 
 
 def _policy(config: ModelRuntimeConfig) -> _Policy | None:

@@ -22,6 +22,7 @@ class ChatOptions(Struct, frozen=True):
     fills_content: bool  # an answer without text shows its reasoning as text
     has_own_form: bool  # the request guides the whole answer itself
     guides_json: bool  # the answer is JSON and nothing else
+    shape: JsonObject | None  # a schema that the answer has unless it is calls
     guidance_backend: str | None  # of the engine; None: its own choice
     template_variables: Mapping[str, Any]  # of the template, and of an engine's own parser; read only
 
@@ -45,7 +46,8 @@ def chat_options(request: ChatRequest, *, default_thinking_mode: str | None = No
         only_first_call=request.parallel_tool_calls is False,
         fills_content=not is_silent and request.fills_content,
         has_own_form=has_form or bool(guidance),
-        guides_json="json" in guidance or choice is not None or has_form,
+        guides_json="json" in guidance or choice is not None or (form is not None and form.shape is not None),
+        shape=None if guidance else request.shape_beside_calls,
         guidance_backend=request.guided_decoding_backend,
         template_variables=template_variables(request, mode),
     )

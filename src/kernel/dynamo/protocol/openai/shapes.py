@@ -176,8 +176,38 @@ class JsonSchemaFormat(Struct):
 
 
 class ResponseFormat(Struct):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    # llama.cpp and TGI write the schema of a json_object beside it, under either name.
+    schema: JsonObject | UnsetType | None = UNSET
+    value: JsonObject | UnsetType | None = UNSET
+    # vLLM's and SGLang's structural tag, in its older form (`structures`, `triggers`) and in its newer one (`format`).
+    structures: list[JsonObject] | UnsetType | None = UNSET
+    triggers: list[str] | UnsetType | None = UNSET
+    format: JsonObject | UnsetType | None = UNSET
+
+    @property
+    def shape(self) -> JsonObject | None:
+        """The JSON schema of the whole answer; None: it is not bound to be JSON."""
+        if self.type == "json_schema":
+            return None if self.json_schema is None else self.json_schema.schema
+        if self.type == "json_object":
+            return self.schema or self.value or {"type": "object"}
+        return None
+
+    @property
+    def structural_tag(self) -> JsonObject | None:
+        """The structural tag of the whole answer, as engines take it; None: it has none."""
+        if self.type != "structural_tag":
+            return None
+        if self.format:
+            return {"type": "structural_tag", "format": self.format}
+        return {"structures": self.structures or [], "triggers": self.triggers or []}
+
+    def free_form(self) -> tuple[Any, ...]:
+        """Return the members that may hold any JSON value, and so may nest."""
+        inner = None if self.json_schema is None else self.json_schema.schema
+        return (inner, self.schema, self.value, self.structures, self.format)
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
@@ -460,7 +490,7 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
             self.messages,
             self.tools,
             self.documents,
-            form.json_schema.schema if form is not None and form.json_schema is not None else None,
+            *(() if form is None else form.free_form()),
             self.chat_template_args,
             self.chat_template_kwargs,
             self.audio,
@@ -481,6 +511,13 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
         if isinstance(choice, NamedToolChoice):
             return None if choice.function is UNSET else choice.function.name
         return REQUIRED if choice == "required" else None
+
+    @property
+    def shape_beside_calls(self) -> JsonObject | None:
+        """The JSON schema of an answer that may be calls instead; None: it has no schema, or cannot be either of the two."""
+        if self.response_format is None or not self.tools or self.tool_choice not in (None, "auto"):
+            return None
+        return self.response_format.shape
 
     @property
     def fills_content(self) -> bool:
@@ -518,8 +555,7 @@ class CompletionRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True)
 
     def free_form(self) -> tuple[Any, ...]:
         form = self.response_format
-        schema = form.json_schema.schema if form is not None and form.json_schema is not None else None
-        return (*super().free_form(), schema)
+        return (*super().free_form(), *(() if form is None else form.free_form()))
 
     @property
     def output_limit(self) -> int | None:

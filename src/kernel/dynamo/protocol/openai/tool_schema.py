@@ -31,26 +31,40 @@ def parameters_of(tool: Mapping[str, Any]) -> JsonObject:
     return _ANYTHING if parameters is None else parameters
 
 
+def call_or_shape(shape: JsonObject, tools: Sequence[Mapping[str, Any]], *, only_one: bool = False) -> JsonObject:
+    """Return the schema of an answer that is either of this shape, or an array of calls as `required_schema` has it."""
+    hoisted: dict[str, JsonObject] = {}
+    alternatives = [
+        _hoist(shape, hoisted, "response_format", "#/anyOf/0"),
+        _calls_of(tools, hoisted, "#/anyOf/1", only_one=only_one),
+    ]
+    return {"anyOf": alternatives, **hoisted}
+
+
 def required_schema(tools: Sequence[Mapping[str, Any]], *, only_one: bool = False) -> JsonObject:
     """Return an array of calls, at least one. Definitions move to the root, because references count from there."""
     hoisted: dict[str, JsonObject] = {}
+    return {**_calls_of(tools, hoisted, "#", only_one=only_one), **hoisted}
+
+
+def _calls_of(
+    tools: Sequence[Mapping[str, Any]], hoisted: dict[str, JsonObject], root: str, *, only_one: bool
+) -> JsonObject:
     alternatives = []
     for position, tool in enumerate(tools):
         name = tool["function"]["name"]
-        parameters = _hoist(parameters_of(tool), hoisted, name, f"#/items/anyOf/{position}/properties/parameters")
+        place = f"{root}/items/anyOf/{position}/properties/parameters"
         alternatives.append(
             {
-                "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
+                "properties": {
+                    "name": {"type": "string", "enum": [name]},
+                    "parameters": _hoist(parameters_of(tool), hoisted, name, place),
+                },
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
         )
-    schema: JsonObject = {
-        "type": "array",
-        "minItems": 1,
-        "items": {"type": "object", "anyOf": alternatives},
-        **hoisted,
-    }
+    schema: JsonObject = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": alternatives}}
     if only_one:
         schema["maxItems"] = 1
     return schema

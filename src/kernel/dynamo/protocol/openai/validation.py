@@ -358,7 +358,15 @@ def _check_tool_choice(request: ChatRequest) -> None:
 
 def _check_response_format(request: ChatRequest | CompletionRequest) -> None:
     form = request.response_format
-    if form is None or form.type != "json_schema":
+    if form is None or form.type == "text":
+        return
+    if form.type == "structural_tag" and not form.format and not (form.structures and form.triggers):
+        _invalid(
+            "response_format of type structural_tag needs `format`, or `structures` and `triggers`", "response_format"
+        )
+    if form.type != "json_schema":
+        for name, value in (("schema", form.schema), ("value", form.value), ("format", form.format)):
+            _check_wire(f"response_format.{name}", value or None)
         return
     if form.json_schema is None:
         _invalid("response_format of type json_schema needs a json_schema", "response_format.json_schema")

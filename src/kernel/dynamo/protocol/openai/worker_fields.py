@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from dynamo.protocol.openai.shapes import ChatRequest, CommonRequest, CompletionRequest, NvExt
-from dynamo.protocol.openai.tool_schema import forced_schema
+from dynamo.protocol.openai.tool_schema import call_or_shape, forced_schema
 
 # Events inside a frontend; every other annotation is the worker's, too, as in 1.6.1.
 _INTERNAL_ANNOTATIONS: Final = frozenset({"llm_metrics", "payload_usage"})
@@ -128,11 +128,12 @@ def _guided_decoding(request: ChatRequest | CompletionRequest) -> dict[str, Any]
         return None
     guided = {kind: value for kind, (_, value) in guidance.items()}
     schema: Any = None if chat is None else forced_schema(chat)
-    if schema is None and form is not None:
-        if form.type == "json_object":
-            schema = {"type": "object"}
-        elif form.type == "json_schema" and form.json_schema is not None:
-            schema = form.json_schema.schema
+    if schema is None and chat is not None and not guided and (shape := chat.shape_beside_calls) is not None:
+        schema = call_or_shape(shape, chat.tools or (), only_one=chat.parallel_tool_calls is False)
+    elif schema is None and form is not None:
+        schema = form.shape
+        if form.structural_tag is not None:
+            guided.setdefault("structural_tag", form.structural_tag)
     if schema is not None and "json" not in guided:
         guided = {"json": schema, **guided}
     if not guided:

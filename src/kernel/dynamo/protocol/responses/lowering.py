@@ -213,6 +213,8 @@ def _response_format(asked: ResponsesBody) -> ResponseFormat | None:
     form = None if asked.text is None else asked.text.format
     if form is None:
         return None
+    if form.type == "json_object" and isinstance(form.schema or form.value, dict):
+        return ResponseFormat(form.type, schema=form.schema or form.value)
     if form.type != "json_schema":
         return ResponseFormat(form.type)
     if form.name is None or not form.name.strip():

@@ -30,6 +30,7 @@ class OutputTextFormat(Struct):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema: Any = None
+    value: Any = None  # another name of the schema, with json_object
     description: str | None = None
     strict: bool | None = None
 
@@ -97,7 +98,7 @@ class ResponsesBody(Struct, kw_only=True):
             self.prompt,
             self.chat_template_args,
             self.chat_template_kwargs,
-            None if form is None else form.schema,
+            *(() if form is None else (form.schema, form.value)),
         )
 
     def includes(self, name: str) -> bool:

@@ -47,6 +47,22 @@ def required_calls(tools: ToolSet) -> ContentStart:
     return start
 
 
+def calls_beside_shape(tools: ToolSet) -> ContentStart:
+    """Return what reads an array of calls where the answer may as well be JSON of another shape: that is content.
+
+    Only an array is looked at, as a shape is nearly always an object.
+    """
+    read = required_calls(tools)
+
+    def start(s: Scanner) -> Step[bool]:
+        if not (yield from s.comes(0, "[")):
+            return True
+        s.out.keeps_cut_call = True  # from here on a call has to come
+        return (yield from read(s))
+
+    return start
+
+
 def _calls(s: Scanner, tools: ToolSet) -> Step[None]:
     yield from s.space()
     yield from call_objects(s, tools, HERMES_KEYS)

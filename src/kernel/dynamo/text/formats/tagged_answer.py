@@ -301,8 +301,13 @@ def tagged_machine(
     tools: ToolSet = NO_TOOLS,
     tags: ReasoningTags | None = None,
     start: ContentStart | None = None,
+    *,
+    keeps_cut_call: bool = True,
 ) -> TextMachine:
-    """Make the parser of one choice; see `TaggedAnswer`. With `start`, which reads a forced choice, a cut call is kept."""
+    """Make the parser of one choice; see `TaggedAnswer`.
+
+    `keeps_cut_call`: with `start`, which then reads a forced choice, what there is of a call that was cut off is kept.
+    """
     out = TaggedOutput(tools.names)
-    out.keeps_cut_call = start is not None
+    out.keeps_cut_call = keeps_cut_call and start is not None
     return TextMachine(TaggedAnswer(out, form, tools, _NO_TAGS if tags is None else tags, start).grammar, out)
