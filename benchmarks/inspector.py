@@ -234,7 +234,7 @@ async def end_microseconds() -> tuple[float, float]:
     exchanges = [ended_exchange(number) for number in range(PER_ROUND)]
     recent = RecentRequests(InspectorClock(), "host:1")
     async with cluster(Path("unused")) as house:
-        inspector = house.frontend.inspector
+        inspector = house.frontend.parts["inspector"].inspector
         assert inspector is not None
         add, ended = partial(add_with, recent.add), partial(add_with, inspector.ended)
         return least_microseconds(exchanges, add), least_microseconds(exchanges, ended)

@@ -22,19 +22,20 @@ from starlette.types import ASGIApp
 from dynamo.frontend.base.access import IDENTITY, Access, check_access
 from dynamo.frontend.base.asgi import RESPOND_EXTENSION
 from dynamo.frontend.base.metrics.families import FrontendFamilies
-from dynamo.frontend.base.metrics.keys import KeyMetrics
 from dynamo.frontend.base.metrics.requests import RequestSeries
+from dynamo.frontend.base.settings.keys import KeySources
 from dynamo.frontend.base.stage_timer import StageTimer
-from dynamo.frontend.http.inference_route import AsgiSink
+from dynamo.frontend.http.inference_route import EXCHANGE, AsgiSink
 from dynamo.frontend.models.length_limits import LengthLimits
-from dynamo.frontend.parts.keys.access_log import EXCHANGE, AccessLog
+from dynamo.frontend.parts.keys.access_log import AccessLog
 from dynamo.frontend.parts.keys.charging import CHARGE, KeyCharges, reserve_tokens, show_limits
 from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.identity import Identity
-from dynamo.frontend.parts.keys.key_store import KeySources, KeyStore
+from dynamo.frontend.parts.keys.key_store import KeyStore
 from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.parts.keys.line_file import LineFile
 from dynamo.frontend.parts.keys.metering import UsageMeter
+from dynamo.frontend.parts.keys.metrics import KeyMetrics
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenUse
 from dynamo.frontend.parts.keys.rules.key_file import key_toml
 from dynamo.frontend.parts.keys.rules.key_text import hash_of, key_text

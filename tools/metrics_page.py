@@ -14,8 +14,13 @@ from typing import Final
 from pages import write_page
 
 from dynamo.frontend.base.metrics.table import FAMILIES as FRONTEND
+from dynamo.frontend.parts.batches.metrics import FAMILIES as BATCHES
+from dynamo.frontend.parts.keys.metrics import FAMILIES as KEYS
+from dynamo.frontend.parts.media.metrics import FAMILIES as MEDIA
+from dynamo.frontend.parts.recording.recording import FAMILIES as RECORDING
 from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX
 from dynamo.frontend.parts.scaling.gauges import FAMILIES as AUTOSCALE
+from dynamo.frontend.parts.stored_responses.part import FAMILIES as STORED_RESPONSES
 from dynamo.mocker.metrics import FAMILIES as MOCKER
 from dynamo.router.kv.metrics import FAMILIES as KV_ROUTER
 from dynamo.router.kv.queue_metrics import FAMILIES as ROUTER_QUEUE
@@ -40,7 +45,10 @@ TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
     "mocker": MOCKER,
     "kv_router": (*KV_ROUTER, *ROUTER_QUEUE),
     "autoscale": tuple(family.under(AUTOSCALE_PREFIX) for family in AUTOSCALE),
-    "frontend": tuple(family.under("dynamo_frontend") for family in FRONTEND),
+    "frontend": tuple(
+        family.under("dynamo_frontend")
+        for family in (*FRONTEND, *STORED_RESPONSES, *MEDIA, *RECORDING, *BATCHES, *KEYS)
+    ),
 }
 
 _TABLE: Final = re.compile(r"(<!-- table: (\w+) -->\n)(?:\|.*\n)*")

@@ -28,13 +28,13 @@ from dynamo.cli.top import TopFlags
 from dynamo.contract import args as worker
 from dynamo.contract.config import ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, NAMESPACE_SUFFIX, WorkerConfig
 from dynamo.frontend import settings as frontend
+from dynamo.frontend.args import INERT, ONE_VALUE, REFUSED
 from dynamo.frontend.base.metrics.buckets import LOG_BUCKETS
+from dynamo.frontend.base.settings.inspector import InspectorSettings
+from dynamo.frontend.base.settings.media import MediaSettings
+from dynamo.frontend.base.settings.recording import RecordingSettings
+from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
 from dynamo.frontend.models.file_policy import FilePolicy
-from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
-from dynamo.frontend.parts.inspector.settings import InspectorSettings
-from dynamo.frontend.parts.media.settings import MediaSettings
-from dynamo.frontend.parts.recording.settings import RecordingSettings
-from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoredResponse, StoreLimits, StoreUnavailable
+from dynamo.frontend.apis.history import StoredResponse
+from dynamo.frontend.base.settings.stored_responses import StoreLimits, read_store_place
+from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoreUnavailable
 from dynamo.frontend.parts.stored_responses.memory import MemoryResponseStore
-from dynamo.frontend.parts.stored_responses.opening import open_response_store, read_store_place
+from dynamo.frontend.parts.stored_responses.part import open_response_store
 from dynamo.frontend.parts.stored_responses.sqlite import SqliteResponseStore
 
 LIMITS = StoreLimits(entries=3, bytes=1000, ttl_seconds=60)

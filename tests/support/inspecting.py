@@ -18,7 +18,7 @@ class Lens:
 
     def __init__(self, house: Cluster, *, headers: dict[str, str] | None = None) -> None:
         self._client = house.client
-        inspector = house.frontend.inspector
+        inspector = house.frontend.parts["inspector"].inspector
         assert inspector is not None
         self.headers = {"authorization": f"Bearer {inspector.token}"} if headers is None else headers
 

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from dynamo.frontend.__main__ import main
-from dynamo.frontend.parts.batches import opening
+from dynamo.frontend.parts.batches import part
 from dynamo.frontend.parts.batches.service import BatchService
 
 
@@ -22,6 +22,6 @@ def make(*args: object) -> BatchService:
 
 
 if __name__ == "__main__":
-    opening.BatchService = make  # type: ignore[misc,assignment]
+    part.BatchService = make  # type: ignore[misc,assignment]
     sys.argv = [sys.argv[0], *sys.argv[3:]]
     main()

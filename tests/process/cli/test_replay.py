@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from dynamo.errors import Unknown
+from dynamo.frontend.base.settings.recording import RecordingSettings
 from dynamo.frontend.http.server import HttpServer
-from dynamo.frontend.parts.recording.settings import RecordingSettings
 from support.frontend_cluster import Cluster, cluster, say
 from support.patience import PATIENCE_SECONDS
 from support.processes import until
@@ -188,7 +188,7 @@ async def test_a_failed_request_fails_alike_when_its_bundle_is_replayed(
     async with listening(tmp_path, recording=kept, **timeout) as (house, url):
         await house.worker(_script)
         await asyncio.to_thread(chat, url, content, **{"model": "m", **fields})
-        notes = house.frontend.opened.recording.failures
+        notes = house.frontend.parts["recording"].failures
         assert notes is not None
         await until(lambda: bool(notes.ring.recent()), lambda: "the note of the failure")
         (failure,) = notes.ring.recent()
@@ -207,7 +207,7 @@ async def test_a_failure_that_was_mended_is_found_to_differ(tmp_path: Path) -> N
     async with listening(tmp_path, recording=RecordingSettings(keep_failed_content=True)) as (house, url):
         worker = await house.worker(_script)
         await asyncio.to_thread(chat, url, "boom", model="m")
-        notes = house.frontend.opened.recording.failures
+        notes = house.frontend.parts["recording"].failures
         assert notes is not None
         await until(lambda: bool(notes.ring.recent()), lambda: "the note of the failure")
         file = tmp_path / "bundle.json"
@@ -224,7 +224,7 @@ async def test_without_content_a_request_of_the_same_shape_is_sent(tmp_path: Pat
         worker = await house.worker()
         worker.script = worker.hold
         await asyncio.to_thread(chat, url, "a prompt of some length", model="m", max_tokens=7)
-        notes = house.frontend.opened.recording.failures
+        notes = house.frontend.parts["recording"].failures
         assert notes is not None
         await until(lambda: bool(notes.ring.recent()), lambda: "the note of the failure")
         file = tmp_path / "bundle.json"

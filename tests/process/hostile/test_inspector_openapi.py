@@ -83,7 +83,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
                 for number in range(8):
                     house.client.begin_chat(headers={"x-request-id": f"mine-{number}"})
                 await worker.started.wait()
-                inspector = house.frontend.inspector
+                inspector = house.frontend.parts["inspector"].inspector
                 assert inspector is not None
                 inspector.actions.rate.take = lambda: True  # type: ignore[method-assign]
                 (ended,) = inspector.tables.recent.ended()

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.base.offload import keep_large_blocks_apart
+from dynamo.frontend.base.settings.media import FetchRules, MediaSettings
 from dynamo.frontend.parts.media import fetcher as fetcher_module
 from dynamo.frontend.parts.media import http_get
 from dynamo.frontend.parts.media.addresses import check_address
-from dynamo.frontend.parts.media.settings import FetchRules, MediaSettings
 from dynamo.protocol.records import MEDIA_KINDS, ModelRuntimeConfig
 from support.asgi_client import Exchange
 from support.certificates import Authority

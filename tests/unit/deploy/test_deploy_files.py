@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.parts.scaling.autoscale_route import AUTOSCALE_PATH
 from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX, FAMILIES
+from dynamo.frontend.parts.scaling.part import AUTOSCALE_PATH
 from dynamo.frontend.parts.scaling.signals import RoleSignal
 from dynamo.frontend.settings import default_paths
 from dynamo.runtime.base.settings import SystemSettings

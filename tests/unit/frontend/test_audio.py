@@ -19,7 +19,7 @@ from dynamo.contract.engine import RawEngine
 from dynamo.engines.sample.speech_engine import SampleSpeechEngine
 from dynamo.engines.sample.tones import Tones, heard
 from dynamo.engines.sample.transcription_engine import SampleTranscriptionEngine
-from dynamo.frontend.parts.media.settings import MediaSettings
+from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.protocol.audio.transcripts import Segment, subtitles_srt, subtitles_vtt
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.runtime.calls.context import Context

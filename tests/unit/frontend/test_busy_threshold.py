@@ -226,7 +226,7 @@ async def test_loads_are_followed_for_who_looks_at_them_and_exclude_nobody(
     monkeypatch.setattr(busy_threshold, "LOOKED_SECONDS", 0.2)
     async with cluster(tmp_path) as house:
         reporter = await Reporter.joins(house)
-        loads, lens = house.frontend.loads, Lens(house)
+        loads, lens = house.frontend.kernel.loads, Lens(house)
         assert not loads._followers
 
         async def look() -> Any:

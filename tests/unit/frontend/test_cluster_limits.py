@@ -14,7 +14,7 @@ import pytest
 from dynamo.frontend.parts.keys.cluster_limits import EVERY_NAMESPACE, ClusterLimits
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.limit_table import LimitTable
-from dynamo.frontend.parts.keys.opening import _scope_of
+from dynamo.frontend.parts.keys.part import _scope_of
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenDemand, TokenUse
 from dynamo.frontend.parts.keys.rules.division import Division, Holding
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing

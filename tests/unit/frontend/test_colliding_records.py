@@ -21,7 +21,7 @@ async def put_instance(house: Cluster, key: str, instance_id: int, component: st
         "instance_id": instance_id,
         "transport": {"mem": "nobody/serves/this"},
     }
-    await house.frontend.opened.runtime.discovery.put(
+    await house.frontend.kernel.runtime.discovery.put(
         f"{INSTANCES}/ns/{component}/generate/{key}", msgspec.json.encode(record)
     )
 
@@ -48,7 +48,7 @@ async def test_a_workers_id_on_another_endpoint_costs_no_request(tmp_path: Path,
     """A foreign card and instance of the same model and id, elsewhere: it fails and is left out, the worker itself is not."""
     async with cluster(tmp_path) as house:
         real = [await house.worker(say("hello")) for _ in range(workers)]
-        store = house.frontend.opened.runtime.discovery
+        store = house.frontend.kernel.runtime.discovery
         for worker in real:
             own = worker.endpoint.connection_id()
             (card,) = [value for key, value in (await store.get_prefix(MODEL_CARDS)).items() if f"{own:x}" in key]
@@ -66,7 +66,7 @@ async def test_the_record_of_a_worker_that_came_later_is_found_behind_the_foreig
     async with cluster(tmp_path) as house:
         worker = await house.worker(say("hello"))
         own = worker.endpoint.connection_id()
-        store = house.frontend.opened.runtime.discovery
+        store = house.frontend.kernel.runtime.discovery
         key = f"{INSTANCES}/ns/backend/generate/{own:x}"
         record = (await store.get_prefix(key))[key]
         await put_instance(house, f"{own:x}", own)  # the worker's own key, taken over

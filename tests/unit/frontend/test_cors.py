@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.app import Frontend
-from dynamo.frontend.http.application import GuardedRoute
-from dynamo.frontend.http.routes import InferenceFirst
+from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst
 from dynamo.frontend.parts.inspector.routes import TokenDoor
 from dynamo.frontend.parts.keys.door import KeyDoor
 from support.access import bearer, closed_cluster, key

@@ -11,8 +11,8 @@ import pytest
 from dynamo.errors import Overloaded, Unknown
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.base.asgi import BodyBudget
-from dynamo.frontend.http.application import PathDialects, UnmatchedPath
 from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.http.routes import PathDialects, UnmatchedPath
 from dynamo.frontend.pipeline.generation_call import GenerationCall
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.args import parse_args
-from dynamo.frontend.native_flags import INERT, REFUSED
+from dynamo.frontend.args import INERT, REFUSED, parse_args
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.settings.table import Setting
 from support.cases import each_case

@@ -13,7 +13,7 @@ from typing import Any
 from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine
 from dynamo.engines.sample.drawing import Blocks
 from dynamo.engines.sample.png import read_png
-from dynamo.frontend.parts.media.settings import MediaSettings
+from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink

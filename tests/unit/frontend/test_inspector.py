@@ -181,7 +181,7 @@ async def test_a_watch_begins_with_a_picture_and_goes_on_with_patches(tmp_path: 
         assert list(patch["set"]) == [changed.replace("streams/", "recent/")]
         watch.disconnect()
         await watch.done()
-        assert len(house.frontend.inspector.watching) == 0  # type: ignore[union-attr]
+        assert len(house.frontend.parts["inspector"].inspector.watching) == 0
 
 
 async def test_a_viewer_that_was_cut_off_goes_on_from_what_it_has(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ async def test_roles_of_keys(tmp_path: Path) -> None:
 
 
 async def test_a_read_only_inspector_does_nothing_and_says_so(tmp_path: Path) -> None:
-    from dynamo.frontend.parts.inspector.settings import InspectorSettings
+    from dynamo.frontend.base.settings.inspector import InspectorSettings
 
     async with cluster(tmp_path, inspector=InspectorSettings(is_read_only=True)) as house:
         lens = Lens(house)
@@ -378,10 +378,10 @@ async def test_a_read_only_inspector_does_nothing_and_says_so(tmp_path: Path) ->
 
 
 async def test_an_inspector_that_is_switched_off_has_no_routes(tmp_path: Path) -> None:
-    from dynamo.frontend.parts.inspector.settings import InspectorSettings
+    from dynamo.frontend.base.settings.inspector import InspectorSettings
 
     async with cluster(tmp_path, inspector=InspectorSettings(is_on=False)) as house:
-        assert house.frontend.inspector is None
+        assert "inspector" not in house.frontend.parts
         assert (await house.client.get("/admin/v1/snapshot")).status == 404
 
 
@@ -395,7 +395,7 @@ async def test_pages_of_other_sites_get_nothing(tmp_path: Path) -> None:
 
 async def test_actions_have_a_rate(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
-        lens, rate = Lens(house), house.frontend.inspector.actions.rate  # type: ignore[union-attr]
+        lens, rate = Lens(house), house.frontend.parts["inspector"].inspector.actions.rate
         rate._now = lambda: 0.0  # no time goes by, in which others would be allowed
         statuses = [(await lens.post("requests/x/abort")).status for _ in range(25)]
         assert statuses == [404] * 20 + [429] * 5
@@ -432,7 +432,7 @@ async def test_the_tokens_of_a_request_that_is_looked_at_are_shown_second_by_sec
     paced = Paced()
     async with cluster(tmp_path) as house:
         await house.worker(paced.script)
-        inspector = house.frontend.inspector
+        inspector = house.frontend.parts["inspector"].inspector
         assert inspector is not None
         lens = Lens(house)
         request = await streaming(house, headers={"x-request-id": "mine"})

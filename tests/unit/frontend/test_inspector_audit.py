@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.asgi import BodyBudget
+from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.parts.inspector.routes import INSPECTOR_PATH, InspectorRoutes
-from dynamo.frontend.parts.inspector.settings import InspectorSettings
 from support.access import bearer, closed_cluster, key
 from support.asgi_client import AsgiClient
 from support.frontend_cluster import Cluster
@@ -61,15 +61,15 @@ def new_lines(path: Path) -> list[dict[str, Any]]:
 
 def no_rate(house: Cluster) -> None:
     """Let operators act as often as they like."""
-    inspector = house.frontend.inspector
+    inspector = house.frontend.parts["inspector"].inspector
     assert inspector is not None
     inspector.actions.rate.take = lambda: True  # type: ignore[method-assign]
 
 
 async def test_the_table_has_all_actions(tmp_path: Path) -> None:
     async with audited(tmp_path) as (house, table, _):
-        assert house.frontend.inspector is not None
-        routes = InspectorRoutes(house.frontend.inspector, BodyBudget(1)).routes()
+        assert house.frontend.parts["inspector"].inspector is not None
+        routes = InspectorRoutes(house.frontend.parts["inspector"].inspector, BodyBudget(1)).routes()
         acting = {path for path, _, _, access in routes if access is Access.OPERATE}
         assert acting == {INSPECTOR_PATH + action.route for action in table}
 
@@ -112,8 +112,8 @@ async def test_an_action_that_a_read_only_inspector_refuses_is_a_line(tmp_path: 
 
 async def test_an_action_that_comes_too_often_is_a_line(tmp_path: Path) -> None:
     async with audited(tmp_path) as (house, table, path):
-        assert house.frontend.inspector is not None
-        rate = house.frontend.inspector.actions.rate
+        assert house.frontend.parts["inspector"].inspector is not None
+        rate = house.frontend.parts["inspector"].inspector.actions.rate
         rate._now = lambda: 0.0  # no time goes by, in which others would be allowed
         while rate.take():
             pass

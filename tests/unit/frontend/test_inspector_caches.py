@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.parts.inspector.caches import MAX_WORKERS, CacheTable, merged_caches
+from dynamo.frontend.parts.inspector.caches import MAX_WORKERS, CacheTable, Evictions, merged_caches
 from dynamo.frontend.parts.inspector.clock import InspectorClock
-from dynamo.frontend.parts.inspector.evictions import Evictions
 from dynamo.frontend.parts.inspector.figures import HISTORY_SLOTS, MINUTE_SLOTS
-from dynamo.frontend.parts.inspector.token_rates import MAX_REQUESTS, TokenRates
+from dynamo.frontend.parts.inspector.tables import MAX_REQUESTS, TokenRates
 from dynamo.frontend.pipeline.plan import Tally
 from dynamo.kv.overlap import WorkerRank
 from dynamo.protocol.inspector.views import CacheView
@@ -71,7 +70,7 @@ async def test_hot_prefixes_are_those_that_the_last_prompts_hit(tmp_path: Path) 
     settings = KvRouterSettings(use_kv_events=False)
     async with cluster(tmp_path, router_mode="kv", kv_router=settings) as house:
         worker = await add(house)
-        inspector, lens = house.frontend.inspector, Lens(house)
+        inspector, lens = house.frontend.parts["inspector"].inspector, Lens(house)
         assert inspector is not None
         await lens.get("snapshot", views="prefixes")  # from now on choices are kept
         for tail in (90, 91, 91):
@@ -151,7 +150,7 @@ def test_a_rank_that_comes_back_counts_evictions_from_zero() -> None:
 
 async def test_what_is_counted_is_bounded_and_forgotten(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
-        assert house.frontend.inspector is not None
+        assert house.frontend.parts["inspector"].inspector is not None
         table = CacheTable(house.frontend.models, InspectorClock())
         for number in range(MAX_WORKERS + 5):
             tally = Tally(10)
@@ -199,7 +198,7 @@ async def test_the_history_of_a_cache_has_an_entry_for_each_slot(tmp_path: Path,
     async with cluster(tmp_path) as house:
         await add(house, **HIT)
         await house.client.completion(PROMPT)
-        inspector = house.frontend.inspector
+        inspector = house.frontend.parts["inspector"].inspector
         assert inspector is not None
         for _ in range(slots):
             inspector.tables.caches.sample()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.base.settings.inspector import InspectorSettings
+from dynamo.frontend.base.settings.recording import RecordingSettings
+from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
 from dynamo.frontend.parts.inspector.content import MAX_CONTENT_BYTES
-from dynamo.frontend.parts.inspector.settings import InspectorSettings
-from dynamo.frontend.parts.recording.settings import RecordingSettings
-from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
 from dynamo.protocol.inspector.schema import inspector_json
 from dynamo.protocol.inspector.views import VIEWS
 from dynamo.protocol.records import ModelRuntimeConfig

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from dynamo.frontend.base.asgi import BodyBudget
+from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.parts.inspector.routes import INSPECTOR_PATH, InspectorRoutes
-from dynamo.frontend.parts.inspector.settings import InspectorSettings
 from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
 from support.access import closed_cluster, key
 from support.asgi_client import asgi_client
@@ -18,8 +18,8 @@ DOCUMENT = json.loads(inspector_json())
 
 async def test_it_describes_every_route_and_no_other(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
-        assert house.frontend.inspector is not None
-        routes = InspectorRoutes(house.frontend.inspector, BodyBudget(1)).routes()
+        assert house.frontend.parts["inspector"].inspector is not None
+        routes = InspectorRoutes(house.frontend.parts["inspector"].inspector, BodyBudget(1)).routes()
         served = {(path.replace(":path", ""), method.lower()) for path, _, methods, _ in routes for method in methods}
     assert served == {(path, method) for path, operations in DOCUMENT["paths"].items() for method in operations}
     names = [one["operationId"] for operations in DOCUMENT["paths"].values() for one in operations.values()]

@@ -17,12 +17,12 @@ import msgspec
 import pytest
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.base.settings.inspector import InspectorSettings
+from dynamo.frontend.base.settings.recording import RecordingSettings
 from dynamo.frontend.http.server import HttpServer
 from dynamo.frontend.parts.inspector.members import AskAbort, AskAbortMatching, AskBundle, AskDetail, AskPicture
 from dynamo.frontend.parts.inspector.other_frontends import PEER_HEADER, PEER_PATH, open_other_frontends, peer_code
 from dynamo.frontend.parts.inspector.pictures import PictureQuery
-from dynamo.frontend.parts.inspector.settings import InspectorSettings
-from dynamo.frontend.parts.recording.settings import RecordingSettings
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
@@ -60,7 +60,7 @@ class Found:
 
     @property
     def others(self) -> list[str]:
-        inspector = self.house.frontend.inspector
+        inspector = self.house.frontend.parts["inspector"].inspector
         assert inspector is not None
         assert inspector.others is not None
         return inspector.others.urls
@@ -172,7 +172,7 @@ async def test_one_that_hangs_costs_a_second_and_not_more(tmp_path: Path, monkey
     async with two(tmp_path) as (one, other):
         silent = socket.create_server(("127.0.0.1", 0))  # connects, and answers nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        inspector = one.house.frontend.inspector
+        inspector = one.house.frontend.parts["inspector"].inspector
         assert inspector is not None
         assert inspector.others is not None
         inspector.others._urls["v1/frontends/x/1"] = url
@@ -258,7 +258,7 @@ async def serving(*frontends: Found) -> None:
 
 def state_of(found: Found, worker: Any) -> tuple[str, str]:
     """What a frontend makes of a worker, and why."""
-    inspector = found.house.frontend.inspector
+    inspector = found.house.frontend.parts["inspector"].inspector
     assert inspector is not None
     (row,) = [row for row in inspector.workers() if row.id == f"{worker.endpoint.connection_id():x}"]
     return row.state, row.note
@@ -301,7 +301,7 @@ async def test_who_does_not_take_a_drain_over_is_named(tmp_path: Path, monkeypat
         assert (held.status, "(read-only)" in held.json["partial"][0]) == (200, True)
         assert "read-only" in held.json["message"]
         assert (state_of(one, worker)[0], state_of(other, worker)[0]) == ("draining", "ready")
-        inspector = other.house.frontend.inspector
+        inspector = other.house.frontend.parts["inspector"].inspector
         assert inspector is not None
         inspector.settings = replace(inspector.settings, is_read_only=False)
         monkeypatch.setattr(inspector.operator, "knows", lambda _: False)
@@ -317,7 +317,7 @@ async def test_a_question_that_another_version_does_not_know_does_not_hide_its_r
         request = await begin(other, "there")
         await serving(one)
         older = AskPicture | AskDetail | AskBundle | AskAbort | AskAbortMatching
-        monkeypatch.setattr("dynamo.frontend.parts.inspector.peer_route.Question", older)
+        monkeypatch.setattr("dynamo.frontend.parts.inspector.part.Question", older)
         held = await one.lens.post(f"workers/{worker.endpoint.connection_id():x}/drain")
         assert (held.status, held.json["partial"]) == (200, [other.url])
         picture = await one.lens.get("snapshot", views="streams")
@@ -332,8 +332,8 @@ async def test_an_answer_of_another_version_is_left_out_and_named(
     async with two(tmp_path) as (one, other):
         await one.house.worker(talks)
         request = await begin(one, "here")
-        assert other.house.frontend.inspector is not None
-        monkeypatch.setattr(other.house.frontend.inspector._members, "_on_asked", lambda _: answer)
+        assert other.house.frontend.parts["inspector"].inspector is not None
+        monkeypatch.setattr(other.house.frontend.parts["inspector"].inspector._members, "_on_asked", lambda _: answer)
         picture = await one.lens.get("snapshot", views="streams")
         assert (len(picture["streams"]), picture["partial"]) == (1, ["a frontend of another version"])
         assert (await one.lens.begin("GET", "requests/none").done()).status == 404

@@ -40,8 +40,8 @@ async def test_what_is_undone_or_replaced_does_not_come_back(tmp_path: Path, fir
     async with cluster(tmp_path) as house:
         worker = await house.worker()
         lens, id = Lens(house), f"{worker.endpoint.connection_id():x}"
-        assert house.frontend.inspector is not None
-        ends = house.frontend.inspector.operator._ends
+        assert house.frontend.parts["inspector"].inspector is not None
+        ends = house.frontend.parts["inspector"].inspector.operator._ends
         await lens.post(f"workers/{id}/{first}", {"seconds": 600})
         replaced = await lens.post(f"workers/{id}/{second}", {"seconds": 300})
         assert replaced.json["state"] == {"drain": "draining", "quarantine": "quarantined"}[second]

@@ -49,7 +49,7 @@ async def test_no_picture_is_taken_for_a_viewer_that_does_not_read(tmp_path: Pat
         reads.clear()
         await house.client.chat()
         await blocked.wait()
-        watching = house.frontend.inspector.watching  # type: ignore[union-attr]
+        watching = house.frontend.parts["inspector"].inspector.watching
         seq = watching._seq
         for _ in range(20):  # each of them would be a patch
             await house.client.chat()
@@ -84,7 +84,7 @@ async def test_what_waits_for_a_viewer_at_its_socket_does_not_grow(tmp_path: Pat
             (connection,) = server.service.connections
             raw = connection.transport.get_extra_info("socket")
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BYTES)
-            watching = house.frontend.inspector.watching  # type: ignore[union-attr]
+            watching = house.frontend.parts["inspector"].inspector.watching
             await until_still(lambda: (watching._seq, connection.transport.get_write_buffer_size()))
             waiting, seq = connection.transport.get_write_buffer_size(), watching._seq
             assert waiting > 0

@@ -15,12 +15,12 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.base.access import Access
+from dynamo.frontend.base.settings.keys import KeySources
 from dynamo.frontend.http.adapters import ADAPTERS_PATH
-from dynamo.frontend.http.application import GuardedRoute
-from dynamo.frontend.http.routes import InferenceFirst
+from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst
 from dynamo.frontend.parts.inspector.routes import TokenDoor
 from dynamo.frontend.parts.keys.door import KeyDoor
-from dynamo.frontend.parts.keys.key_store import KeySources, KeyStore
+from dynamo.frontend.parts.keys.key_store import KeyStore
 from support.access import bearer, closed_cluster, key, secret_of, write_keys
 from support.asgi_client import AsgiClient
 from support.asgi_client import Exchange as Answer
@@ -280,7 +280,7 @@ async def test_a_file_that_changes_is_taken_over_and_a_broken_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with closed_cluster(tmp_path, key("one")) as found:
-        store, path = found.frontend.keys, tmp_path / "keys.toml"
+        store, path = found.frontend.parts["keys"].store, tmp_path / "keys.toml"
         assert store is not None
 
         async def seen(one: int, two: int) -> None:
@@ -356,7 +356,7 @@ async def test_running_streams_end_by_themselves_unless_their_key_takes_them_alo
     records = key("later"), key("now", revoke="now"), key("revoked")
     async with closed_cluster(tmp_path, *records) as found:
         worker = await found.worker(say("hello"))
-        store, going_on = found.frontend.keys, asyncio.Event()
+        store, going_on = found.frontend.parts["keys"].store, asyncio.Event()
         assert store is not None
 
         async def slow(body: Any, context: Any, sink: Any) -> None:

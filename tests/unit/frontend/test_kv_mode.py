@@ -404,7 +404,7 @@ def member(worker: ScriptedWorker, instance_id: int) -> Any:
 
 
 def labels(house: Cluster) -> dict[str, str]:
-    router_id = f"{house.frontend.opened.runtime.connection_id():x}"
+    router_id = f"{house.frontend.kernel.runtime.connection_id():x}"
     return {"dynamo_namespace": "ns", "dynamo_component": "aggregated", "router_id": router_id}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from dynamo.frontend.parts.media.settings import MediaSettings
+from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.protocol.records import MEDIA_KINDS, ModelRuntimeConfig
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster, say

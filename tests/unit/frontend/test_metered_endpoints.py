@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine
-from dynamo.frontend.http.application import GuardedRoute
 from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.runtime.calls.context import Context

@@ -42,8 +42,8 @@ def virtually(tmp_path: Path, scene: Callable[[Cluster], Awaitable[None]], **set
     async def main() -> None:
         async with cluster(tmp_path, **settings) as house:
             await scene(house)
-            assert len(house.frontend.watch) == 0
-            assert house.frontend.watch._timer is None
+            assert len(house.frontend.pipeline.stalls) == 0
+            assert house.frontend.pipeline.stalls._timer is None
 
     run_virtual(main())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.frontend.parts.inspector.published import published_access
+from dynamo.frontend.http.inspector_access import published_access
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.http.inspector_token import find_access
 

@@ -457,7 +457,7 @@ async def test_64_streams_at_once_never_overspend_a_budget_and_it_is_settled_exa
             assert used <= 1000
             assert {error_of(answer) for answer in answers if answer not in good} == {(429, "insufficient_quota")}
             assert all(answer.headers["x-should-retry"] == "false" for answer in answers if answer.status == 429)
-            quotas, keys = found.frontend.opened.keys.quotas, found.frontend.keys
+            quotas, keys = found.frontend.parts["keys"].quotas, found.frontend.parts["keys"].store
             assert quotas is not None
             assert keys is not None
             identity = keys.identity(record.id)
@@ -547,7 +547,7 @@ async def test_a_cancelled_stream_is_charged_for_what_was_made(tmp_path: Path) -
         assert error_of(await found.client.chat(headers=bearer("k"))) == (429, "concurrency_limit_exceeded")
         stream.disconnect()
         await stream.done()
-        quotas, keys = found.frontend.opened.keys.quotas, found.frontend.keys
+        quotas, keys = found.frontend.parts["keys"].quotas, found.frontend.parts["keys"].store
         assert quotas is not None
         assert keys is not None
         identity = keys.identity("k")
@@ -570,7 +570,7 @@ async def test_the_output_of_a_key_is_held_to_what_it_may_have(tmp_path: Path) -
 
 async def test_without_keys_nothing_is_charged(tmp_path: Path) -> None:
     async with cluster(tmp_path) as found:
-        assert found.frontend.opened.keys.quotas is None
+        assert "keys" not in found.frontend.parts
 
 
 @pytest.mark.parametrize(

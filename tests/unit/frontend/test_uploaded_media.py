@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dynamo.frontend.parts.media.settings import MediaSettings
+from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.protocol.records import MEDIA_KINDS, ModelRuntimeConfig
 from support.access import bearer, closed_cluster, key
 from support.asgi_client import Exchange

@@ -13,10 +13,10 @@ import pytest
 from dynamo.cli.main import main
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.metrics.families import FrontendFamilies
-from dynamo.frontend.base.metrics.keys import MAX_KEYS, KeyMetrics
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.parts.keys.metering import UsageMeter
+from dynamo.frontend.parts.keys.metrics import MAX_KEYS, KeyMetrics
 from dynamo.frontend.parts.keys.quotas import Quotas, TokenDemand, TokenUse
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
 from dynamo.frontend.parts.keys.usage_store import UsageQuery, UsageStore

@@ -18,7 +18,7 @@ from dynamo.engines.sample.drawing import Blocks
 from dynamo.engines.sample.png import read_png
 from dynamo.engines.sample.video_engine import SampleVideoEngine
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.parts.media.settings import MediaSettings
+from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.frontend.parts.media.store import KeepLimits, MediaStore
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.runtime.calls.context import Context

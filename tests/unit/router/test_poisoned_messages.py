@@ -53,7 +53,7 @@ async def test_a_load_report_that_nests_too_deep_leaves_the_reports_of_others_to
     async with cluster(tmp_path) as house:
         worker = await house.worker()
         worker_id = worker.endpoint.connection_id()
-        loads = house.frontend.loads
+        loads = house.frontend.kernel.loads
         await loads.set(
             BusyThresholds(next(iter(house.frontend.models.served())).name, active_prefill_tokens_threshold=1)
         )

@@ -13,18 +13,16 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.metrics.buckets import check_buckets
-from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
-from dynamo.frontend.parts.keys.key_store import load_key_file
-from dynamo.frontend.parts.keys.rules.key_text import check_imported
 from dynamo.frontend.settings import DUMP_CONFIG_TO, ROUTES, FrontendSettings
 from dynamo.runtime.base.addresses import is_loopback
 from dynamo.runtime.calls.faults import injection
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
-from dynamo.settings.table import Setting, settings_of, without_secrets
+from dynamo.settings.readers import one_of, switch, text
+from dynamo.settings.table import Setting, Status, declared, settings_of, without_secrets
 from dynamo.text.templates import ChatTemplate
 
-__all__ = ["parse_args"]
+__all__ = ["INERT", "ONE_VALUE", "REFUSED", "parse_args"]
 
 _EPILOG: Final = """\
 every flag has an environment variable, shown in brackets; a flag wins over its variable.
@@ -129,14 +127,10 @@ def _check_files(settings: FrontendSettings) -> None:
 
 
 def _check_keys(settings: FrontendSettings) -> None:
-    for path in (settings.keys_file, settings.admin_keys_file):
-        if path is not None:
-            load_key_file(path)
-    if settings.api_key is not None:
-        try:
-            check_imported(settings.api_key)
-        except ValueError as error:
-            raise ValueError(f"DYN_API_KEY: {error}") from None
+    if settings.key_sources.exist:  # a frontend without keys imports nothing of theirs
+        from dynamo.frontend.parts.keys.key_store import check_sources
+
+        check_sources(settings.key_sources)
     if settings.admin_port is not None and settings.admin_keys_file is None and not is_loopback(settings.admin_host):
         raise ValueError(
             f"--admin-host {settings.admin_host} opens the admin routes to a network: that needs keys for them "
@@ -198,3 +192,52 @@ def _dump(parser: argparse.ArgumentParser, settings: FrontendSettings, path: Pat
         path.write_text(json.dumps(without_secrets(settings), default=str, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         parser.error(f"--dump-config-to: {error}")
+
+
+def _flags(status: Status, with_value: str, switches: str) -> tuple[Setting, ...]:
+    return (
+        *(declared(None, text, "", flag=name, status=status) for name in with_value.split()),
+        *(declared(None, switch, "", flag=name, status=status) for name in switches.split()),
+    )
+
+
+# What they switch on does not exist yet. Naming one is an error: a flag that is silently ignored is a trap.
+REFUSED: Final = (
+    declared(None, switch, "", flag=("--interactive", "-i"), status=Status.REFUSED),
+    *_flags(
+        Status.REFUSED,
+        """
+    --model-name --model-path --grpc-metrics-port --frontend-route-extension
+    --router-prefill-load-model
+    --router-tracking-key-file --router-tracking-key-id --tool-call-parser --reasoning-parser
+    """,
+        """
+    --serve-indexer --use-remote-indexer --kserve-grpc-server
+    --enable-session-prefix-index
+    """,
+    ),
+)
+
+# Accepted, because leaving them out of a script would change nothing: the kv router has one thread, and no shared cache; the `--ai?-...` ones tune the load model that `--router-prefill-load-model ais` names, under both of its
+# names.
+INERT: Final = _flags(
+    Status.INERT,
+    """
+    --router-event-threads --shared-cache-multiplier
+    --aic-attention-dp-size --aic-backend --aic-backend-version --aic-model-path --aic-moe-ep-size --aic-moe-tp-size
+    --aic-mtp-seed --aic-nextn --aic-nextn-accept-rates --aic-perf-config --aic-system --aic-tp-size
+    --ais-attention-dp-size --ais-backend --ais-backend-version --ais-model-path --ais-moe-ep-size --ais-moe-tp-size
+    --ais-mtp-seed --ais-nextn --ais-nextn-accept-rates --ais-perf-config --ais-system --ais-tp-size
+    """,
+    """
+    --dyn-debug-perf --tokenizer-fallback --trust-remote-code
+    """,
+)
+
+ONE_VALUE: Final = (
+    declared(None, one_of("dynamo"), "`dynamo` is the only one", flag="--dyn-chat-processor", group="requests"),
+    declared(None, one_of("default"), "`default` is the only one", flag="--tokenizer", group="requests"),
+    declared(None, one_of("public-xxh3-v1"), "`public-xxh3-v1` is the only one", flag="--router-tracking-hash",
+             group="kv router"),
+    declared(None, one_of("none"), "`none` is the only one", flag="--shared-cache-type", group="kv router"),
+)  # fmt: skip

@@ -11,15 +11,13 @@ from typing import Final, Self
 from urllib.parse import urlsplit
 
 from dynamo.frontend.admission.model import RequestLimit
+from dynamo.frontend.base.settings.inspector import InspectorSettings
+from dynamo.frontend.base.settings.keys import KeySources, Network
+from dynamo.frontend.base.settings.media import MediaSettings
+from dynamo.frontend.base.settings.recording import RecordingSettings
+from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
+from dynamo.frontend.base.settings.stored_responses import IN_MEMORY, OFF, StoreLimits, read_store_place
 from dynamo.frontend.models.file_policy import FilePolicy
-from dynamo.frontend.parts.inspector.settings import InspectorSettings
-from dynamo.frontend.parts.keys.key_store import KeySources
-from dynamo.frontend.parts.keys.rules.records import Network
-from dynamo.frontend.parts.media.settings import MediaSettings
-from dynamo.frontend.parts.recording.settings import RecordingSettings
-from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
-from dynamo.frontend.parts.stored_responses.base import StoreLimits
-from dynamo.frontend.parts.stored_responses.opening import IN_MEMORY, read_store_place
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
@@ -443,6 +441,11 @@ class FrontendSettings(BusySettings, FromEnvironment):
     def response_limits(self) -> StoreLimits:
         """How much of the Responses API is kept."""
         return StoreLimits(self.responses_store_entries, self.responses_store_bytes, self.responses_store_ttl_seconds)
+
+    @property
+    def stores_responses(self) -> bool:
+        """Whether responses are to be kept anywhere."""
+        return self.responses_store != OFF
 
     @property
     def store(self) -> str:

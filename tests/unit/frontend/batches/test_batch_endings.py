@@ -44,7 +44,7 @@ async def test_a_crash_between_two_last_steps_leaves_what_the_next_runner_finish
             raise Crash
 
     async with house_of(tmp_path) as house:
-        service = house.frontend.batches
+        service = house.frontend.parts["batches"].service
         assert service is not None
         service._conductor._after_step = after_step
         await house.worker()
@@ -95,7 +95,7 @@ async def test_lines_that_were_done_are_not_executed_again(tmp_path: Path) -> No
 
 async def test_a_batch_expires_after_its_window(tmp_path: Path) -> None:
     async with house_of(tmp_path) as house:
-        service: BatchService = house.frontend.batches
+        service: BatchService = house.frontend.parts["batches"].service
         answered = 0
         worker = await house.worker()
 
@@ -132,10 +132,10 @@ async def test_one_process_runs_a_directory_and_the_other_takes_over(tmp_path: P
         batches = [await begin(house, [chat_line("a")]) for house in (first, second)]
         for batch in batches:
             assert (await poll(second, batch["id"]))["status"] == "completed"
-        runners = [house.frontend.batches._directory.is_runner for house in (first, second)]
+        runners = [house.frontend.parts["batches"].service._directory.is_runner for house in (first, second)]
         assert sorted(runners) == [False, True]
         runner, other = (first, second) if runners[0] else (second, first)
-        await runner.frontend.batches.aclose()
+        await runner.frontend.parts["batches"].service.aclose()
         batch = await begin(other, [chat_line("b")])
         assert (await poll(other, batch["id"]))["status"] == "completed"
 
@@ -194,9 +194,9 @@ async def test_files_expire_and_ranges_of_them_are_read(tmp_path: Path) -> None:
         assert (part.status, part.body, part.headers["content-range"]) == (206, b"234", "bytes 2-4/10")
         assert (await house.client.get(path, range="bytes=-3")).body == b"789"
         assert (await house.client.get(path, range="bytes=10-")).status == 416
-        house.frontend.batches.files._now = lambda: file["expires_at"]
+        house.frontend.parts["batches"].service.files._now = lambda: file["expires_at"]
         assert (await house.client.get(path)).status == 404
-        await house.frontend.batches.files.remove_expired()
+        await house.frontend.parts["batches"].service.files.remove_expired()
         assert list(BatchDirectory(tmp_path / "files").blobs()) == []
 
 
@@ -224,7 +224,7 @@ async def test_any_order_of_batches_cancels_and_crashes_ends_well(tmp_path: Path
                     raise Crash
 
             steps = 0
-            service = house.frontend.batches
+            service = house.frontend.parts["batches"].service
             assert service is not None
             service._conductor._after_step = after_step
             await house.worker()

@@ -86,7 +86,7 @@ async def test_a_key_that_is_taken_away_ends_its_batches(tmp_path: Path) -> None
         async with asyncio.timeout(PATIENCE_SECONDS):
             await worker.started.wait()
         write_keys(tmp_path / "keys.toml", *RECORDS[1:])
-        keys = house.frontend.keys
+        keys = house.frontend.parts["keys"].store
         assert keys is not None
         await keys.refresh()
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo.errors import Disconnected, Unknown
-from dynamo.frontend.parts.recording.failures import FailureRing
-from dynamo.frontend.parts.recording.settings import RecordingSettings
+from dynamo.frontend.base.failures import FailureRing
+from dynamo.frontend.base.settings.recording import RecordingSettings
 from dynamo.router.course import Course, CourseRules, Event, Instruction
 from dynamo.router.course_log import read_courses, replay
 from support.frontend_cluster import Cluster, cluster, fail, say
@@ -19,7 +19,7 @@ PROMPT = "a marker that nothing else contains"
 
 
 def ring(house: Cluster) -> FailureRing:
-    notes = house.frontend.opened.recording.failures
+    notes = house.frontend.parts["recording"].failures
     assert notes is not None
     return notes.ring
 

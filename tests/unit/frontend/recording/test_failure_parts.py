@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.parts.recording.failures import MAX_GROUPS, FailedRequest, FailureRing
-from dynamo.frontend.parts.recording.log_lines import MAX_LINES, RequestLogLines
-from dynamo.frontend.parts.recording.message_templates import MAX_TEMPLATE_CHARACTERS, message_template
+from dynamo.frontend.base.failures import (
+    MAX_GROUPS,
+    MAX_TEMPLATE_CHARACTERS,
+    FailedRequest,
+    FailureRing,
+    message_template,
+)
+from dynamo.frontend.parts.recording.bundles import MAX_LINES, RequestLogLines
 from dynamo.frontend.parts.recording.request_shape import shape_of
 from dynamo.frontend.parts.recording.scrubber import ContentScrubber
 from dynamo.runtime.observe.log_text import is_safe

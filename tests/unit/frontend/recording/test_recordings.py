@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument, Unknown
-from dynamo.frontend.parts.recording.redaction import load_redaction
-from dynamo.frontend.parts.recording.settings import RecordingSettings
+from dynamo.frontend.base.redaction import load_redaction
+from dynamo.frontend.base.settings.recording import RecordingSettings
+from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
 from dynamo.frontend.parts.recording.trace_files import open_sinks
-from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
 from dynamo.frontend.parts.recording.trace_writer import TraceWriter
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.content_key import content_key
@@ -193,7 +193,7 @@ async def test_bundles_with_content_go_through_the_function_too(
     async with cluster(tmp_path, recording=kept, request_trace=trace) as house:
         await house.worker(fail(Unknown("no")))
         await house.client.chat(PROMPT)
-        notes = house.frontend.opened.recording.failures
+        notes = house.frontend.parts["recording"].failures
         assert notes is not None
         found = [notes.ring.bundle(failure.id) for failure in notes.ring.recent()]
     assert [bundle["request"]["body"] for bundle in found if bundle is not None] == bodies

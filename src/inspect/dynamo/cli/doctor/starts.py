@@ -21,7 +21,7 @@ from dynamo.contract.health_check import load_health_check_from_env
 from dynamo.errors import DynamoException
 from dynamo.frontend.args import flagged_settings as frontend_settings
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.parts.stored_responses.opening import SQLITE
+from dynamo.frontend.base.settings.stored_responses import SQLITE
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.observe.logging import LoggingSettings
 from dynamo.runtime.observe.tracing import TracingSettings

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from dynamo.frontend.apis.chat_dispatch import DispatchEvents
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.api import Answer, GenerationApi, Renderer, RenderOptions
@@ -20,10 +19,10 @@ from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import ChatRequest, decode_chat, validate_chat
 from dynamo.protocol.openai.responses import FinishedChoice, chat_body, chat_logprobs, tool_call
-from dynamo.protocol.openai.sse import DONE, ChatStream
+from dynamo.protocol.openai.sse import DONE, ChatStream, named_event
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
 
-__all__ = ["ChatApi"]
+__all__ = ["ChatApi", "DispatchEvents"]
 
 _NO_CONTENT: Final = b'"content":""'
 
@@ -245,3 +244,60 @@ def _merged(parts: Sequence[Mapping[str, Any]], alternatives: int) -> dict[str, 
         for item in part.get("content") or ()
     ]
     return {**parts[-1], "content": content}
+
+
+TOOL_CALL_DISPATCH: Final = "tool_call_dispatch"
+REASONING_DISPATCH: Final = "reasoning_dispatch"
+
+
+class _OpenChoice:
+    """What is not complete yet of one choice."""
+
+    __slots__ = ("arguments", "call_id", "name", "reasoning")
+
+    def __init__(self) -> None:
+        self.call_id = self.name = ""
+        self.arguments: list[str] = []
+        self.reasoning: list[str] = []
+
+
+class DispatchEvents:
+    """Gathers calls and reasoning until they are complete."""
+
+    __slots__ = ("_choices", "_options")
+
+    def __init__(self, options: RenderOptions) -> None:
+        self._options = options
+        self._choices: dict[int, _OpenChoice] = {}
+
+    def events(self, output: ChoiceOutput) -> bytes:
+        """Return the events of what `output` completes; b"" when that is nothing."""
+        choice = self._choices.get(output.choice)
+        if choice is None:
+            choice = self._choices[output.choice] = _OpenChoice()
+        found: list[bytes] = []
+        if self._options.dispatches_reasoning:
+            found.append(self._reasoning(output, choice))
+        if self._options.dispatches_calls:
+            for event in output.events:
+                match event:
+                    case CallBegan(name, call_id):
+                        choice.call_id, choice.name, choice.arguments = call_id or "", name, []
+                    case CallArguments(text):
+                        choice.arguments.append(text)
+                    case CallEnded():
+                        call = tool_call(choice.call_id, choice.name, "".join(choice.arguments))
+                        data = json_line({"choice_index": output.choice, "tool_call": call})
+                        found.append(named_event(TOOL_CALL_DISPATCH, data))
+        return b"".join(found)
+
+    def _reasoning(self, output: ChoiceOutput, choice: _OpenChoice) -> bytes:
+        """Return the whole reasoning, once something else follows it or the choice has ended."""
+        choice.reasoning += [event.text for event in output.events if isinstance(event, Reasoning)]
+        has_ended = any(isinstance(event, Finished) for event in output.events)
+        has_more = not has_ended and all(isinstance(event, Reasoning | Logprobs) for event in output.events)
+        if has_more or not choice.reasoning:
+            return b""
+        reasoning, choice.reasoning = "".join(choice.reasoning), []
+        data = json_line({"index": output.choice, "reasoning_content": reasoning})
+        return named_event(REASONING_DISPATCH, data)

@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from dynamo.frontend.apis.history import AnswerHistory, StoredResponse, scoped_owner
 from dynamo.frontend.base.offload import LARGE_BODY_BYTES, Offload
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.parts.stored_responses.base import StoredResponse, scoped_owner
-from dynamo.frontend.parts.stored_responses.history import ResponseHistory
 from dynamo.frontend.pipeline.api import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
@@ -54,7 +53,7 @@ class ResponsesApi(GenerationApi[ResponsesRequest]):
     id_prefix = "resp_"
     model_type = ModelType.Chat
 
-    def __init__(self, history: ResponseHistory | None, offload: Offload) -> None:
+    def __init__(self, history: AnswerHistory | None, offload: Offload) -> None:
         """`history`: None where nothing is stored."""
         self._history, self._offload = history, offload
         self._left_out: set[tuple[str, str]] = set()  # (model, type of tool) that the log has
@@ -204,9 +203,7 @@ async def _truncated(
 class _ResponseRenderer(Renderer):
     """Events as items. Streamed or not, the items are written by one `OutputWriter`."""
 
-    def __init__(
-        self, answer: Answer, options: RenderOptions, history: ResponseHistory | None, offload: Offload
-    ) -> None:
+    def __init__(self, answer: Answer, options: RenderOptions, history: AnswerHistory | None, offload: Offload) -> None:
         super().__init__(answer, options)
         request = answer.request
         assert isinstance(request, ResponsesRequest)

@@ -25,6 +25,7 @@ __all__ = [
     "identity_of",
     "is_closed",
     "key_rejection",
+    "owner_of",
 ]
 
 IDENTITY: Final = "dynamo.identity"
@@ -170,6 +171,12 @@ def identity_of(scope: Scope) -> Caller | None:
     """Return the key of a request; None where no keys are needed, or none was sent to an open route."""
     found: Caller | None = scope.get(IDENTITY)
     return found
+
+
+def owner_of(scope: Scope) -> str:
+    """Return the project that what a request keeps belongs to; empty where there are no keys."""
+    identity = identity_of(scope)
+    return "" if identity is None else identity.owner
 
 
 def is_closed(scope: Scope) -> bool:

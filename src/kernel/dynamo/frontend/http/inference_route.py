@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, Protocol
 
 from dynamo.frontend.base.access import IDENTITY, Access
 from dynamo.frontend.base.asgi import (
@@ -25,8 +25,6 @@ from dynamo.frontend.base.asgi import (
 from dynamo.frontend.base.request_id import client_request_id, request_id_note
 from dynamo.frontend.http.byte_stream import ByteStream
 from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
-from dynamo.frontend.http.forms import FormDoor
-from dynamo.frontend.parts.keys.access_log import EXCHANGE
 from dynamo.frontend.pipeline.exchange import ANSWER_HEADERS, Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
@@ -35,7 +33,10 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.identifiers import random_uuid
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION
 
-__all__ = ["AsgiSink", "InferenceRoute", "watch_client"]
+__all__ = ["EXCHANGE", "AsgiSink", "InferenceRoute", "watch_client"]
+
+EXCHANGE: Final = "dynamo.exchange"
+"""The entry of a scope in which an inference route puts its `Exchange`; there is none where no log asks for it."""
 
 
 class AsgiSink:
@@ -89,6 +90,17 @@ class AsgiSink:
         return ByteStream(self._send, content_type, (*self._fixed(), *headers), can_cut=can_cut)
 
 
+class FormReader(Protocol):
+    """Reads the bodies of a route that are forms, as JSON."""
+
+    @staticmethod
+    def takes(headers: Headers) -> bool:
+        """Return whether a request says that it is a form."""
+
+    async def read(self, headers: Headers, receive: Receive) -> bytes:
+        """Return the form as JSON. Raises RequestRejected, and ClientGone when the client leaves."""
+
+
 class InferenceRoute:
     """One inference API as an ASGI application."""
 
@@ -99,7 +111,7 @@ class InferenceRoute:
         access: Access = Access.INFERENCE,
         body_limit_bytes: int,
         budget: BodyBudget,
-        form: FormDoor | None = None,
+        form: FormReader | None = None,
     ) -> None:
         """`form`: reads the bodies that are forms; None: only JSON is taken."""
         self._form = form

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -16,46 +16,18 @@ from dynamo.frontend.base.access import identity_of, is_closed
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.base.request_id import reject_route
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.runtime.observe.metrics import CONTENT_TYPE
 
-__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers", "ReadyRoute"]
+__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "ReadyRoute"]
 
 LAG_SECONDS: Final = 1.0  # of the event loop: every stream of the process stood still for that long
-
-
-class Peers(Protocol):
-    """The other processes on the same port, as seen from one of them (`--workers`)."""
-
-    def admission(self, limit: int) -> Admission:
-        """Return the admission that all processes share."""
-
-    def limits(self) -> LimitTable | None:
-        """Return the table of the keys' limits that all processes share; None where no route needs a key."""
-
-    async def gather(self) -> list[bytes]:
-        """Return a snapshot of each process's metrics, this process included. Raises TimeoutError."""
-
-    async def share(self, key: str, value: bytes) -> None:
-        """Send the value of `key` to all processes, also to processes that start later. Raises TimeoutError."""
-
-    def on_shared(self, take: Callable[[str, bytes], None]) -> None:
-        """Call `take(key, value)` for each value that another process shares."""
-
-    async def ask(self, question: bytes) -> tuple[list[bytes], list[str]]:
-        """Return the other processes' answers, and the names of those that gave none in time. Raises TimeoutError."""
-
-    def on_asked(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer what the other processes ask with what `answer` returns."""
-
-    def describe(self) -> Mapping[str, int]:
-        """Return how many processes there are, for `/health`."""
 
 
 def _encode(value: Any) -> bytes:

@@ -16,7 +16,7 @@ from dynamo.errors import CannotConnect
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
 from dynamo.frontend.http.connection import render_rejection
-from dynamo.frontend.parts.inspector.published import published_access
+from dynamo.frontend.http.inspector_access import published_access
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.base.addresses import bound_socket, http_url
 from dynamo.runtime.base.limits import within_descriptors
@@ -169,13 +169,13 @@ class HttpServer:
     @contextmanager
     def published_inspector(self) -> Iterator[None]:
         """Let the tools of this user find the inspector, for as long as the block runs."""
-        inspector = self._frontend.inspector
-        if inspector is None:
+        part = self._frontend.parts.get("inspector")
+        if part is None:
             yield
             return
-        with published_access(
-            self._settings, self.port, self.admin_port, inspector.token, self._frontend.opened.keys.keys
-        ):
+        keys = self._frontend.parts.get("keys")
+        store = None if keys is None else keys.store
+        with published_access(self._settings, self.port, self.admin_port, part.inspector.token, store):
             yield
 
     def _make_gate(self) -> TlsGate | None:

@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.base.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
-from dynamo.frontend.http.operations import Peers
+from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected

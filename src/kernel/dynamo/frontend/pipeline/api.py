@@ -29,9 +29,19 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.openai.responses import TokenLogprob, token_logprobs
+from dynamo.protocol.openai.shapes import RequestMedia
 from dynamo.protocol.openai.sse import nvext_json, usage_json
+from dynamo.runtime.calls.context import Context
 
-__all__ = ["Answer", "Api", "CountingApi", "FailureRenderer", "GenerationApi", "RenderOptions", "Renderer"]
+__all__ = [
+    "Answer",
+    "Api",
+    "CountingApi",
+    "GenerationApi",
+    "MediaTaker",
+    "RenderOptions",
+    "Renderer",
+]
 
 R = TypeVar("R", bound=Any)
 
@@ -170,13 +180,6 @@ class Answer:
         return timing | kv_timing(self.work.tally, self.model)
 
 
-class FailureRenderer(Protocol):
-    """Writes the end of a stream that fails once its status is sent."""
-
-    def failed(self, rejected: RequestRejected) -> bytes | None:
-        """Return the last bytes of a stream that fails; None: what the dialect of the API says of any failed stream."""
-
-
 class Renderer(ABC):
     """The events of one answer as the bytes of its API. Made once for each answer."""
 
@@ -240,6 +243,24 @@ class Renderer(ABC):
             token_ids=collected.token_ids,
             engine_data=collected.engine_data,
         )
+
+
+class MediaTaker(Protocol):
+    """Checks the media of requests, gets their content, and writes it into the worker's request."""
+
+    async def take_files(self, media: RequestMedia, owner: str | None) -> None:
+        """Put the content of uploaded files in place of their ids. Raises RequestRejected (400) that names a part."""
+
+    def check_model(self, model: ServedModel, media: RequestMedia) -> None:
+        """Refuse media that the model does not take, before anything is fetched. Raises RequestRejected."""
+
+    async def fill(
+        self, media: RequestMedia, model: ServedModel, work: WorkRequest, text: str | None, context: Context
+    ) -> None:
+        """Get the content of the parts, and write the fields of the worker's request.
+
+        Raises RequestRejected (400) that names a part, Overloaded, Cancelled when `context` ends first.
+        """
 
 
 class Api(ABC, Generic[R]):

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo.frontend.base.stage_timer import QUEUE
+from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.api import Answer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events, send_placement
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
-from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline
+from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.reading import Resolved
+from dynamo.frontend.pipeline.sink import OpenAnswer
 from dynamo.frontend.pipeline.tap import open_tap
+from dynamo.protocol.openai.errors import not_built
 from dynamo.protocol.openai.requests import Request
+from dynamo.protocol.openai.shapes import RequestMedia
 
 __all__ = ["GenerationCall"]
 
@@ -53,16 +57,22 @@ class GenerationCall(Call):
         """Return what is to be answered, and the text that was tokenised."""
         pipeline, timer, model, media = self._pipeline, exchange.timer, resolved.model, request.media
         if media is not None:
-            if any(part.file_id is not None for part in media.parts):
-                await pipeline.media.take_files(media, request.key_owner)
-            pipeline.media.check_model(model, media)
+            await self._check_media(media, request.key_owner, model)
         plan, text = await self._generating.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
         work = self._work(exchange, resolved, plan)
-        if media is not None:
+        if media is not None and pipeline.media is not None:
             await pipeline.media.fill(media, model, work, text, exchange.context)
             timer.mark(QUEUE)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         return Answer(exchange, request, model, work, explains_routing=resolved.effects.explains_routing), text
+
+    async def _check_media(self, media: RequestMedia, owner: str | None, model: ServedModel) -> None:
+        taker = self._pipeline.media
+        if taker is None:
+            raise not_built("Validation: media are not supported by this frontend", media.parts[0].where)
+        if any(part.file_id is not None for part in media.parts):
+            await taker.take_files(media, owner)
+        taker.check_model(model, media)
 
     def _work(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> WorkRequest:
         work = super()._work(exchange, resolved, plan)

@@ -20,8 +20,7 @@ from dynamo.frontend.base.metrics.requests import RequestType
 from dynamo.frontend.base.offload import LARGE_BODY_BYTES
 from dynamo.frontend.base.stage_timer import QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.models.directory import ModelDirectory
-from dynamo.frontend.parts.media.intake import MediaIntake
-from dynamo.frontend.pipeline.api import Api, FailureRenderer
+from dynamo.frontend.pipeline.api import Api, MediaTaker
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.failures import FailureLabels, classify, rejection_of
 from dynamo.frontend.pipeline.outcome import CLIENT_LEFT, Hooks, Outcome, Reached, TokensTaken
@@ -30,15 +29,14 @@ from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.reading import CallReader, Resolved
 from dynamo.frontend.pipeline.request_records import begin_record
 from dynamo.frontend.pipeline.routing_answer import routing_headers
-from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
+from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs, OpenAnswer
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
-from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.vectors.requests import ResultRequest
 from dynamo.router.stall_detector import StallDetector
 
-__all__ = ["Call", "OpenAnswer", "Pipeline"]
+__all__ = ["Call", "Pipeline"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,37 +50,12 @@ class Pipeline:
     models: ModelDirectory
     metrics: FrontendMetrics
     preprocessor: Preprocessor
-    media: MediaIntake
+    media: MediaTaker | None
+    """What takes the media of requests; None: requests with media are refused."""
     register: ExchangeRegister
     stalls: StallDetector
     hooks: Hooks
     """The listeners to the course of each request."""
-
-
-class OpenAnswer:
-    """Where one answer goes: its sink, its stream if it is streamed, and what writes the stream once that is known."""
-
-    __slots__ = ("renderer", "sink", "stream")
-
-    def __init__(self, sink: AnswerSink) -> None:
-        self.sink = sink
-        self.stream: AnswerStream | None = None
-        self.renderer: FailureRenderer | None = None  # None: the dialect of the API writes the end of a failed stream
-
-    async def reject(self, rejected: RequestRejected, dialect: Dialect, request_id: str) -> None:
-        """Send the answer that `rejected` stands for: as an event where the status is on its way."""
-        if (stream := self.stream) is not None:
-            await stream.settle()
-            if stream.is_committed:
-                last = None if self.renderer is None else self.renderer.failed(rejected)
-                await stream.end(dialect.stream_failure(rejected, request_id) if last is None else last)
-                return
-        await self.sink.reject(rejected)
-
-    def close(self) -> None:
-        """Stop the timers of the stream; idempotent."""
-        if self.stream is not None:
-            self.stream.close()
 
 
 class Call:

@@ -14,11 +14,12 @@ from msgspec import Struct
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.base.stage_timer import PARSE
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
-from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline
+from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.result_api import ResultAnswer, ResultApi
 from dynamo.frontend.pipeline.result_plan import ResultPlan
+from dynamo.frontend.pipeline.sink import OpenAnswer
 from dynamo.frontend.pipeline.tap import TAP
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from dynamo.frontend.base.asgi import HeaderPairs
+from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["AnswerBytes", "AnswerSink", "AnswerStream", "HeaderPairs", "SplicedEvents"]
+__all__ = ["AnswerBytes", "AnswerSink", "AnswerStream", "FailureRenderer", "HeaderPairs", "OpenAnswer", "SplicedEvents"]
 
 
 class SplicedEvents(Protocol):
@@ -83,3 +84,36 @@ class AnswerSink(Protocol):
 
     def open_bytes(self, content_type: bytes, headers: HeaderPairs = ()) -> AnswerBytes:
         """Begin a stream of bytes that are no events: nothing is sent before its first `write`, and one that fails is cut."""
+
+
+class FailureRenderer(Protocol):
+    """Writes the end of a stream that fails once its status is sent."""
+
+    def failed(self, rejected: RequestRejected) -> bytes | None:
+        """Return the last bytes of a stream that fails; None: use those of the dialect of the API."""
+
+
+class OpenAnswer:
+    """Where one answer goes: its sink, its stream if it is streamed, and what writes the stream once that is known."""
+
+    __slots__ = ("renderer", "sink", "stream")
+
+    def __init__(self, sink: AnswerSink) -> None:
+        self.sink = sink
+        self.stream: AnswerStream | None = None
+        self.renderer: FailureRenderer | None = None  # None: the dialect of the API writes the end of a failed stream
+
+    async def reject(self, rejected: RequestRejected, dialect: Dialect, request_id: str) -> None:
+        """Send the answer that `rejected` stands for: as an event where the status is on its way."""
+        if (stream := self.stream) is not None:
+            await stream.settle()
+            if stream.is_committed:
+                last = None if self.renderer is None else self.renderer.failed(rejected)
+                await stream.end(dialect.stream_failure(rejected, request_id) if last is None else last)
+                return
+        await self.sink.reject(rejected)
+
+    def close(self) -> None:
+        """Stop the timers of the stream; idempotent."""
+        if self.stream is not None:
+            self.stream.close()

@@ -6,7 +6,8 @@ from typing import Any
 
 from dynamo.frontend.pipeline.api import CountingApi
 from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline
+from dynamo.frontend.pipeline.inference import Call, Pipeline
+from dynamo.frontend.pipeline.sink import OpenAnswer
 
 __all__ = ["TokenCountCall"]
 

@@ -262,3 +262,8 @@ def _queue_details(error: RouterQueueLimitExceeded) -> dict[str, Any] | None:
     if not all(hasattr(error, name) for name in names):
         return None
     return {name: getattr(error, name) for name in names}
+
+
+def response_not_found(id: str) -> RequestRejected:
+    """Return the 404 for a response that is not kept (any more)."""
+    return RequestRejected(404, f"Response with id '{id[:64]}' not found.", code="response_not_found")

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from dynamo.cli.replay.answers import ReplayedAnswer, take_object
 from dynamo.cli.replay.sending import ResentRequest
-from dynamo.frontend.parts.recording.message_templates import message_template
+from dynamo.frontend.base.failures import message_template
 
 SHOWN: Final = 20  # differences that are printed
 _MAX_TEXT: Final = 200

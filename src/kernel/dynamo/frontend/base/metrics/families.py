@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dynamo.frontend.base.metrics.buckets import buckets_of
 from dynamo.frontend.base.metrics.table import FAMILIES
-from dynamo.runtime.observe.metrics import Counter, Gauge, Histogram, MetricsRegistry, Vector
+from dynamo.runtime.observe.metrics import Counter, Family, Gauge, Histogram, MetricsRegistry, Vector
 
 __all__ = ["FrontendFamilies"]
 
@@ -14,11 +14,17 @@ __all__ = ["FrontendFamilies"]
 class FrontendFamilies:
     """Opens families by their names without the prefix."""
 
-    def __init__(self, registry: MetricsRegistry, prefix: str, env: Mapping[str, str]) -> None:
-        """`env` holds the `DYN_HISTOGRAM_*` settings."""
+    def __init__(
+        self, registry: MetricsRegistry, prefix: str, env: Mapping[str, str], families: Sequence[Family] = FAMILIES
+    ) -> None:
+        """`env` holds the `DYN_HISTOGRAM_*` settings; `families`: those of the frontend itself, or of one part."""
         self.registry = registry
-        self.by_name = {family.name: family.under(prefix) for family in FAMILIES}
-        self._env = env
+        self.by_name = {family.name: family.under(prefix) for family in families}
+        self._prefix, self._env = prefix, env
+
+    def of(self, families: Sequence[Family]) -> FrontendFamilies:
+        """Return the families of a part, in the same registry under the same prefix."""
+        return FrontendFamilies(self.registry, self._prefix, self._env, families)
 
     def counters(self, name: str) -> Vector[Counter]:
         return self.by_name[name].counters(self.registry)

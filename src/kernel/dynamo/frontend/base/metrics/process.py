@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from dynamo.frontend.base.metrics.families import FrontendFamilies
-from dynamo.frontend.base.metrics.keys import KeyMetrics
 from dynamo.frontend.base.metrics.models import ModelMetrics
 from dynamo.frontend.base.metrics.requests import RequestSeries
 from dynamo.frontend.base.metrics.workers import WorkerGauges
-from dynamo.frontend.parts.batches.metrics import BatchMetrics
-from dynamo.frontend.parts.media.metrics import MediaMetrics
-from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX
 from dynamo.router.stall_detector import StallKind
 from dynamo.runtime.observe.metric_snapshots import absorb
 from dynamo.runtime.observe.metrics import Histogram, MetricsRegistry
 
-__all__ = ["EventLoopMetrics", "FrontendMetrics", "PreparationMetrics"]
+__all__ = ["EventLoopMetrics", "FrontendMetrics", "LoopProbe", "PreparationMetrics"]
 
 STALL_SECONDS: Final = 0.1  # a loop turn this late is worth an alert: every stream of the process stood still
 
@@ -62,7 +59,7 @@ class _Exposition:
             f"{prefix}_event_loop_lag_",
             f"{prefix}_stored_response",
             f"{prefix}_key_budget_",
-            f"{AUTOSCALE_PREFIX}_",
+            "dynamo_autoscale_",
             "process_start_time_",
             "process_max_fds",
         )
@@ -80,25 +77,23 @@ class _Exposition:
 
 
 class FrontendMetrics:
-    """All families of the frontend, registered once in the runtime's registry."""
+    """The families of the frontend itself, registered once in the runtime's registry."""
 
     def __init__(
         self, registry: MetricsRegistry, *, prefix: str = "dynamo_frontend", env: Mapping[str, str] | None = None
     ) -> None:
         """Raises ValueError naming the variable when a `DYN_HISTOGRAM_*` setting makes no buckets."""
         families = FrontendFamilies(registry, prefix, os.environ if env is None else env)
+        self.families = families
+        """Opens the families of parts, too."""
         self.requests = RequestSeries(families)
         self.preparation = PreparationMetrics(families)
-        self.media = MediaMetrics(families)
         self.models = ModelMetrics(families)
-        self.batches = BatchMetrics(families)
-        self.keys = KeyMetrics(families)
         self.workers = WorkerGauges(registry, families.by_name)
         self.event_loop = EventLoopMetrics(families)
         stalled = families.counters("stalled_streams_total")
         self._stalled = {kind: stalled.labels(kind.name.lower()) for kind in StallKind}
-        self._losses = families.counters("refusals_total"), families.counters("request_trace_dropped_total")
-        self._stored = families.gauge("stored_responses"), families.gauge("stored_response_bytes")
+        self._refusals = families.counters("refusals_total")
         families.gauge("processes").set(1)
         families.counter("process_restarts_total")  # the parent of a group counts them
         self._exposition = _Exposition(registry, prefix)
@@ -113,16 +108,7 @@ class FrontendMetrics:
 
     def refused(self, limit: str) -> None:
         """Count a refusal by a limit of the listener; `limit` is one of a fixed set of names."""
-        self._losses[0].labels(limit).inc()
-
-    def dropped_records(self, reason: str, count: int) -> None:
-        """Count records of the request trace that were not written; `reason` is one of a fixed set. In any thread."""
-        self._losses[1].labels(reason).inc(count)
-
-    def stored(self, entries: int, size: int) -> None:
-        """Take over how many responses are kept, and their bytes."""
-        for gauge, value in zip(self._stored, (entries, size), strict=True):
-            gauge.set(value)
+        self._refusals.labels(limit).inc()
 
     def stalled(self, finding: StallKind) -> None:
         """Count a choice that left its worker for want of progress."""
@@ -132,3 +118,35 @@ class FrontendMetrics:
         """Drop a model that is gone: its counters stay exposed, its gauges become 0, and nothing here keeps its name."""
         self.models.forget(name)
         self.requests.forget_model(name)
+
+
+LOOP_PROBE_SECONDS: Final = 1.0  # how often the loop's delay is measured; one timer a second costs nothing
+
+
+class LoopProbe:
+    """One timer; each of `measures` is called with its time."""
+
+    def __init__(self, metrics: EventLoopMetrics, measures: Sequence[Callable[[float], None]]) -> None:
+        self._metrics = metrics
+        self._measures = measures
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Measure now and every second from here on."""
+        self._probe(asyncio.get_running_loop().time())
+
+    def stop(self) -> None:
+        """Measure no more; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _probe(self, due: float) -> None:
+        """Measure how late this very timer runs, and set the next one."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._metrics.observe(max(0.0, now - due))
+        for measure in self._measures:
+            measure(now)
+        due = now + LOOP_PROBE_SECONDS
+        self._timer = loop.call_at(due, self._probe, due)

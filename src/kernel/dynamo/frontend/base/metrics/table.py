@@ -11,14 +11,11 @@ __all__ = ["FAMILIES", "MODEL_FACTS"]
 _TOKENIZE_BUCKETS: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 _STAGE_BUCKETS: Final = (*_TOKENIZE_BUCKETS, 2.5, 5.0)
 _OVERHEAD_BUCKETS: Final = (0.00001, 0.00005, *_STAGE_BUCKETS, 10.0, 30.0, 60.0, 300.0)
-_LINE_BUCKETS: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TEMPLATE_BUCKETS: Final = (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05)
 _MIGRATION_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _EVENT_LOOP_BUCKETS: Final = (0.0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _TOKENIZER_LATENCY_MS_BUCKETS: Final = (0.5, *(float(2**exponent) for exponent in range(10)))
 
-_PART_BUCKETS: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-_IMAGE_TOKEN_BUCKETS: Final = (0.0, *(float(4**exponent) for exponent in range(2, 9)))
 
 _WORKER: Final = ("worker_id", "dp_rank", "worker_type")
 
@@ -197,44 +194,6 @@ FAMILIES: Final = (
     Family(
         "model_load_failures_total", "counter", "Failed attempts to load a model's tokenizer and template", ("model",)
     ),
-    Family("stored_responses", "gauge", "[Responses](responses.md#stored-responses) that are kept"),
-    Family("stored_response_bytes", "gauge", "What they take, their inputs included"),
-    Family("images_per_request", "histogram", "Images of a request that has [media](media.md)", buckets=_PART_BUCKETS),
-    Family("videos_per_request", "histogram", "Videos of such a request", buckets=_PART_BUCKETS),
-    Family("audio_per_request", "histogram", "Sounds of such a request", buckets=_PART_BUCKETS),
-    Family(
-        "image_tokens_per_request",
-        "histogram",
-        "Tokens that the images of such a request become; 0 where that is not known",
-        buckets=_IMAGE_TOKEN_BUCKETS,
-    ),
-    Family(
-        "media_fetches_total",
-        "counter",
-        "Parts of media that a URL names; `outcome` is `fetched`, `cached`, `shared` (another request was fetching it) or `refused` (also of data URLs)",
-        ("outcome",),
-    ),
-    Family("media_cache_bytes", "gauge", "What was fetched and is kept for the next request with the same URL"),
-    Family("media_cache_entries", "gauge", "Contents that are kept so"),
-    Family("media_held_bytes", "gauge", "What the media of all requests in flight take (`DYN_MM_MAX_HELD_MB`)"),
-    Family(
-        "request_trace_dropped_total",
-        "counter",
-        "Records of the [request trace](recording.md#recordings) that were not written; `reason` is `full` (too many waited), `redaction` (the operator's function failed), `failed` or `unwritable`",
-        ("reason",),
-    ),
-    Family("batch_jobs", "gauge", "[Batches](batches.md) by their state", ("status",)),
-    Family(
-        "batch_lines_total",
-        "counter",
-        "Lines of batches that were executed; `result` is `completed` or `failed`",
-        ("result",),
-    ),
-    Family("batch_backlog_lines", "gauge", "Lines of running batches without a result: a signal to scale by"),
-    Family("batch_oldest_line_age_seconds", "gauge", "Since the oldest batch with such lines was made"),
-    Family("batch_line_duration_seconds", "histogram", "What the last attempt of a line took", buckets=_LINE_BUCKETS),
-    Family("batch_paused_jobs", "gauge", "Batches whose results the disk does not take"),
-    Family("files_bytes", "gauge", "Size of all [files](batches.md#files)"),
     Family(
         "encoder_requests_total",
         "counter",
@@ -269,27 +228,6 @@ FAMILIES: Final = (
         "gauge",
         "From arrival to the first token, of the last request that a worker answered",
         _WORKER,
-    ),
-    Family(
-        "key_requests_total",
-        "counter",
-        "Requests of a [key](keys.md) that ended; `status` is `success` or `error`. The ids of the first 500 keys are labels, further ones are `other`",
-        ("key_id", "model", "status"),
-    ),
-    Family(
-        "key_tokens_total",
-        "counter",
-        "Tokens of a key; `kind` is `input`, `cached` (of the input) or `output`",
-        ("key_id", "model", "kind"),
-    ),
-    Family(
-        "key_rejections_total",
-        "counter",
-        "Requests that a key's limits refused, by the limit, or that came without a valid key, by `error.code` (`key_id` is `unknown` then)",
-        ("key_id", "limit"),
-    ),
-    Family(
-        "key_budget_remaining_ratio", "gauge", "The part of a key's budget that is left; set once a second", ("key_id",)
     ),
     Family("worker_last_input_sequence_tokens", "gauge", "Prompt tokens of that request", _WORKER),
     Family("worker_last_inter_token_latency_seconds", "gauge", "Mean time between tokens of that request", _WORKER),

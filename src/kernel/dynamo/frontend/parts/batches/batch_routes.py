@@ -1,29 +1,25 @@
-"""`/v1/batches`: make, list, look at and cancel batches; and the answer of both APIs where they are switched off."""
+"""`/v1/batches`: make, list, look at and cancel batches."""
 
 from __future__ import annotations
 
 from typing import Final
 from urllib.parse import parse_qs
 
-from dynamo.frontend.base.access import identity_of
+from dynamo.frontend.base.access import identity_of, owner_of
 from dynamo.frontend.base.asgi import (
     BodyBudget,
     Receive,
     Scope,
-    Send,
     check_content_type,
     first_headers,
     read_body,
-    reply_rejected,
 )
 from dynamo.frontend.http.json_route import JsonRoute
-from dynamo.frontend.parts.batches.file_routes import owner_of
 from dynamo.frontend.parts.batches.service import BatchService
 from dynamo.protocol.batches.objects import encode_object, list_page
 from dynamo.protocol.batches.requests import batch_page_query, decode_create_batch
-from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected
 
-__all__ = ["BatchRoute", "BatchesRoute", "FilesAreOff"]
+__all__ = ["BatchRoute", "BatchesRoute"]
 
 MAX_BODY_BYTES: Final = 64 * 1024
 
@@ -57,12 +53,3 @@ class BatchRoute(JsonRoute):
     async def _answer(self, scope: Scope, receive: Receive) -> bytes:
         act = self._service.cancel if scope["method"] == "POST" else self._service.get
         return encode_object(await act(scope["path_params"]["batch_id"], owner_of(scope)))
-
-
-class FilesAreOff:
-    """Answers every route of both APIs of a frontend without a directory for them."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        text = "Files and batches are switched off: start the frontend with --files-dir DIR (or DYN_FILES_DIR)"
-        rejected = RequestRejected(501, text, stream_type="not_implemented", code=NOT_BUILT_CODE)
-        await reply_rejected(send, rejected, ((b"x-should-retry", b"false"), (b"connection", b"close")))

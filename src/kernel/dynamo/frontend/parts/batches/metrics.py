@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.protocol.batches.status import BatchStatus
+from dynamo.runtime.observe.metrics import Family
 
-__all__ = ["BatchMetrics"]
+__all__ = ["FAMILIES", "BatchMetrics"]
+
+_LINE_BUCKETS: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+FAMILIES: Final = (
+    Family("batch_jobs", "gauge", "[Batches](batches.md) by their state", ("status",)),
+    Family(
+        "batch_lines_total",
+        "counter",
+        "Lines of batches that were executed; `result` is `completed` or `failed`",
+        ("result",),
+    ),
+    Family("batch_backlog_lines", "gauge", "Lines of running batches without a result: a signal to scale by"),
+    Family("batch_oldest_line_age_seconds", "gauge", "Since the oldest batch with such lines was made"),
+    Family("batch_line_duration_seconds", "histogram", "What the last attempt of a line took", buckets=_LINE_BUCKETS),
+    Family("batch_paused_jobs", "gauge", "Batches whose results the disk does not take"),
+    Family("files_bytes", "gauge", "Size of all [files](batches.md#files)"),
+)
 
 
 class BatchMetrics:
     """The gauges are those of the process that runs the batches of a directory; the others show 0."""
 
     def __init__(self, families: FrontendFamilies) -> None:
+        families = families.of(FAMILIES)
         self._jobs = families.gauges("batch_jobs")
         self._lines = families.counters("batch_lines_total")
         self._backlog = families.gauge("batch_backlog_lines")

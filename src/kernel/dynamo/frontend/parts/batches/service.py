@@ -24,13 +24,14 @@ from dynamo.frontend.parts.batches.finishing import Step
 from dynamo.frontend.parts.batches.index import BatchIndex
 from dynamo.frontend.parts.batches.line_call import LineCalls
 from dynamo.frontend.parts.batches.line_pace import LinePace
+from dynamo.frontend.parts.batches.metrics import BatchMetrics
 from dynamo.frontend.parts.batches.model_gate import ModelGates
 from dynamo.frontend.parts.batches.records import BatchRecord
 from dynamo.frontend.parts.batches.run import RunParts
 from dynamo.frontend.parts.batches.stored_files import FileLimits, StoredFiles, no_such_file
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call, Pipeline
-from dynamo.frontend.pipeline.outcome import Outcome, RequestListener
+from dynamo.frontend.pipeline.outcome import Outcome
 from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.requests import CreateBatch, PageQuery
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
@@ -67,7 +68,7 @@ def no_such_batch(id: str) -> RequestRejected:
     return RequestRejected(404, text, param="batch_id", stream_type="invalid_request_error")
 
 
-class BatchService(RequestListener):
+class BatchService:
     """The files and batches of a directory; several processes may share it."""
 
     def __init__(
@@ -113,7 +114,7 @@ class BatchService(RequestListener):
             FairSlots(concurrency, pace.begin),
             pace,
             self._disk,
-            pipeline.metrics.batches,
+            BatchMetrics(pipeline.metrics.families),
             lambda: pipeline.admission.stage in OPEN,
             lambda: loop.time() >= settled_at,
             set(),

@@ -16,6 +16,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from dynamo.frontend.base.peers import TOKEN_KEY
+from dynamo.frontend.base.settings.keys import KeySources
+from dynamo.frontend.http.inspector_access import AdminKeys, published_access
 from dynamo.frontend.parts.group.dealer import ConnectionDealer
 from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.messages import (
@@ -32,9 +35,6 @@ from dynamo.frontend.parts.group.messages import (
 from dynamo.frontend.parts.group.places import Places
 from dynamo.frontend.parts.group.questions import GroupQuestions
 from dynamo.frontend.parts.group.scrapes import GroupScrapes
-from dynamo.frontend.parts.inspector.members import TOKEN_KEY
-from dynamo.frontend.parts.inspector.published import published_access
-from dynamo.frontend.parts.keys.key_store import KeyStore
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.http.inspector_token import new_token
 
@@ -114,7 +114,7 @@ class Supervisor:
         self._shared.put(TOKEN_KEY, token.encode())
         admin_port = None if self._admin is None else self._admin.getsockname()[1]
         sources = self._settings.key_sources
-        keys = KeyStore(sources) if sources.exist else None  # as it is at the start; the members follow its files
+        keys = _keys_at_start(sources) if sources.exist else None
         try:
             with published_access(self._settings, self._dealer.port, admin_port, token, keys):
                 async with asyncio.TaskGroup() as group:
@@ -251,3 +251,10 @@ class Supervisor:
 def _ignore_interrupts() -> None:
     """Ignore Ctrl-C, which reaches every process of a terminal; only the parent reacts to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _keys_at_start(sources: KeySources) -> AdminKeys:
+    """Return the keys as they are at the start; the members follow their files."""
+    from dynamo.frontend.parts.keys.key_store import KeyStore
+
+    return KeyStore(sources)

@@ -9,23 +9,25 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp
 
-from dynamo.frontend.base.access import identity_of
+from dynamo.frontend.base.access import Access, identity_of
 from dynamo.frontend.base.asgi import RESPOND_EXTENSION, Message, Receive, Scope, Send
+from dynamo.frontend.http.inference_route import EXCHANGE
+from dynamo.frontend.http.routes import Site
 from dynamo.frontend.parts.keys.door import client_address
 from dynamo.frontend.parts.keys.line_file import LineFile
 from dynamo.frontend.parts.keys.rules.records import Network
+from dynamo.frontend.parts.part import Part
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.request_records import worker_fields
+from dynamo.frontend.settings import FrontendSettings
 
-__all__ = ["EXCHANGE", "AccessLog", "AuditLog", "AuditedRoute"]
+__all__ = ["AccessLog", "AuditLog", "AuditedRoute", "RequestLogs"]
 
-EXCHANGE: Final = "dynamo.exchange"
-"""The entry of a scope in which an inference route puts its `Exchange`; there is none where no log asks for it."""
 
 MAX_BODY_BYTES: Final = 64 * 1024  # of a request or an answer that the audit log shows
 MAX_PATH: Final = 1024  # characters
@@ -269,3 +271,44 @@ def _plain(body: bytes) -> Any:
         return msgspec.json.decode(body)
     except msgspec.MsgspecError:
         return None
+
+
+class RequestLogs(Part):
+    """Both files; None where a log is off."""
+
+    name: ClassVar[str] = "request_logs"
+    outlives_models: ClassVar[bool] = True
+
+    def __init__(self, settings: FrontendSettings) -> None:
+        """Raises InvalidArgument for a file that cannot be written."""
+        self._trusted = settings.trusted_proxies
+        self.access = None if settings.access_log is None else LineFile(settings.access_log)
+        self.audit = None if settings.audit_log is None else LineFile(settings.audit_log)
+
+    def in_front_of(self, app: ASGIApp, site: Site) -> ASGIApp:
+        if self.audit is not None:
+            app = AuditLog(app, self.audit, _audited(site), trusted=self._trusted)
+        if self.access is not None and not site.is_for_operators:
+            app = AccessLog(app, self.access, trusted=self._trusted)
+        return app
+
+    async def aclose(self) -> None:
+        """Write the rest."""
+        for file in (self.access, self.audit):
+            if file is not None:
+                await file.aclose()
+
+
+def _audited(site: Site) -> Callable[[str, str], AuditedRoute | None]:
+    """Return what the audit log has to know of a method and a path; None: they are no admin route."""
+    of_admins = site.of_admins()
+
+    def find(method: str, path: str) -> AuditedRoute | None:
+        found = [route for route in of_admins if route.path_regex.match(path)]
+        if not found:
+            return None
+        route = next((each for each in found if method in (each.methods or ())), found[0])
+        is_look = method in ("GET", "HEAD") or route.access is Access.INSPECT  # a question may need a body
+        return AuditedRoute(not is_look, "GET" in (route.methods or ()))
+
+    return find

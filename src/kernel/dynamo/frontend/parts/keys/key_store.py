@@ -12,19 +12,19 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.access import Caller
+from dynamo.frontend.base.settings.keys import KeySources
 from dynamo.frontend.parts.keys.identity import ENVIRONMENT_ID, Identity
 from dynamo.frontend.parts.keys.rules.key_file import KeyFileError, read_key_ring
 from dynamo.frontend.parts.keys.rules.key_text import HASH_PREFIX, check_imported, hash_of
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing, Revocation
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["KeySources", "KeyStore", "load_key_file"]
+__all__ = ["KeySources", "KeyStore", "check_sources", "load_key_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +35,21 @@ Version = tuple[int, int, int, int]
 """What tells one state of a file from another: device, inode, size and time of change."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeySources:
-    """Where the keys of a frontend come from; all None: there are none, and nothing is asked for one."""
-
-    file: str | None = None
-    admin_file: str | None = None
-    key: str | None = None
-    """A key in the environment: it may do everything on the routes of the API."""
-
-    @property
-    def protect_clients(self) -> bool:
-        """Whether the routes of the API need a key."""
-        return self.file is not None or self.key is not None
-
-    @property
-    def exist(self) -> bool:
-        return self.protect_clients or self.admin_file is not None
-
-
 def load_key_file(path: str) -> KeyRing:
     """Read a key file: JSON where its name ends in .json, else TOML. Raises InvalidArgument that names it."""
     return _load(path)[1]
+
+
+def check_sources(sources: KeySources) -> None:
+    """Read the files, and check the key in the environment. Raises InvalidArgument or ValueError that names what is wrong."""
+    for path in (sources.file, sources.admin_file):
+        if path is not None:
+            load_key_file(path)
+    if sources.key is not None:
+        try:
+            check_imported(sources.key)
+        except ValueError as error:
+            raise ValueError(f"DYN_API_KEY: {error}") from None
 
 
 def _load(path: str) -> tuple[Version, KeyRing]:

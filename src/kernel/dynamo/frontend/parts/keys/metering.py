@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from dynamo.frontend.base.metrics.keys import KeyMetrics
 from dynamo.frontend.parts.keys.identity import Identity
+from dynamo.frontend.parts.keys.metrics import KeyMetrics
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenUse
 from dynamo.frontend.parts.keys.usage_store import UsageKey, UsageQuery, UsageStore, UsageUnavailable
 from dynamo.runtime.base.tasks import Background

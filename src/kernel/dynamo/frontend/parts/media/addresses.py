@@ -10,7 +10,7 @@ import re
 from typing import Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
-from dynamo.frontend.parts.media.settings import FetchRules
+from dynamo.frontend.base.settings.media import FetchRules
 
 __all__ = ["FetchTarget", "MediaRefused", "check_address", "check_url", "shown_url"]
 

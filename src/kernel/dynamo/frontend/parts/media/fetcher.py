@@ -18,12 +18,12 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from dynamo.errors import Overloaded
 from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.settings.media import FetchRules, MediaSettings
 from dynamo.frontend.parts.media.addresses import FetchTarget, MediaRefused, check_address, check_url
 from dynamo.frontend.parts.media.cache import MediaCache
 from dynamo.frontend.parts.media.content import Media, read_data_url, read_media
 from dynamo.frontend.parts.media.http_get import Answered, get
 from dynamo.frontend.parts.media.metrics import FetchOutcome
-from dynamo.frontend.parts.media.settings import FetchRules, MediaSettings
 from dynamo.runtime.base.tasks import Background
 
 __all__ = ["PartFetcher", "Resolve", "resolve_host"]

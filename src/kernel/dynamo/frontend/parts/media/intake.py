@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from dynamo.errors import Cancelled, Overloaded
 from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.base.settings.media import FetchRules, MediaSettings
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.parts.media.addresses import MediaRefused, shown_url
 from dynamo.frontend.parts.media.content import Media
 from dynamo.frontend.parts.media.fetcher import PartFetcher, Resolve, resolve_host
 from dynamo.frontend.parts.media.metrics import MediaMetrics
-from dynamo.frontend.parts.media.settings import FetchRules, MediaSettings
 from dynamo.frontend.parts.media.uploads import FileSource, UploadedParts
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.kv.image_tokens import expand_images

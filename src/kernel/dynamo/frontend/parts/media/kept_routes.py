@@ -9,9 +9,10 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from dynamo.frontend.base.access import owner_of
 from dynamo.frontend.base.asgi import Receive, Scope, Send, reply_rejected
+from dynamo.frontend.http.file_content import send_content
 from dynamo.frontend.http.json_route import JsonRoute
-from dynamo.frontend.parts.batches.file_routes import owner_of, send_content
 from dynamo.frontend.parts.media.apis.videos import VIDEO_KIND
 from dynamo.frontend.parts.media.store import KeptMedia, MediaStore
 from dynamo.protocol.openai.errors import RequestRejected, not_built

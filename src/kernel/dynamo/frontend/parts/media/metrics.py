@@ -7,8 +7,34 @@ from typing import Final, Literal
 
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.protocol.openai.shapes import MediaPart
+from dynamo.runtime.observe.metrics import Family
 
-__all__ = ["FetchOutcome", "MediaMetrics"]
+__all__ = ["FAMILIES", "FetchOutcome", "MediaMetrics"]
+
+_PART_BUCKETS: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+_IMAGE_TOKEN_BUCKETS: Final = (0.0, *(float(4**exponent) for exponent in range(2, 9)))
+
+FAMILIES: Final = (
+    Family("images_per_request", "histogram", "Images of a request that has [media](media.md)", buckets=_PART_BUCKETS),
+    Family("videos_per_request", "histogram", "Videos of such a request", buckets=_PART_BUCKETS),
+    Family("audio_per_request", "histogram", "Sounds of such a request", buckets=_PART_BUCKETS),
+    Family(
+        "image_tokens_per_request",
+        "histogram",
+        "Tokens that the images of such a request become; 0 where that is not known",
+        buckets=_IMAGE_TOKEN_BUCKETS,
+    ),
+    Family(
+        "media_fetches_total",
+        "counter",
+        "Parts of media that a URL names; `outcome` is `fetched`, `cached`, `shared` (another request was fetching it) or `refused` (also of data URLs)",
+        ("outcome",),
+    ),
+    Family("media_cache_bytes", "gauge", "What was fetched and is kept for the next request with the same URL"),
+    Family("media_cache_entries", "gauge", "Contents that are kept so"),
+    Family("media_held_bytes", "gauge", "What the media of all requests in flight take (`DYN_MM_MAX_HELD_MB`)"),
+)
+
 
 FetchOutcome = Literal["fetched", "cached", "shared"]
 """`fetched`; `cached`: it was fetched a moment ago; `shared`: another request was just fetching it."""
@@ -20,6 +46,7 @@ class MediaMetrics:
     """Observed once for each request with media; requests of text cost nothing here."""
 
     def __init__(self, families: FrontendFamilies) -> None:
+        families = families.of(FAMILIES)
         by_name, registry = families.by_name, families.registry
         self._parts = [(kind, by_name[name].histogram(registry)) for kind, name in _PARTS]
         self._tokens = by_name["image_tokens_per_request"].histogram(registry)

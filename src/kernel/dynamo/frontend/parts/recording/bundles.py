@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from dynamo.frontend.base.failures import BUNDLE_SCHEMA, FailedRequest, FailureRing
+from dynamo.frontend.base.redaction import Redact
 from dynamo.frontend.base.stage_timer import STAGES
-from dynamo.frontend.parts.recording.failures import BUNDLE_SCHEMA, FailedRequest, FailureRing
-from dynamo.frontend.parts.recording.log_lines import RequestLogLines
-from dynamo.frontend.parts.recording.redaction import Redact
 from dynamo.frontend.parts.recording.request_shape import content_texts, decode_body, shape_of
 from dynamo.frontend.parts.recording.scrubber import ContentScrubber
 from dynamo.protocol.openai.errors import RequestRejected
@@ -29,7 +28,12 @@ if TYPE_CHECKING:
     from dynamo.frontend.pipeline.outcome import Outcome
     from dynamo.frontend.pipeline.plan import Tally
 
-__all__ = ["FailureNotes", "KeptBody"]
+
+from collections import OrderedDict, deque
+
+from dynamo.runtime.observe.logging import fields_of, format_readable
+
+__all__ = ["FailureNotes", "KeptBody", "RequestLogLines"]
 
 logger = logging.getLogger(__name__)
 
@@ -251,3 +255,48 @@ def _ms(seconds: float) -> float:
 
 def _as_it_is(text: str) -> str:
     return text
+
+
+MAX_REQUESTS: Final = 512
+MAX_LINES: Final = 20  # of one request: the last ones
+MAX_CHARACTERS: Final = 4000  # of one record, its traceback included: the first and the last ones
+_OURS: Final = "dynamo"
+
+
+class RequestLogLines(logging.Handler):
+    """Keeps records from WARNING on that belong to a request. May be called in any thread.
+
+    It is attached to our own loggers, so what an engine's libraries log without a request's fields is not in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: OrderedDict[str, deque[str]] = OrderedDict()
+
+    def attach(self) -> None:
+        """Begin to keep lines. Idempotent."""
+        logging.getLogger(_OURS).addHandler(self)
+
+    def detach(self) -> None:
+        """Keep no more lines. Idempotent."""
+        logging.getLogger(_OURS).removeHandler(self)
+
+    def take(self, request_id: str) -> list[str]:
+        """Return the lines of a request, and forget them."""
+        with self.lock or logging.Lock():  # type: ignore[attr-defined]
+            return list(self._lines.pop(request_id, ()))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        request_id = fields_of(record).get("request_id")
+        if not isinstance(request_id, str):
+            return
+        line = format_readable(record)
+        if len(line) > MAX_CHARACTERS:
+            half = MAX_CHARACTERS // 2
+            line = f"{line[:half]} ...(cut)... {line[-half:]}"
+        lines = self._lines.get(request_id)
+        if lines is None:
+            if len(self._lines) >= MAX_REQUESTS:
+                self._lines.popitem(last=False)
+            lines = self._lines[request_id] = deque(maxlen=MAX_LINES)
+        lines.append(line)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dynamo.frontend.parts.recording.redaction import Redact
-from dynamo.frontend.parts.recording.request_shape import decode_body, shape_of
-from dynamo.frontend.parts.recording.trace_settings import (
+from dynamo.frontend.base.redaction import Redact
+from dynamo.frontend.base.settings.request_trace import (
     REQUEST_END,
     REQUEST_PAYLOAD,
     REQUEST_STREAM,
     RequestTraceSettings,
 )
+from dynamo.frontend.parts.recording.request_shape import decode_body, shape_of
 from dynamo.frontend.parts.recording.trace_writer import TraceWriter
 from dynamo.frontend.pipeline.tap import RequestTap
 from dynamo.kv.hashing import block_hashes, sequence_hashes

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
+import dynamo
+from dynamo.frontend.base.failures import FailureRing
+from dynamo.frontend.base.metrics.families import FrontendFamilies
+from dynamo.frontend.base.redaction import load_redaction
+from dynamo.frontend.parts.part import Part
 from dynamo.frontend.parts.recording.bundles import FailureNotes, KeptBody
 from dynamo.frontend.parts.recording.recorder import RequestRecorder
 from dynamo.frontend.pipeline.exchange import Exchange, PartSlot
-from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
+from dynamo.frontend.pipeline.outcome import Outcome, Reached
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.tap import TAP
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.observe.metrics import Family
+from dynamo.settings.table import without_secrets
 
-__all__ = ["Recording"]
+__all__ = ["FAMILIES", "Recording", "open_recording"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +33,33 @@ _BODY: Final[PartSlot[KeptBody]] = PartSlot("body")
 _NO_BODY: Final = KeptBody(0, b"")
 
 
-class Recording(RequestListener):
+FAMILIES: Final = (
+    Family(
+        "request_trace_dropped_total",
+        "counter",
+        "Records of the [request trace](recording.md#recordings) that were not written; `reason` is `full` (too many waited), `redaction` (the operator's function failed), `failed` or `unwritable`",
+        ("reason",),
+    ),
+)
+
+
+class RecordingMetrics:
+    """Counts the records that are not written."""
+
+    def __init__(self, families: FrontendFamilies) -> None:
+        self._dropped = families.of(FAMILIES).counters("request_trace_dropped_total")
+
+    def dropped(self, reason: str, count: int) -> None:
+        """Count records that were not written; `reason` is one of a fixed set. May be called in any thread."""
+        self._dropped.labels(reason).inc(count)
+
+
+class Recording(Part):
     """Listens to each request, and hands it to those that keep it."""
+
+    name: ClassVar[str] = "recording"
+    families = FAMILIES
+    outlives_models: ClassVar[bool] = True
 
     def __init__(self, failures: FailureNotes, recorder: RequestRecorder | None = None) -> None:
         """`recorder`: None where only failures are kept."""
@@ -56,7 +92,7 @@ class Recording(RequestListener):
         if self.recorder is not None and (rejected is not None or outcome.reached is Reached.ADMITTED):
             self.recorder.ended(exchange, outcome, body.held)
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin to gather the log lines of requests."""
         self.failures.log_lines.attach()
 
@@ -65,3 +101,35 @@ class Recording(RequestListener):
         self.failures.log_lines.detach()
         if self.recorder is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.recorder.close)
+
+
+def open_recording(settings: FrontendSettings, families: FrontendFamilies) -> Recording:
+    """Return what keeps requests.
+
+    Raises InvalidArgument for a redaction that cannot be imported.
+    """
+    given, trace = settings.recording, settings.request_trace
+    redact = load_redaction(trace.redact)
+    ring = FailureRing(given.keep_failed, given.keep_failed_bytes, process=lambda: _process(settings))
+    failures = FailureNotes(ring, redact, keeps_content=given.keep_failed_content)
+    return Recording(
+        failures, RequestRecorder(trace, redact, RecordingMetrics(families).dropped) if trace.is_on else None
+    )
+
+
+def _process(settings: FrontendSettings) -> Mapping[str, Any]:
+    """Return what all bundles of this process share: its versions, and the settings that are not the defaults."""
+    defaults = without_secrets(FrontendSettings())
+    return {
+        "pid": os.getpid(),
+        "version": dynamo.__version__,
+        "python": platform.python_version(),
+        "settings": _differing(without_secrets(settings), defaults),
+    }
+
+
+def _differing(value: Any, default: Any) -> Any:
+    """Return the members of nested dictionaries that differ, as JSON values."""
+    if not isinstance(value, dict) or not isinstance(default, dict):
+        return value if isinstance(value, bool | int | float | str | None) else str(value)
+    return {name: _differing(found, default.get(name)) for name, found in value.items() if found != default.get(name)}

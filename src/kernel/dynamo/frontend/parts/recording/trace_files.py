@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
+from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
 
 __all__ = ["RecordSink", "open_sinks"]
 

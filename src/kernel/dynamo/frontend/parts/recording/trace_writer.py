@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from dynamo.frontend.parts.recording.redaction import Redact
+from dynamo.frontend.base.redaction import Redact
+from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
 from dynamo.frontend.parts.recording.trace_files import RecordSink, open_sinks
-from dynamo.frontend.parts.recording.trace_settings import RequestTraceSettings
 
 __all__ = ["TraceWriter"]
 

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from msgspec import Struct
-
+from dynamo.frontend.apis.history import StoredResponse
 from dynamo.protocol.responses.output import ItemIds
 
 __all__ = [
     "ResponseStore",
-    "StoreLimits",
     "StoreUnavailable",
     "StoreUsage",
-    "StoredResponse",
-    "scoped_owner",
     "stem_of",
 ]
 
 
-def scoped_owner(key_owner: str | None, tenant: str) -> str:
-    """Return the owner of a response: the tenant that a client names, within the owner of its key where there is one."""
-    return tenant if key_owner is None else f"{key_owner}\n{tenant}"
-
-
 class StoreUnavailable(Exception):
     """The store cannot be read or written now; its text says why."""
-
-
-class StoreLimits(Struct, frozen=True):
-    """How much is kept. What was used longest ago goes first."""
-
-    entries: int
-    bytes: int
-    ttl_seconds: float
 
 
 class StoreUsage(NamedTuple):
@@ -41,20 +24,6 @@ class StoreUsage(NamedTuple):
 
     entries: int
     bytes: int
-
-
-class StoredResponse(Struct, frozen=True):
-    """One response and what it answered."""
-
-    id: str
-    response: bytes  # the response object, as JSON
-    input_items: bytes  # the items of its input, each with an id, as a JSON array
-    previous_id: str | None = None  # of the response whose conversation it goes on with
-    owner: str = ""  # only who names the same owner finds it
-
-    @property
-    def size(self) -> int:
-        return len(self.response) + len(self.input_items)
 
 
 class ResponseStore(Protocol):

@@ -8,11 +8,12 @@ from typing import Any, Final
 
 import msgspec
 
+from dynamo.frontend.apis.history import StoredResponse
 from dynamo.frontend.base.offload import LARGE_BODY_BYTES, Offload
-from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoredResponse, StoreUnavailable, StoreUsage
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoreUnavailable, StoreUsage
+from dynamo.protocol.openai.errors import RequestRejected, response_not_found
 
-__all__ = ["ResponseHistory", "not_found"]
+__all__ = ["ResponseHistory"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class ResponseHistory:
         """Return a response. Raises RequestRejected: 404, or 503 when the store fails."""
         found = await self._get(id, owner)
         if found is None or found.id != id:
-            raise not_found(id)
+            raise response_not_found(id)
         return found
 
     async def delete(self, id: str, owner: str) -> None:
@@ -62,7 +63,7 @@ class ResponseHistory:
         except StoreUnavailable as error:
             raise _unavailable(error) from error
         if not is_gone:
-            raise not_found(id)
+            raise response_not_found(id)
 
     async def items_before(self, previous_id: str, owner: str) -> tuple[list[Any], int]:
         """Return the items of the conversation that ends with a response, its output included, and their bytes.
@@ -123,11 +124,6 @@ class ResponseHistory:
             return await self._store.get(id, owner)
         except StoreUnavailable as error:
             raise _unavailable(error) from error
-
-
-def not_found(id: str) -> RequestRejected:
-    """Return the 404 for a response that is not kept (any more)."""
-    return RequestRejected(404, f"Response with id '{id[:64]}' not found.", code="response_not_found")
 
 
 def _unavailable(error: StoreUnavailable) -> RequestRejected:

@@ -6,7 +6,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from dynamo.frontend.parts.stored_responses.base import StoredResponse, StoreLimits, StoreUsage, stem_of
+from dynamo.frontend.apis.history import StoredResponse
+from dynamo.frontend.base.settings.stored_responses import StoreLimits
+from dynamo.frontend.parts.stored_responses.base import StoreUsage, stem_of
 
 __all__ = ["MemoryResponseStore"]
 

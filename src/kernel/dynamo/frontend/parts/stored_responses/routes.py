@@ -9,10 +9,10 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from dynamo.frontend.apis.history import scoped_owner
 from dynamo.frontend.base.access import identity_of
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
-from dynamo.frontend.parts.stored_responses.base import scoped_owner
-from dynamo.frontend.parts.stored_responses.history import ResponseHistory, not_found
+from dynamo.frontend.parts.stored_responses.history import ResponseHistory
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.escaping import json_line
 
@@ -28,8 +28,8 @@ Query = dict[str, list[str]]
 class _StoredRoute:
     """A route for one stored response."""
 
-    def __init__(self, history: ResponseHistory | None, *, knows_tenants: bool = True) -> None:
-        """`history`: None where nothing is stored. `knows_tenants`: as the requests whose answers are stored."""
+    def __init__(self, history: ResponseHistory, *, knows_tenants: bool = True) -> None:
+        """`knows_tenants`: as the requests whose answers are stored."""
         self._history, self._knows_tenants = history, knows_tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,8 +39,6 @@ class _StoredRoute:
         tenant = first_headers(scope).get(TENANT, b"").decode("latin-1") if self._knows_tenants else ""
         owner = scoped_owner(None if identity is None else identity.owner, tenant)
         try:
-            if self._history is None:
-                raise not_found(id)
             body = await self._answer(self._history, scope["method"], id, owner, query)
         except RequestRejected as error:
             await reply_rejected(send, error)

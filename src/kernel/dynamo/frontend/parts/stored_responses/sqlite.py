@@ -15,14 +15,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.apis.history import StoredResponse
+from dynamo.frontend.base.settings.stored_responses import StoreLimits
 from dynamo.frontend.base.sqlite_file import open_database, writing
-from dynamo.frontend.parts.stored_responses.base import (
-    StoredResponse,
-    StoreLimits,
-    StoreUnavailable,
-    StoreUsage,
-    stem_of,
-)
+from dynamo.frontend.parts.stored_responses.base import StoreUnavailable, StoreUsage, stem_of
 
 __all__ = ["SqliteResponseStore"]
 

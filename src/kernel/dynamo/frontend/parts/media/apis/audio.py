@@ -9,8 +9,7 @@ import msgspec
 
 from dynamo.errors import Unknown
 from dynamo.frontend.parts.media.content import media_type
-from dynamo.frontend.pipeline.inputs import result_plan
-from dynamo.frontend.pipeline.relay_api import (
+from dynamo.frontend.parts.media.relay_api import (
     Planning,
     Relayed,
     RelayedApi,
@@ -19,6 +18,7 @@ from dynamo.frontend.pipeline.relay_api import (
     check_status,
     note_usage,
 )
+from dynamo.frontend.pipeline.inputs import result_plan
 from dynamo.frontend.pipeline.result_api import ResultReply
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.protocol.audio.speech import (

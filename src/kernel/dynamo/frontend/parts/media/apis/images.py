@@ -11,9 +11,7 @@ import msgspec
 from dynamo.errors import Unknown
 from dynamo.frontend.parts.media.addresses import MediaRefused
 from dynamo.frontend.parts.media.content import Media, read_media
-from dynamo.frontend.parts.media.store import MediaStore
-from dynamo.frontend.pipeline.inputs import result_plan
-from dynamo.frontend.pipeline.relay_api import (
+from dynamo.frontend.parts.media.relay_api import (
     Planning,
     Relayed,
     RelayedApi,
@@ -22,6 +20,8 @@ from dynamo.frontend.pipeline.relay_api import (
     check_status,
     note_usage,
 )
+from dynamo.frontend.parts.media.store import MediaStore
+from dynamo.frontend.pipeline.inputs import result_plan
 from dynamo.frontend.pipeline.result_api import ResultReply
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.protocol.image_answers import ImageFacts, check_base64, check_images, image_event, read_partial

@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import Unknown
-from dynamo.frontend.parts.media.store import MediaStore
-from dynamo.frontend.pipeline.inputs import result_plan
-from dynamo.frontend.pipeline.relay_api import (
+from dynamo.frontend.parts.media.relay_api import (
     MAX_RESULT_BYTES,
     Planning,
     Relayed,
@@ -22,6 +20,8 @@ from dynamo.frontend.pipeline.relay_api import (
     check_status,
     note_usage,
 )
+from dynamo.frontend.parts.media.store import MediaStore
+from dynamo.frontend.pipeline.inputs import result_plan
 from dynamo.frontend.pipeline.result_api import ResultReply
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.protocol.model_types import ModelType

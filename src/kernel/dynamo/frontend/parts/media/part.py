@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
-
-from starlette.types import ASGIApp
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
 
 from dynamo.frontend.base.access import Access
-from dynamo.frontend.base.asgi import BodyBudget
-from dynamo.frontend.base.offload import Offload
-from dynamo.frontend.http.forms import FormDoor, FormLimit
+from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.parts.media.apis.audio import SpeechApi, TranscriptionsApi, TranslationsApi
 from dynamo.frontend.parts.media.apis.images import EditsApi, ImagesApi
 from dynamo.frontend.parts.media.apis.videos import VideosApi
+from dynamo.frontend.parts.media.forms import FormDoor, FormLimit
+from dynamo.frontend.parts.media.intake import MediaIntake
 from dynamo.frontend.parts.media.kept_routes import MediaLinkRoute, VideoContentRoute, VideoListRoute, VideoRoute
+from dynamo.frontend.parts.media.metrics import FAMILIES
+from dynamo.frontend.parts.media.relay import RelayCall
+from dynamo.frontend.parts.media.relay_api import RelayedApi
 from dynamo.frontend.parts.media.store import MEDIA_PATH, KeepLimits, MediaStore
-from dynamo.frontend.pipeline.inference import Pipeline
-from dynamo.frontend.pipeline.relay import RelayCall
-from dynamo.frontend.pipeline.relay_api import RelayedApi
+from dynamo.frontend.parts.part import Kernel, Part
+from dynamo.protocol.audio.schema import AUDIO_API
 from dynamo.protocol.audio.transcripts import TRANSCRIPT_FORM
 from dynamo.protocol.forms import FormShape
+from dynamo.protocol.image_answers import IMAGES_API
 from dynamo.protocol.images import EDIT_FORM
+from dynamo.protocol.openai.schema import ApiDescription
+from dynamo.protocol.video_schema import VIDEOS_API
 from dynamo.protocol.videos import VIDEO_FORM
 
-__all__ = ["MediaRoutes"]
+__all__ = ["MediaService"]
 
 
 class _Form(NamedTuple):
@@ -37,20 +42,24 @@ class _Form(NamedTuple):
 _NO_FORM: Final = None
 
 
-class MediaRoutes:
-    """Makes the routes over the parts of one frontend."""
+class MediaService(Part):
+    """The media of requests, and the routes of models that make some."""
 
-    def __init__(self, pipeline: Pipeline, budget: BodyBudget, offload: Offload) -> None:
+    name: ClassVar[str] = "media"
+    families = FAMILIES
+    outlives_models: ClassVar[bool] = True
+
+    def __init__(self, settings: MediaSettings, kernel: Kernel, intake: MediaIntake) -> None:
         """Raises InvalidArgument for a media store that cannot be used."""
-        self._pipeline, self._budget, self._offload = pipeline, budget, offload
-        self._settings = settings = pipeline.settings.media
+        self._settings, self._kernel, self.intake = settings, kernel, intake
         self._store: MediaStore | None = None
         if settings.store_dir is not None:
             limits = KeepLimits(settings.store_bytes, settings.store_seconds)
             self._store = MediaStore(settings.store_dir.expanduser(), limits)
 
-    def inference(self) -> dict[str, InferenceRoute]:
+    def inference(self) -> Mapping[str, InferenceRoute]:
         """Return the routes at which models make something, by their paths."""
+        kernel, prefix = self._kernel, self._settings.link_prefix
         apis: dict[str, tuple[RelayedApi[Any], _Form | None]] = {
             "/v1/images/generations": (ImagesApi(self._store), _NO_FORM),
             "/v1/images/edits": (EditsApi(self._store), _Form(EDIT_FORM)),
@@ -61,25 +70,32 @@ class MediaRoutes:
         }
         return {
             path: InferenceRoute(
-                RelayCall(api, self._pipeline),
+                RelayCall(api, kernel.pipeline, self.intake, prefix),
                 access=Access.MEDIA,
-                body_limit_bytes=self._pipeline.settings.limits.body_limit_bytes,
-                budget=self._budget,
-                form=None if form is None else FormDoor(form.shape, self._limit(form), self._budget, self._offload),
+                body_limit_bytes=kernel.pipeline.settings.limits.body_limit_bytes,
+                budget=kernel.budget,
+                form=None if form is None else FormDoor(form.shape, self._limit(form), kernel.budget, kernel.offload),
             )
             for path, (api, form) in apis.items()
         }
 
-    def kept(self) -> dict[str, tuple[ASGIApp, tuple[str, ...], Access]]:
-        """Return the routes to what is kept: path, application, methods, access."""
-        found: dict[str, tuple[ASGIApp, tuple[str, ...], Access]] = {
-            "/v1/videos": (VideoListRoute(self._store), ("GET",), Access.MEDIA),
-            "/v1/videos/{video_id}": (VideoRoute(self._store), ("GET", "DELETE"), Access.MEDIA),
-            "/v1/videos/{video_id}/content": (VideoContentRoute(self._store), ("GET",), Access.MEDIA),
-        }
-        if self._store is not None:
-            found[MEDIA_PATH] = MediaLinkRoute(self._store), ("GET",), Access.OPEN  # the link itself is the key
+    def routes(self) -> Sequence[GuardedRoute]:
+        """Return the routes to what is kept."""
+        one, media = "/v1/videos/{video_id}", Access.MEDIA
+        found = [
+            GuardedRoute("/v1/videos", VideoListRoute(self._store), "GET", access=media),
+            GuardedRoute(one, VideoRoute(self._store), "GET", "DELETE", access=media),
+            GuardedRoute(one + "/content", VideoContentRoute(self._store), "GET", access=media),
+        ]
+        if self._store is not None:  # the link itself is the key
+            found.append(GuardedRoute(MEDIA_PATH, MediaLinkRoute(self._store), "GET", access=Access.OPEN))
         return found
+
+    def described(self) -> Sequence[ApiDescription]:
+        return (IMAGES_API, AUDIO_API, VIDEOS_API)
+
+    async def aclose(self) -> None:
+        await self.intake.aclose()
 
     def _limit(self, form: _Form) -> FormLimit:
         if form.is_sound:

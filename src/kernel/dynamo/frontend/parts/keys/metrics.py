@@ -7,9 +7,35 @@ from typing import Final, NamedTuple
 
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.parts.keys.quotas import TokenUse
-from dynamo.runtime.observe.metrics import Counter
+from dynamo.runtime.observe.metrics import Counter, Family
 
-__all__ = ["KeyMetrics"]
+__all__ = ["FAMILIES", "KeyMetrics"]
+
+
+FAMILIES: Final = (
+    Family(
+        "key_requests_total",
+        "counter",
+        "Requests of a [key](keys.md) that ended; `status` is `success` or `error`. The ids of the first 500 keys are labels, further ones are `other`",
+        ("key_id", "model", "status"),
+    ),
+    Family(
+        "key_tokens_total",
+        "counter",
+        "Tokens of a key; `kind` is `input`, `cached` (of the input) or `output`",
+        ("key_id", "model", "kind"),
+    ),
+    Family(
+        "key_rejections_total",
+        "counter",
+        "Requests that a key's limits refused, by the limit, or that came without a valid key, by `error.code` (`key_id` is `unknown` then)",
+        ("key_id", "limit"),
+    ),
+    Family(
+        "key_budget_remaining_ratio", "gauge", "The part of a key's budget that is left; set once a second", ("key_id",)
+    ),
+)
+
 
 MAX_KEYS: Final = 500  # whose ids are labels; a series takes memory for as long as the process lives
 OTHER: Final = "other"
@@ -29,6 +55,7 @@ class KeyMetrics:
     """The families of keys. Nothing is exposed before a key was used."""
 
     def __init__(self, families: FrontendFamilies) -> None:
+        families = families.of(FAMILIES)
         self._requests = families.counters("key_requests_total")
         self._tokens = families.counters("key_tokens_total")
         self._rejections = families.counters("key_rejections_total")

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from dynamo.frontend.parts.recording.failures import FailureGroup, FailureRing
+from dynamo.frontend.base.failures import FailureGroup, FailureRing
 from dynamo.protocol.inspector.views import ErrorGroup
 
 __all__ = ["HIDDEN", "error_rows", "without_texts"]

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
+from dynamo.frontend.base.redaction import Redact
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.parts.inspector.stream_rows import key_name
-from dynamo.frontend.parts.recording.redaction import Redact
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.text_generation import TextPlan
 from dynamo.text.tokenizer import Tokenizer

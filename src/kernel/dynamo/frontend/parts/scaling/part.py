@@ -1,18 +1,59 @@
-"""`GET /autoscale/v1/{model}`: the autoscale signal of a model, for autoscalers that read JSON."""
+"""Autoscale signals as a part: measured once a second, shown as metrics and as JSON."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 from urllib.parse import parse_qs
 
 import msgspec
 
+from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.asgi import Receive, Scope
 from dynamo.frontend.http.json_route import JsonRoute
-from dynamo.frontend.parts.scaling.signals import AutoscaleSignals, RoleSignal
+from dynamo.frontend.http.routes import GuardedRoute
+from dynamo.frontend.parts.part import Kernel, Part
+from dynamo.frontend.parts.scaling.gauges import FAMILIES
+from dynamo.frontend.parts.scaling.signals import MANY, AutoscaleSignals, NewDecision, RoleSignal
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.scaling.decide import ScaleRules
 
-__all__ = ["AUTOSCALE_PATH", "AutoscaleRoute"]
+__all__ = ["AUTOSCALE_PATH", "AutoscalePart"]
+
+
+class AutoscalePart(Part):
+    """How many workers there should be."""
+
+    name: ClassVar[str] = "scaling"
+    families = FAMILIES
+
+    def __init__(self, kernel: Kernel, target: float) -> None:
+        """`target`: how full workers are meant to be."""
+        rules, reports_of = ScaleRules(0, MANY, target), kernel.loads.busy_workers.reports_of
+        models, registry = kernel.pipeline.models, kernel.runtime.metrics
+        self._signals = AutoscaleSignals(models, registry, reports_of, rules, kernel.peers, member=str(os.getpid()))
+        self.on_decision: list[Callable[[NewDecision], None]] = []
+        """Each is called with a load that asks for another number of workers."""
+
+    def routes(self) -> Sequence[GuardedRoute]:
+        route = AutoscaleRoute(self._signals)
+        return [
+            GuardedRoute(AUTOSCALE_PATH + below, route, "GET", access=Access.METRICS) for below in ("", "/{model:path}")
+        ]
+
+    def measures(self) -> Sequence[Callable[[float], None]]:
+        return (self._measure,)
+
+    def _measure(self, now: float) -> None:
+        for found in self._signals.measure(now):
+            for take in self.on_decision:
+                take(found)
+
+    async def aclose(self) -> None:
+        await self._signals.aclose()
+
 
 AUTOSCALE_PATH = "/autoscale/v1"
 _ROLES = tuple(map(str, WorkerType))
@@ -25,15 +66,10 @@ class AutoscaleRoute(JsonRoute):
     Without a model in the path: all signals.
     """
 
-    def __init__(self, signals: AutoscaleSignals | None) -> None:
-        """`signals`: None where they are switched off."""
+    def __init__(self, signals: AutoscaleSignals) -> None:
         self._signals = signals
 
     async def _answer(self, scope: Scope, receive: Receive) -> bytes:
-        if self._signals is None:
-            raise RequestRejected(
-                501, "autoscale signals are switched off: start the frontend with --autoscale (DYN_AUTOSCALE=1)"
-            )
         name: str | None = scope["path_params"].get("model")
         query = {
             key: values[-1]

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.stage_timer import PARSE
+from dynamo.frontend.parts.media.intake import MediaIntake
+from dynamo.frontend.parts.media.relay_api import Planning, Relayed, RelayedApi, RelayWriter
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
-from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline
+from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.reading import Resolved
-from dynamo.frontend.pipeline.relay_api import Planning, Relayed, RelayedApi, RelayWriter
 from dynamo.frontend.pipeline.results import object_of
-from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
+from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs, OpenAnswer
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch import RoutedStream
 from dynamo.router.failover import DispatchRequest
@@ -25,9 +26,10 @@ __all__ = ["RelayCall"]
 class RelayCall(Call):
     """One inference API whose answers are what a raw engine yields."""
 
-    def __init__(self, api: RelayedApi[Any], pipeline: Pipeline) -> None:
+    def __init__(self, api: RelayedApi[Any], pipeline: Pipeline, media: MediaIntake, link_prefix: str | None) -> None:
+        """`link_prefix`: what comes before the path of a link; None: the address that the client used."""
         super().__init__(api, pipeline)
-        self._relayed = api
+        self._relayed, self._media, self._link_prefix = api, media, link_prefix
 
     @property
     def _offload(self) -> Offload:
@@ -44,15 +46,13 @@ class RelayCall(Call):
     async def _serve_request(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
         pipeline, timer, model = self._pipeline, exchange.timer, resolved.model
         request: Any = resolved.request
-        at = Planning(pipeline.preprocessor, pipeline.media, model, exchange.context)
+        at = Planning(pipeline.preprocessor, self._media, model, exchange.context)
         plan = await self._relayed.plan(at, request)
         work = self._work(exchange, resolved, plan)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         timer.mark(PARSE)
         owner = "" if exchange.identity is None else exchange.identity.owner
-        known = Relayed(
-            exchange.response_id, model, work.tally, owner, _base_url(exchange, pipeline.settings.media.link_prefix)
-        )
+        known = Relayed(exchange.response_id, model, work.tally, owner, _base_url(exchange, self._link_prefix))
         writer = self._relayed.writer(request, known)
         dispatch = DispatchRequest(
             cast(WorkerRequest, plan.parts[0]),

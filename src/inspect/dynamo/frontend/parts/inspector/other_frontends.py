@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.errors import DynamoException, InvalidArgument
-from dynamo.frontend.parts.inspector.settings import InspectorSettings
+from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import FRONTENDS, Change, Discovery, Put
 from dynamo.runtime.discovery.follow import follow

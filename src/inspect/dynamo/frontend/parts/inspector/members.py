@@ -14,7 +14,6 @@ from dynamo.frontend.parts.inspector.other_frontends import OtherFrontends, Peer
 from dynamo.frontend.parts.inspector.pictures import PictureQuery
 
 __all__ = [
-    "TOKEN_KEY",
     "AskAbort",
     "AskAbortMatching",
     "AskBundle",
@@ -26,7 +25,6 @@ __all__ = [
     "Question",
 ]
 
-TOKEN_KEY: Final = "inspector/token"
 """Under which the parent of a group shares the token that all processes let in."""
 
 OTHER_VERSION: Final = "a frontend of another version"

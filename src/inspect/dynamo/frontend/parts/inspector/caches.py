@@ -6,7 +6,7 @@ A request costs one addition when it ends. Indexes are looked into only while so
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -15,16 +15,17 @@ from msgspec import Struct
 from dynamo.frontend.models.cards import Group
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.parts.inspector.clock import InspectorClock
-from dynamo.frontend.parts.inspector.evictions import Evictions
 from dynamo.frontend.parts.inspector.figures import HISTORY_SLOTS, MINUTE_SLOTS, SLOT_SECONDS
 from dynamo.frontend.parts.inspector.stream_rows import worker_name
 from dynamo.frontend.parts.inspector.workers import ROLES
 from dynamo.frontend.pipeline.plan import Tally
+from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Placement
 from dynamo.protocol.inspector.views import CacheView, PrefixView
 from dynamo.router.kv.placement import KvPlaced, KvPlacement
+from dynamo.router.kv_events.rank_events import CacheEvents
 
-__all__ = ["CacheTable", "merged_caches"]
+__all__ = ["CacheTable", "Evictions", "merged_caches"]
 
 MAX_WORKERS: Final = 4096  # whose hits are counted
 MAX_PREFIXES: Final = 200  # of all models together
@@ -262,3 +263,34 @@ def _hit_blocks(choices: Iterable[Placement]) -> Iterator[int]:
             depth = selection.overlap.device
             if depth:
                 yield selection.lookup.sequence[depth - 1]
+
+
+class Evictions:
+    """The evicted blocks in slots of time, and those since the last slot. A worker without any takes no room."""
+
+    __slots__ = ("_counted", "_slots")
+
+    def __init__(self) -> None:
+        self._slots: deque[Counter[int]] = deque(maxlen=MINUTE_SLOTS - 1)  # by worker; the open slot is the last one
+        self._counted: dict[WorkerRank, int] = {}  # the counters at the end of the last slot
+
+    def end_slot(self, events: Mapping[WorkerRank, CacheEvents]) -> None:
+        """End a slot of time."""
+        self._slots.append(self._open(events))
+        self._counted = {rank: counts.evicted_blocks for rank, counts in events.items()}
+
+    def per_minute(self, events: Mapping[WorkerRank, CacheEvents]) -> dict[int, float]:
+        """Return the evicted blocks per minute of each worker whose events are followed, by its id."""
+        found = self._open(events)
+        for slot in self._slots:
+            found.update(slot)
+        minutes = (len(self._slots) + 1) * SLOT_SECONDS / 60
+        return {rank.worker_id: round(found[rank.worker_id] / minutes, 1) for rank in events}
+
+    def _open(self, events: Mapping[WorkerRank, CacheEvents]) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for rank, counts in events.items():
+            blocks, before = counts.evicted_blocks, self._counted.get(rank, 0)
+            if blocks != before:  # a rank that was dropped and came back counts from zero
+                found[rank.worker_id] += blocks - before if blocks > before else blocks
+        return found

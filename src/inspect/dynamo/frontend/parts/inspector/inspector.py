@@ -16,6 +16,8 @@ from typing import Any, Final, assert_never
 from msgspec import Struct
 
 from dynamo.frontend.admission.process import Admission
+from dynamo.frontend.base.failures import FailureRing
+from dynamo.frontend.base.peers import TOKEN_KEY
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import GroupKey
 from dynamo.frontend.parts.inspector.actions import MAX_SHOWN_IDS, Actions
@@ -26,7 +28,6 @@ from dynamo.frontend.parts.inspector.errors import error_rows, without_texts
 from dynamo.frontend.parts.inspector.explaining import explain_request
 from dynamo.frontend.parts.inspector.figures import SLOT_SECONDS, FigureRing, Slot, history_of, now_of
 from dynamo.frontend.parts.inspector.members import (
-    TOKEN_KEY,
     AskAbort,
     AskAbortMatching,
     AskBundle,
@@ -44,10 +45,9 @@ from dynamo.frontend.parts.inspector.streams import sort_of
 from dynamo.frontend.parts.inspector.tables import Tables
 from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.frontend.parts.inspector.watching import Watching
-from dynamo.frontend.parts.recording.failures import FailureRing
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Pipeline
-from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
+from dynamo.frontend.pipeline.outcome import Outcome, Reached
 from dynamo.protocol.inspector.actions import AbortResult, BulkAbortRequest, BulkAbortResult, ExplainRequest
 from dynamo.protocol.inspector.filters import Filter, parse_filter
 from dynamo.protocol.inspector.views import (
@@ -124,7 +124,7 @@ class _Process:
         )
 
 
-class Inspector(RequestListener):
+class Inspector:
     """The state of one process as the records of the API. Used on the event loop only."""
 
     def __init__(
@@ -166,8 +166,9 @@ class Inspector(RequestListener):
         """Ask the other frontends of the cluster from now on, too."""
         self._members.others = others
 
-    def note_scaling(self, key: GroupKey, before: int, decision: Decision) -> None:
+    def note_scaling(self, found: tuple[GroupKey, int, Decision]) -> None:
         """Add the event of a load that asks for another number of workers. Whoever scales may have other bounds."""
+        key, before, decision = found
         workers = f"{decision.target} {key.role} worker{'' if decision.target == 1 else 's'}"
         text = f"the load of {key.model} asks for {workers}, not {before} ({decision.reason}): {decision.text}"
         self.tables.events.add("scale", text, model=key.model)

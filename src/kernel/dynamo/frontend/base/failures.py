@@ -6,7 +6,7 @@ For whoever shows them (the inspector) and whoever sends them again (`dynamo rep
     ring.grouped()   what failed, by kind: (status, code, model, worker, message) -> list[FailureGroup]
     ring.bundle(id)  everything that is known of one of them, as JSON values    -> dict | None
 
-Failures of one kind have the same message but for ids, numbers and quoted texts (`message_templates`). A storm of one kind,
+Failures of one kind have the same message but for ids, numbers and quoted texts (`message_template`). A storm of one kind,
 or of one status and code, pushes out its own bundles first, so the only example of a rare one stays. What was turned away at the door
 (overload, limits of keys) is counted and has no bundle: nothing was parsed, and there is nothing to reproduce.
 
@@ -15,6 +15,7 @@ On the event loop only. Everything is bounded: the bundles by number and bytes, 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -23,10 +24,10 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from dynamo.frontend.parts.recording.message_templates import message_template
 from dynamo.protocol.request_ids import uuid_in
+from dynamo.runtime.observe.log_text import one_line
 
-__all__ = ["BUNDLE_SCHEMA", "FailedRequest", "FailureGroup", "FailureRing"]
+__all__ = ["BUNDLE_SCHEMA", "FailedRequest", "FailureGroup", "FailureRing", "message_template"]
 
 BUNDLE_SCHEMA: Final = "dynamo.failure.v1"
 MAX_GROUPS: Final = 256
@@ -258,3 +259,36 @@ class FailureRing:
 
 def _slot(at_ms: int) -> int:
     return at_ms * _RATE_SLOTS // (_RATE_MINUTES * 60_000)
+
+
+MAX_TEMPLATE_CHARACTERS: Final = 240
+_MAX_READ: Final = 2000  # characters of a message that are looked at; an engine may quote a whole prompt
+
+# Quoted texts, also one whose end was cut off, and the words between spaces. An apostrophe inside a word opens nothing.
+_PARTS: Final = re.compile(
+    r"""(?P<quoted>"[^"]*(?:"|$)|`[^`]*(?:`|$)|(?<![\w.])'[^']*(?:'|$))|(?P<word>[\w.:@%+-]+)|(?P<rest>.)""", re.S
+)
+_HEX: Final = re.compile(r"[0-9a-fA-F-]{8,}")
+_ENDS: Final = ".:-"
+
+
+def message_template(message: str) -> str:
+    """Return a message with its ids, numbers and quoted texts replaced, as one safe line of bounded length.
+
+    Messages that differ only in those have the same template.
+    """
+    found = "".join([_generic(part) for part in _PARTS.finditer(message[:_MAX_READ])])
+    line = one_line(" ".join(found.split()), _MAX_READ * 4)
+    return line if len(line) <= MAX_TEMPLATE_CHARACTERS else line[: MAX_TEMPLATE_CHARACTERS - 1] + "…"
+
+
+def _generic(part: re.Match[str]) -> str:
+    if part.lastgroup == "quoted":
+        return f"{part[0][0]}*{part[0][0]}"
+    if part.lastgroup == "rest":
+        return part[0]
+    word = part[0].rstrip(_ENDS)
+    tail = part[0][len(word) :]
+    if _HEX.fullmatch(word) or any(character.isdigit() for character in word):
+        return f"#{tail}"
+    return part[0]

@@ -1,0 +1,126 @@
+"""The inspector as a part: its page, its routes, and the token that lets its owner in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+import msgspec
+from starlette.types import ASGIApp
+
+from dynamo.frontend.base.access import Access
+from dynamo.frontend.base.asgi import (
+    BodyBudget,
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    first_headers,
+    read_body,
+    reply,
+    reply_rejected,
+)
+from dynamo.frontend.base.failures import FailureRing
+from dynamo.frontend.http.admin import serves_admin_with_api
+from dynamo.frontend.http.inspector_access import uses_token
+from dynamo.frontend.http.operations import OpenApiRoute
+from dynamo.frontend.http.routes import GuardedRoute, Site
+from dynamo.frontend.parts.inspector.inspect_page import INSPECT_PATH, InspectRedirect, inspect_files
+from dynamo.frontend.parts.inspector.inspector import Inspector
+from dynamo.frontend.parts.inspector.members import Question
+from dynamo.frontend.parts.inspector.other_frontends import PEER_HEADER, PEER_PATH, open_other_frontends
+from dynamo.frontend.parts.inspector.routes import InspectorRoutes, TokenDoor
+from dynamo.frontend.parts.part import Kernel, Part
+from dynamo.frontend.pipeline.exchange import Exchange
+from dynamo.frontend.pipeline.outcome import Outcome
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.inspector.filters import FilterError
+from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["InspectorPart", "PeerRoute"]
+
+
+class InspectorPart(Part):
+    """One inspector, and the other frontends of the cluster that it shows."""
+
+    name: ClassVar[str] = "inspector"
+
+    def __init__(self, settings: FrontendSettings, kernel: Kernel, failures: FailureRing | None) -> None:
+        """`failures`: those of this process; None: they are not kept."""
+        self._settings, self._kernel = settings, kernel
+        self.inspector = Inspector(kernel.pipeline, kernel.loads, kernel.peers, failures=failures)
+        self._others = open_other_frontends(settings.inspector, kernel.runtime.discovery)
+        if self._others is not None:
+            self.inspector.join(self._others)
+
+    def ended(self, exchange: Exchange, outcome: Outcome) -> None:
+        self.inspector.ended(exchange, outcome)
+
+    def routes(self) -> Sequence[GuardedRoute]:
+        kernel, found = self._kernel, InspectorRoutes(self.inspector, self._kernel.budget).routes()
+        page: dict[str, ASGIApp] = {
+            INSPECT_PATH.rstrip("/"): InspectRedirect(),
+            INSPECTOR_DOCUMENT_PATH: OpenApiRoute(inspector_json),
+            **inspect_files(),
+        }
+        routes = [GuardedRoute(path, kernel.same_site(route), *methods, access=access)
+                  for path, route, methods, access in found]  # fmt: skip
+        routes += [GuardedRoute(path, route, "GET", access=Access.OPEN, is_admin=True) for path, route in page.items()]
+        if self._others is not None:  # it needs no key, but a code made with theirs
+            peers = PeerRoute(self.inspector, kernel.budget)
+            routes.append(GuardedRoute(PEER_PATH, peers, "POST", access=Access.OPEN, is_admin=True))
+        return routes
+
+    def in_front_of(self, app: ASGIApp, site: Site) -> ASGIApp:
+        """Return an application that knows the token, where no key protects the admin routes."""
+        return TokenDoor(app, self.inspector) if uses_token(self._settings) else app
+
+    def links(self) -> Sequence[tuple[str, str]]:
+        is_here = serves_admin_with_api(self._settings)
+        return ((INSPECT_PATH, "the inspector: what runs now"),) if is_here else ()
+
+    async def start(self) -> None:
+        self.inspector.start()
+        if self._others is not None:
+            await self._others.start()
+
+    def stopping(self) -> None:
+        self.inspector.stopping()
+
+    async def aclose(self) -> None:
+        if self._others is not None:
+            await self._others.aclose()
+        await self.inspector.aclose()
+
+
+MAX_QUESTION_BYTES: Final = 16 * 1024
+
+
+class PeerRoute:
+    """Answers a question of another frontend that has the same key."""
+
+    def __init__(self, inspector: Inspector, budget: BodyBudget) -> None:
+        self._inspector, self._budget = inspector, budget
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            answer = await self._answer(scope, receive)
+        except ClientGone:
+            return
+        except RequestRejected as rejected:
+            await reply_rejected(send, rejected)
+            return
+        await reply(send, 200, answer, content_type=b"application/msgpack", extra=((b"cache-control", b"no-store"),))
+
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
+        headers = first_headers(scope)
+        raw = await read_body(headers, receive, MAX_QUESTION_BYTES, self._budget)
+        others = self._inspector.others
+        if others is None or not others.is_asked_rightly(headers.get(PEER_HEADER.encode(), b"").decode("latin-1"), raw):
+            raise RequestRejected(401, "This question does not come from a frontend with the key of this cluster")
+        try:
+            question = msgspec.msgpack.decode(raw, type=Question)
+            return msgspec.msgpack.encode(await self._inspector.answer_frontend(question))
+        except (msgspec.MsgspecError, FilterError, LookupError) as error:
+            raise RequestRejected(400, f"this question is not understood: {error}") from None
