@@ -435,7 +435,7 @@ async def test_a_request_for_a_worker_that_is_not_there_is_the_callers_mistake(h
 @pytest.mark.parametrize(
     ("fields", "status", "message"),
     [
-        ({"model": "nope"}, 404, "Model not found"),
+        ({"model": "nope"}, 404, "Model not found: 'nope'; served here: 'm'"),
         ({"temperature": 3}, 400, "Validation: Temperature must be between 0 and 2, got 3"),
         ({"foo": 1}, 400, f"Validation: Unsupported parameter(s): `foo`{LET_PASS}"),
         (

@@ -259,7 +259,7 @@ async def test_a_model_comes_and_goes_with_its_workers(house: Cluster) -> None:
     first = await house.worker()
     second = await house.worker()
     (model,) = (await house.client.get("/v1/models")).json["data"]
-    assert (model["id"], model["object"], model["owned_by"]) == ("m", "model", "nvidia")
+    assert (model["id"], model["object"], model["owned_by"]) == ("m", "model", "dynamo")
     assert house.metric("dynamo_frontend_model_ready", model="m") == 1
     await first.stop()
     assert (await house.client.chat("hi")).status == 200

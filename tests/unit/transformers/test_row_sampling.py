@@ -52,6 +52,12 @@ def test_an_end_token_waits_for_the_least_number_of_tokens() -> None:
     assert [row.draw(SCORES) for _ in range(3)] == [2, 2, 3]
 
 
+def test_an_answer_cannot_end_in_thoughts_that_a_grammar_waits_for() -> None:
+    asked = read_generation({"token_ids": [4], **options()}, LIMITS)
+    assert RowSampling(asked, (3,), object(), (4, 5)).draw(SCORES) == 2
+    assert RowSampling(asked, (3,), None, None).draw(SCORES) == 3
+
+
 def test_a_seed_repeats_the_draws_and_a_copy_is_the_same_state() -> None:
     drawn = [
         [row.draw(SCORES) for _ in range(20)]

@@ -54,7 +54,8 @@ class RowSampling:
 
         asked = self.asked
         row = self._penalised(scores)
-        if self._count < asked.min_tokens:
+        waits = self._matcher is not None and self._is_thinking  # an end there would leave out all that must come
+        if self._count < asked.min_tokens or waits:
             row[self._ends] = MINUS_INFINITY
         if asked.allowed_token_ids is not None:
             allowed = torch.full_like(row, MINUS_INFINITY)

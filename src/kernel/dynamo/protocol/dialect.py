@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from msgspec import Struct
@@ -54,9 +55,9 @@ class Dialect(ABC):
             (reset, span_text(status.reset_seconds).encode()),
         )
 
-    def unknown_model(self, model: str) -> RequestRejected:
-        """Return the rejection of a request for a model that is not served."""
-        return model_not_found()
+    def unknown_model(self, model: str, served: Sequence[str] = ()) -> RequestRejected:
+        """Return the rejection of a request for a model that is not served; `served`: those that this client may use."""
+        return model_not_found(model, served)
 
 
 class OpenAiDialect(Dialect):

@@ -100,8 +100,12 @@ class Steering:
             only = np.zeros(vocab_size, np.bool_)
             only[thinking.markers.end] = True
             return only
-        if self._guide is None or self._is_free:
+        if self._guide is None:
             return None
+        if self._is_free:  # the grammar waits: an answer that ended here would have nothing of what it must be
+            unended = np.ones(vocab_size, np.bool_)
+            unended[[end for end in ends if end < vocab_size]] = False
+            return unended
         mask = self._guide.allowed(ends)
         if thinking is not None and self._awaits and thinking.may_begin:
             mask[thinking.markers.begin] = True

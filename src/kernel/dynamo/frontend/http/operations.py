@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.frontend.admission.model import Reason, Urgency
 from dynamo.frontend.admission.process import Admission, Stage
-from dynamo.frontend.base.access import identity_of, is_closed
+from dynamo.frontend.base.access import Caller, identity_of, is_closed
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload
@@ -196,6 +196,8 @@ class OpenApiRoute:
         await reply(send, 200, self._body)
 
 
+OWNED_BY: Final = "dynamo"  # of a model whose engine names no owner
+
 _READY = re.compile(r"^(?P<id>.+)/ready$")
 
 
@@ -212,7 +214,7 @@ class ModelsRoute:
         dialect: Dialect = MESSAGES if anthropic else OPENAI
         identity = identity_of(scope)
         if not name:
-            models = [model for model in self._models.models() if identity is None or identity.allows_model(model.name)]
+            models = self._allowed(identity)
             await reply(send, 200, _encode(self._list(models, anthropic)))
             return
         ready = _READY.match(name)
@@ -221,15 +223,21 @@ class ModelsRoute:
             is_allowed = identity is None or identity.allows_model(ready["id"])
             body = self._models.readiness(ready["id"]) if is_allowed else None
             if body is None:
-                await reject_route(scope, send, dialect.unknown_model(ready["id"]), dialect)
+                await reject_route(scope, send, dialect.unknown_model(ready["id"], self._names(identity)), dialect)
             else:
                 await reply(send, 200 if body["ready"] else 503, _encode(body))
             return
         found = None if identity is not None and not identity.allows_model(name) else self._models.lookup(name)
         if found is None:
-            await reject_route(scope, send, dialect.unknown_model(name), dialect)
+            await reject_route(scope, send, dialect.unknown_model(name, self._names(identity)), dialect)
         else:
             await reply(send, 200, _encode(self._describe(found, name, anthropic)))
+
+    def _allowed(self, identity: Caller | None) -> list[ServedModel]:
+        return [model for model in self._models.models() if identity is None or identity.allows_model(model.name)]
+
+    def _names(self, identity: Caller | None) -> list[str]:
+        return [model.name for model in self._allowed(identity)]
 
     def _list(self, models: Sequence[ServedModel], anthropic: bool) -> Mapping[str, Any]:
         data = [self._describe(model, model.name, anthropic) for model in models]
@@ -256,8 +264,9 @@ class ModelsRoute:
             "id": name,
             "object": "model",
             "created": model.created,
-            "owned_by": "nvidia",  # what 1.6 says; clients compare it
-            "context_window": window,
+            "owned_by": model.card.runtime_config.runtime_data.get("owned_by") or OWNED_BY,
+            # One length under the names that clients of different servers read.
+            **dict.fromkeys(("context_window", "max_model_len", "context_length"), window),
         }
         if model.lora_name is not None:
             bases = self._models.base_names()

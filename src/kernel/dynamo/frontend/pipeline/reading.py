@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -79,7 +79,7 @@ class CallReader:
             request.__dict__["is_large"] = True
         model = models.lookup(request.model)
         if arrival.identity is not None:
-            bind_key(request, arrival.identity, api.dialect)
+            bind_key(request, arrival.identity, api.dialect, self._served_to(arrival))
         if model is None and models.is_registered(request.model):
             raise model_not_ready(request.model)
         prefix = self._metadata_prefix
@@ -106,8 +106,17 @@ class CallReader:
         else:
             api.validate(request)
         if model is None or not model.surface_bits & self._surface_bit:
-            raise api.dialect.unknown_model(request.model)
+            raise api.dialect.unknown_model(request.model, self._served_to(arrival)())
         return Resolved(request, model, effects)
+
+    def _served_to(self, arrival: Arrival) -> Callable[[], list[str]]:
+        """Return what lists the models of this API that a client may use."""
+        caller = arrival.identity
+        return lambda: [
+            model.name
+            for model in self._models.models()
+            if model.surface_bits & self._surface_bit and (caller is None or caller.allows_model(model.name))
+        ]
 
     def _log_ignored(self, names: Sequence[str]) -> None:
         """Log members of other servers' clients that have no effect, each once, with the reason."""
@@ -118,10 +127,12 @@ class CallReader:
                 logger.info("member %r of %s requests has no effect here: %s", name, self._api.endpoint, reason)
 
 
-def bind_key(request: Request | ResultRequest, caller: Caller, dialect: Dialect) -> None:
+def bind_key(
+    request: Request | ResultRequest, caller: Caller, dialect: Dialect, served: Callable[[], Sequence[str]] = tuple
+) -> None:
     """Note the owner of a request. Raises the 404 of a model that its key may not use, which is that of an unknown one."""
     if not caller.allows_model(request.model):
-        raise dialect.unknown_model(request.model)
+        raise dialect.unknown_model(request.model, served())
     request.__dict__["key_owner"] = caller.owner
 
 

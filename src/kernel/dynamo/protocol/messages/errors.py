@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
 from dynamo.protocol.dialect import Dialect, RateStatus
-from dynamo.protocol.openai.errors import ABORTED_CODE, RequestRejected
+from dynamo.protocol.openai.errors import ABORTED_CODE, MAX_NAME, RequestRejected, missing_model
 from dynamo.protocol.openai.escaping import json_text
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -64,8 +65,9 @@ class MessagesDialect(Dialect):
             (base + b"reset", reset.encode()),
         )
 
-    def unknown_model(self, model: str) -> RequestRejected:
-        return RequestRejected(404, f"Model '{model}' not found", param="model", code="model_not_found")
+    def unknown_model(self, model: str, served: Sequence[str] = ()) -> RequestRejected:
+        text = f"Model '{model[:MAX_NAME]}' not found{missing_model(model, served)}"
+        return RequestRejected(404, text, param="model", code="model_not_found")
 
 
 MESSAGES: Final = MessagesDialect()

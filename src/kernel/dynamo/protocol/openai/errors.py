@@ -5,7 +5,7 @@ The statuses and texts themselves are the table in `dynamo.errors`; nothing here
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -171,8 +171,23 @@ def error_body(
     )
 
 
-def model_not_found() -> RequestRejected:
-    return RequestRejected(404, "Model not found", param="model", code="model_not_found")
+MAX_NAMED_MODELS: Final = 8  # in one message; the rest is a count
+MAX_NAME: Final = 128  # characters of a model's name in a message
+
+
+def model_not_found(model: str = "", served: Sequence[str] = ()) -> RequestRejected:
+    """Return the 404 for a model that is not served to this client; `served` are those that are."""
+    return RequestRejected(404, f"Model not found{missing_model(model, served)}", param="model", code="model_not_found")
+
+
+def missing_model(model: str, served: Sequence[str]) -> str:
+    """Return the end of a sentence about a model that is not there: its name, and what there is instead."""
+    if not model:
+        return ""
+    named = ", ".join(f"'{name[:MAX_NAME]}'" for name in served[:MAX_NAMED_MODELS])
+    more = f" and {len(served) - MAX_NAMED_MODELS} more" if len(served) > MAX_NAMED_MODELS else ""
+    there = f"; served here: {named}{more}" if served else "; no model is served here"
+    return f": '{model[:MAX_NAME]}'{there}"
 
 
 def model_not_ready(model: str) -> RequestRejected:

@@ -134,6 +134,8 @@ class Model(Struct):
     created: int
     owned_by: str
     context_window: int | None
+    max_model_len: int | None  # the same length, as vLLM and SGLang call it
+    context_length: int | None  # and as OpenRouter and LM Studio do
     max_output_tokens: int | None = None
 
 
