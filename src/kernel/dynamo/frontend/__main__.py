@@ -19,8 +19,6 @@ from dynamo.runtime.calls.faults import injection
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.observe.logging import configure_dynamo_logging
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -> int:
     """Serve until SIGTERM or SIGINT. 0 after a clean end, 1 with one line when it could not start, 2 after an error of use.

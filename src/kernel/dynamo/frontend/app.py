@@ -26,8 +26,6 @@ from dynamo.frontend.settings import FrontendSettings
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
 
-__all__ = ["Frontend"]
-
 
 class Frontend:
     """One HTTP frontend over one runtime. The runtime stays the caller's: it is not closed here."""

@@ -50,8 +50,6 @@ from dynamo.protocol.openai.schema import ApiDescription, openapi_json
 from dynamo.protocol.responses.schema import RESPONSES_API
 from dynamo.protocol.vectors.schema import VECTORS_API
 
-__all__ = ["FrontendRoutes", "RoutedParts"]
-
 
 class RoutedParts(NamedTuple):
     """What the routes are made over, beside the pipeline."""

@@ -22,8 +22,6 @@ from dynamo.settings.readers import one_of, switch, text
 from dynamo.settings.table import Setting, Status, declared, settings_of, without_secrets
 from dynamo.text.templates import ChatTemplate
 
-__all__ = ["INERT", "ONE_VALUE", "REFUSED", "parse_args"]
-
 _EPILOG: Final = """\
 every flag has an environment variable, shown in brackets; a flag wins over its variable.
 flags of the native frontend that would change nothing here are accepted without effect; flags of features that

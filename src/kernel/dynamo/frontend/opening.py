@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from dynamo.frontend.parts.scaling.part import AutoscalePart
     from dynamo.runtime.distributed import DistributedRuntime
 
-__all__ = ["OpenedKernel", "OpenedParts", "PortGroup", "open_kernel", "open_parts"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -28,18 +28,6 @@ from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.shapes import AgentHints, CommonRequest, NvExt
 from dynamo.protocol.vectors.requests import ResultRequest
 
-__all__ = [
-    "AdmissionPolicy",
-    "AdmissionSlot",
-    "ModelAdmission",
-    "Reason",
-    "RequestLimit",
-    "Shed",
-    "Urgency",
-    "cap_priority",
-    "urgency_of",
-]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_QUEUE_AGE_SECONDS: Final = 120.0

@@ -13,8 +13,6 @@ from typing import Final
 
 from dynamo.errors import DynamoException, Overloaded
 
-__all__ = ["OPEN", "TRANSITIONS", "Admission", "NotReady", "Stage"]
-
 
 class Stage(enum.Enum):
     """Where a frontend is in its life."""

@@ -22,8 +22,6 @@ from dynamo.protocol.openai.responses import FinishedChoice, chat_body, chat_log
 from dynamo.protocol.openai.sse import DONE, ChatStream, named_event
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
 
-__all__ = ["ChatApi", "DispatchEvents"]
-
 _NO_CONTENT: Final = b'"content":""'
 
 

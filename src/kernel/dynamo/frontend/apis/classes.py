@@ -36,8 +36,6 @@ from dynamo.protocol.vectors.requests import (
 )
 from dynamo.protocol.vectors.results import InputVector, check_total
 
-__all__ = ["ClassifyApi", "PoolingApi", "labels_of"]
-
 
 def labels_of(model: ServedModel) -> list[str]:
     """Return the names of a model's classes; [] where its workers declare none."""

@@ -22,8 +22,6 @@ from dynamo.protocol.openai.responses import FinishedChoice, completion_body, co
 from dynamo.protocol.openai.sse import DONE, CompletionStream
 from dynamo.text.output import Content
 
-__all__ = ["CompletionApi"]
-
 
 class CompletionApi(GenerationApi[CompletionRequest]):
     """Text completions."""

@@ -14,8 +14,6 @@ from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.requests import CompletionRequest
 from dynamo.protocol.openai.responses import TokenLogprob, finite
 
-__all__ = ["PROMPT_LOGPROBS", "EchoedPrompts"]
-
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 """The member of an engine's `engine_data` (of the last chunk): for each prompt token what could have stood there, as
 {"<token id>": {"logprob", "rank"?, "decoded_token"?}}; None for the first, before which nothing stands."""

@@ -20,8 +20,6 @@ from dynamo.protocol.vectors.answers import embeddings_body
 from dynamo.protocol.vectors.requests import EMBEDDINGS, EmbeddingRequest, check_inputs, client_body, validate_embedding
 from dynamo.protocol.vectors.results import InputVectors, check_total, read_openai_embeddings, read_vectors
 
-__all__ = ["EmbeddingsApi"]
-
 INLINE_VALUES: Final = 65_536  # of all vectors; more are written as JSON in a thread
 
 

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-__all__ = ["AnswerHistory", "StoredResponse", "scoped_owner"]
-
 
 def scoped_owner(key_owner: str | None, tenant: str) -> str:
     """Return the owner of a response: the tenant that a client names, within the owner of its key where there is one."""

@@ -36,8 +36,6 @@ from dynamo.protocol.openai.requests import validate_chat
 from dynamo.text.output import Content
 from dynamo.text.templates import TemplateRejected
 
-__all__ = ["MessagesApi", "MessagesCountApi"]
-
 _STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
 
 

@@ -27,8 +27,6 @@ from dynamo.text.output import (
     Reasoning,
 )
 
-__all__ = ["BlockOrder", "BlockWriter"]
-
 
 class BlockWriter(Protocol):
     """Writes blocks, one after the other."""

@@ -39,8 +39,6 @@ from dynamo.protocol.responses.response import ResponseObject, response_usage
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
 from dynamo.text.templates import TemplateRejected
 
-__all__ = ["ResponsesApi", "ResponsesCountApi"]
-
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_TYPES: Final = 256  # clients choose their names

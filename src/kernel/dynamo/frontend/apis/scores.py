@@ -39,8 +39,6 @@ from dynamo.protocol.vectors.requests import (
 )
 from dynamo.protocol.vectors.results import InputVector, check_total
 
-__all__ = ["RerankApi", "ScoreApi"]
-
 R = TypeVar("R", bound=Any)
 
 

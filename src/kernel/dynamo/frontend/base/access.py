@@ -13,21 +13,6 @@ from typing import Final, Protocol
 from dynamo.frontend.base.asgi import Scope
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = [
-    "CLOSED",
-    "IDENTITY",
-    "Access",
-    "Caller",
-    "CallerLookup",
-    "KeyRole",
-    "RouteGroup",
-    "check_access",
-    "identity_of",
-    "is_closed",
-    "key_rejection",
-    "owner_of",
-]
-
 IDENTITY: Final = "dynamo.identity"
 """The entry of a scope that holds the `Caller` of the request; there is none where no key is needed."""
 

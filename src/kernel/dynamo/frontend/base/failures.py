@@ -27,8 +27,6 @@ from msgspec import Struct
 from dynamo.protocol.request_ids import uuid_in
 from dynamo.runtime.observe.log_text import one_line
 
-__all__ = ["BUNDLE_SCHEMA", "FailedRequest", "FailureGroup", "FailureRing", "message_template"]
-
 BUNDLE_SCHEMA: Final = "dynamo.failure.v1"
 MAX_GROUPS: Final = 256
 MAX_BUNDLE_BYTES: Final = 512 * 1024

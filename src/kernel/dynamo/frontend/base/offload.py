@@ -10,17 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Final, Protocol, TypeVar
 
-__all__ = [
-    "LARGE_BODY_BYTES",
-    "InlineOffload",
-    "Offload",
-    "ThreadOffload",
-    "keep_large_blocks_apart",
-    "processors",
-    "return_memory",
-    "takes_long",
-]
-
 T = TypeVar("T")
 
 MAX_THREADS: Final = 8  # long prompts are tokenised outside the interpreter lock; more threads than cores only queue

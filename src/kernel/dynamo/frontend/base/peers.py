@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-__all__ = ["TOKEN_KEY", "Peers"]
-
 TOKEN_KEY: Final = "inspector/token"
 """The shared value that is the token of the inspector: one for all processes of a group."""
 

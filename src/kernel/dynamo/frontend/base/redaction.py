@@ -8,8 +8,6 @@ from typing import Any
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["Redact", "load_redaction"]
-
 Redact = Callable[[dict[str, Any]], dict[str, Any] | None]
 """Gets a record and returns it as it may be written, None: it is not to be written."""
 

@@ -10,8 +10,6 @@ from dynamo.frontend.base.asgi import Message, Scope, Send, first_headers, reply
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["HEADER", "client_request_id", "reject_route", "request_id_note", "with_request_id"]
-
 HEADER: Final = b"x-request-id"
 MAX_CHARACTERS: Final = 128  # of an id that is repeated
 LOGGED_CHARACTERS: Final = 64  # of an id that is not

@@ -11,8 +11,6 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["open_database", "writing"]
-
 NO_UPGRADES: Final[Mapping[int, str]] = {}
 BUSY_SECONDS: Final = 5.0  # to wait for another process that writes
 

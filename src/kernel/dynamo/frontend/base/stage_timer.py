@@ -10,21 +10,6 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Final
 
-__all__ = [
-    "FIRST_TOKEN",
-    "OVERHEAD_HEADER",
-    "PARSE",
-    "QUEUE",
-    "ROUTE",
-    "STAGES",
-    "TEMPLATE",
-    "TOKENISE",
-    "WIRE",
-    "WRITE",
-    "StageTimer",
-    "wants_stage_times",
-]
-
 OVERHEAD_HEADER: Final = b"x-dynamo-overhead"
 
 STAGES: Final = ("parse", "template", "tokenise", "queue", "route", "wire", "first_token", "write")

@@ -13,8 +13,6 @@ from dynamo.frontend.base.asgi import BodyBudget, ClientGone, Receive, Scope, Se
 from dynamo.frontend.models.adapters import AdapterKeeper, WorkerAnswer
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["ADAPTERS_PATH", "AdaptersRoute"]
-
 ADAPTERS_PATH: Final = "/v1/loras"
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_CHARS: Final = 4096

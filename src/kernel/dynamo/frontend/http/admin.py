@@ -18,15 +18,6 @@ from dynamo.runtime.base.addresses import LOCAL_STORES, is_loopback
 from dynamo.runtime.base.http_limits import Rejection
 from dynamo.runtime.http.cross_site import cross_site_reason
 
-__all__ = [
-    "ADMIN_CONNECTIONS",
-    "AdminElsewhere",
-    "AdminLimits",
-    "SameSiteOnly",
-    "log_exposure",
-    "serves_admin_with_api",
-]
-
 logger = logging.getLogger(__name__)
 
 Route = Callable[[Scope, Receive, Send], Awaitable[None]]

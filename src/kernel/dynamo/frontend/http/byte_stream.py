@@ -8,8 +8,6 @@ from dynamo.frontend.base.asgi import Send
 from dynamo.frontend.pipeline.sink import HeaderPairs, SplicedEvents
 from dynamo.runtime.http.cycle import CUT_MESSAGE
 
-__all__ = ["ByteStream"]
-
 
 class ByteStream:
     """An `AnswerStream`. Used by one task."""

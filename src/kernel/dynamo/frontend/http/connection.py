@@ -12,8 +12,6 @@ from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.http_limits import Rejection
 
-__all__ = ["LIMITS", "render_rejection"]
-
 LIMITS: Final = (
     "connections",
     "header_size",

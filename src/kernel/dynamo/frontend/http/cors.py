@@ -10,8 +10,6 @@ from starlette.types import ASGIApp
 from dynamo.frontend.base.asgi import RESPOND_EXTENSION, Message, Receive, Scope, Send
 from dynamo.frontend.base.request_id import with_request_id
 
-__all__ = ["RATE_HEADERS", "with_cors"]
-
 RATE_HEADERS: Final = tuple(
     [f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
 )

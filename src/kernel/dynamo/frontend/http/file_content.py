@@ -10,8 +10,6 @@ from typing import Final
 from dynamo.frontend.base.asgi import Scope, Send, first_headers, reply_rejected
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["send_content"]
-
 READ_BYTES: Final = 256 * 1024
 _RANGE: Final = re.compile(rb"bytes=(\d{0,18})-(\d{0,18})")
 

@@ -33,8 +33,6 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.identifiers import random_uuid
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION
 
-__all__ = ["EXCHANGE", "AsgiSink", "InferenceRoute", "watch_client"]
-
 EXCHANGE: Final = "dynamo.exchange"
 """The entry of a scope in which an inference route puts its `Exchange`; there is none where no log asks for it."""
 

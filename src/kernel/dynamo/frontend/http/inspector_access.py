@@ -13,8 +13,6 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.base.addresses import WILDCARDS, http_url
 from dynamo.runtime.http.inspector_token import InspectorAccess, publish_access, remove_access
 
-__all__ = ["AdminKeys", "published_access", "uses_token"]
-
 logger = logging.getLogger(__name__)
 
 

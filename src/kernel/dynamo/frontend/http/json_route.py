@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from dynamo.frontend.base.asgi import ClientGone, Receive, Scope, Send, reply, reply_rejected
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["JsonRoute"]
-
 
 class JsonRoute(ABC):
     """One ASGI application; a subclass makes the body."""

@@ -7,8 +7,6 @@ import gc
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["event_loop_factory", "spare_the_collector"]
-
 COLLECT_AFTER: Final = 20_000
 """Containers that may come into being before the collector looks for circles among them. A request leaves none (the soak
 holds that), so Python's default of 700 only costs time: 6 % of a one-token request."""

@@ -12,8 +12,6 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from dynamo.frontend.base.asgi import ClientGone, Headers, Receive
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["FilePiece", "FormField", "read_form"]
-
 MAX_FIELDS: Final = 32
 MAX_FIELD_BYTES: Final = 64 * 1024
 MAX_HEADER_BYTES: Final = 16 * 1024  # of one part

@@ -10,8 +10,6 @@ from dynamo.frontend.base.asgi import Receive, Scope, Send, reply_rejected
 from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected, not_built, response_not_found
 
-__all__ = ["NOT_BUILT_ROUTES", "NotBuiltRoute", "switched_off"]
-
 NOT_BUILT_ROUTES: Final = {
     "/v1/images/variations": "Varying images",
     "/v1/videos/stream": "Streaming videos",

@@ -25,8 +25,6 @@ from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.runtime.observe.metrics import CONTENT_TYPE
 
-__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "ReadyRoute"]
-
 LAG_SECONDS: Final = 1.0  # of the event loop: every stream of the process stood still for that long
 
 

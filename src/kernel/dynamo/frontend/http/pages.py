@@ -15,8 +15,6 @@ from typing import Final
 from dynamo.frontend.base.access import identity_of
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
 
-__all__ = ["DOCS_PATH", "SCRIPT_PATH", "DocsPage", "HomePage", "ScriptRoute"]
-
 DOCS_PATH: Final = "/docs"
 SCRIPT_PATH: Final = "/docs/rapidoc-min.js"
 MAX_LISTED: Final = 100  # of the models; /v1/models has all of them

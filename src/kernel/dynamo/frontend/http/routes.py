@@ -15,8 +15,6 @@ from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected, route_not_found
 
-__all__ = ["GuardedRoute", "InferenceFirst", "PathDialects", "Site", "UnmatchedPath"]
-
 
 class InferenceFirst(Router):
     """A router that knows the inference routes by their whole paths.

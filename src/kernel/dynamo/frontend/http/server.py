@@ -25,17 +25,6 @@ from dynamo.runtime.base.tls_gate import TlsGate
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
 from dynamo.runtime.http.service import HttpService
 
-__all__ = [
-    "Connect",
-    "Connections",
-    "HttpServer",
-    "PortInUse",
-    "bind",
-    "bind_admin",
-    "serve_until",
-    "serve_until_signal",
-]
-
 logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG: Final = 2048

@@ -18,8 +18,6 @@ from dynamo.frontend.models.cards import CardEntry
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["AdapterKeeper", "AskWorker", "WorkerAnswer"]
-
 logger = logging.getLogger(__name__)
 
 MAX_ADAPTERS: Final = 1000  # that are remembered

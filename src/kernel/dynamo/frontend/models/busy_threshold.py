@@ -25,8 +25,6 @@ from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadedPool, 
 from dynamo.runtime.base.tasks import Background, first_of
 from dynamo.runtime.calls.event_plane.base import Event
 
-__all__ = ["LOAD_TOPIC", "BusyThresholdRoute", "LoadFollower"]
-
 logger = logging.getLogger(__name__)
 
 LOAD_TOPIC: Final = "kv_metrics"

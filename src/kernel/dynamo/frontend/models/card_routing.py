@@ -16,8 +16,6 @@ from dynamo.router.kv.domains import KvDomains
 from dynamo.router.kv.native_config import FORMER_MEMBERS, NativeKvConfig, checked, not_built, settings_of_native
 from dynamo.router.kv.settings import KvRouterSettings
 
-__all__ = ["CardRouting", "GroupRouting", "RoutingMaker", "read_router_config"]
-
 logger = logging.getLogger(__name__)
 
 MAX_CONFIGS: Final = 64  # different ones, of all cards of a frontend's life; each may follow KV events of its own

@@ -17,8 +17,6 @@ from dynamo.protocol.model_types import ModelInput, WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord, decode_model_record
 from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
 
-__all__ = ["MAX_CARDS", "MAX_MODELS", "CardBook", "CardEntry", "Group", "GroupKey", "Scope"]
-
 logger = logging.getLogger(__name__)
 
 MAX_CARDS: Final = 100_000  # a store gone wild must not take the frontend's memory

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Changes"]
-
 UPDATE_SECONDS: Final = 0.1  # this long after the first change, for all changes since: where an update takes long
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.client import Client
     from dynamo.runtime.distributed import DistributedRuntime
 
-__all__ = ["ClusterAccess"]
-
 
 class ClusterAccess:
     """Stays within one runtime, which it does not close."""

@@ -35,8 +35,6 @@ from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Discov
 from dynamo.runtime.discovery.follow import follow
 from dynamo.text.model import TextModel
 
-__all__ = ["ModelDirectory"]
-
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_SECONDS: Final = 1.0

@@ -24,8 +24,6 @@ from dynamo.router.record import DispatchRecord
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["EncodePools"]
-
 logger = logging.getLogger(__name__)
 
 ENCODE, PREFILL, DECODE = str(WorkerType.Encode), str(WorkerType.Prefill), str(WorkerType.Decode)

@@ -11,8 +11,6 @@ from dynamo.errors import DynamoException
 from dynamo.router.pool import WorkerClient
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["Connect", "EndpointClients"]
-
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 1.0

@@ -18,8 +18,6 @@ from dynamo.settings.readers import mebibytes, names
 from dynamo.settings.readers import seconds as file_seconds
 from dynamo.settings.table import setting
 
-__all__ = ["ANY_HOST", "FilePolicy", "check_url", "host_of_instance", "path_part"]
-
 ANY_HOST: Final = "*"
 MIB: Final = 1024 * 1024
 MAX_PART_CHARACTERS: Final = 100

@@ -29,8 +29,6 @@ from dynamo.frontend.models.file_policy import FilePolicy, check_url, path_part
 from dynamo.protocol.records import FileRef, ModelCard
 from dynamo.runtime.base.addresses import detect_host
 
-__all__ = ["ChecksumMismatch", "ModelFiles", "Sources"]
-
 FILE_NAMES: Final = {
     "hf_config_json": "config.json",
     "hf_tokenizer_json": "tokenizer.json",

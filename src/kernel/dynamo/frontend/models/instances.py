@@ -13,8 +13,6 @@ from dynamo.frontend.models.file_policy import host_of_instance
 from dynamo.protocol.records import UNREADABLE
 from dynamo.runtime.discovery.base import INSTANCES, Change, Put
 
-__all__ = ["InstanceBook"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.records import ModelCard
 
-__all__ = ["LengthLimits", "PromptTooLong"]
-
 
 class LengthLimits(NamedTuple):
     """How long the prompt and the answer of a model may be, in tokens."""

@@ -18,8 +18,6 @@ from dynamo.protocol.records import ModelCard
 from dynamo.runtime.base.tasks import Background
 from dynamo.text.model import TextModel
 
-__all__ = ["CONCURRENT_LOADS", "ClusterView", "Load", "ModelLoader"]
-
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = (1, 2, 4, 8, 16, 30)  # then 30 again and again: the files may be on their way

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dynamo.frontend.models.served import ServedModel
 
-__all__ = ["NameIndex"]
-
 
 class NameIndex:
     """Names and aliases of the models that may get requests, and the names that are only registered."""

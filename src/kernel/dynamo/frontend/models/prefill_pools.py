@@ -15,8 +15,6 @@ from dynamo.router.prefill import PrefillRouter
 from dynamo.router.stages import PrefillStage
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["PrefillPools"]
-
 logger = logging.getLogger(__name__)
 
 _Place = tuple[str, str]  # model, namespace

@@ -13,8 +13,6 @@ from dynamo.frontend.models.prefill_pools import PrefillPools
 from dynamo.frontend.models.served import ServedModels, ServingRules
 from dynamo.protocol.model_types import VECTORS, ModelInput, ModelType, WorkerType
 
-__all__ = ["DECODE", "ENCODE", "PREFILL", "Readiness", "unservable"]
-
 logger = logging.getLogger(__name__)
 
 SERVABLE: Final = (

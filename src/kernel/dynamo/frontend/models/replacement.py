@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dynamo.frontend.models.cards import GroupKey
 from dynamo.router.pool import ModelPool
 
-__all__ = ["ReplacementWaits"]
-
 logger = logging.getLogger(__name__)
 
 

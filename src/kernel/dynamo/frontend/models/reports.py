@@ -18,8 +18,6 @@ from dynamo.text.formats.tools import TOOL_FORMATS
 from dynamo.text.model import TextModel
 from dynamo.text.prefix_cache import CachedTokenizer
 
-__all__ = ["ModelReports"]
-
 logger = logging.getLogger(__name__)
 
 

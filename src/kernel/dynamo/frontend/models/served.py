@@ -28,8 +28,6 @@ from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage
 from dynamo.text.model import TextModel
 
-__all__ = ["ServedModel", "ServedModels", "ServingRules"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServingRules:

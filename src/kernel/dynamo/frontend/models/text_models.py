@@ -13,8 +13,6 @@ from dynamo.protocol.records import IMAGE_PROCESSOR, ModelCard
 from dynamo.text.model import TextModel, load_text_model
 from dynamo.text.template_sandbox import NO_CLOCK
 
-__all__ = ["TextModelLoader"]
-
 
 class TextModelLoader:
     """Loads in threads of its own: whatever a card names must not keep prompts waiting for a thread."""

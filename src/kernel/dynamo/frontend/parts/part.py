@@ -28,8 +28,6 @@ from dynamo.runtime.observe.metrics import Family
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
 
-__all__ = ["Kernel", "Part"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kernel:

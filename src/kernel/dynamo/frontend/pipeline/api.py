@@ -33,16 +33,6 @@ from dynamo.protocol.openai.shapes import RequestMedia
 from dynamo.protocol.openai.sse import nvext_json, usage_json
 from dynamo.runtime.calls.context import Context
 
-__all__ = [
-    "Answer",
-    "Api",
-    "CountingApi",
-    "GenerationApi",
-    "MediaTaker",
-    "RenderOptions",
-    "Renderer",
-]
-
 R = TypeVar("R", bound=Any)
 
 _MILLISECONDS: Final = 1000.0

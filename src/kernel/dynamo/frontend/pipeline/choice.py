@@ -18,8 +18,6 @@ from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.decoder import ChoiceDecoder
 
-__all__ = ["Choice", "Delta", "TokenChoice"]
-
 T = TypeVar("T")
 
 _OPENAI_REASON: Final = {

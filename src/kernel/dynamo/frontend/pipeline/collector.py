@@ -8,8 +8,6 @@ from typing import Any
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.text.output import Joined, joined
 
-__all__ = ["CollectedAnswer", "CollectedChoice", "merged"]
-
 
 class CollectedChoice:
     """One choice of the answer."""

@@ -24,8 +24,6 @@ from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event
 from dynamo.protocol.worker_request import WorkerRequest
 
-__all__ = ["StreamDelivery", "UnaryDelivery", "annotation_events", "send_placement"]
-
 
 class _Delivery:
     """What both ways share: deltas to events, the counters, and how generation ended."""

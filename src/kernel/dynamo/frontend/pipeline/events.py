@@ -14,9 +14,6 @@ from msgspec import Struct
 from dynamo.frontend.pipeline.choice import Delta
 from dynamo.text.output import Content, OutputEvent
 
-__all__ = ["ChoiceOutput", "Event", "Finished", "Logprobs", "TokenSource"]
-
-
 T = TypeVar("T")
 
 

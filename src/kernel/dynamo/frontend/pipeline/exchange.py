@@ -25,18 +25,6 @@ from dynamo.protocol.request_ids import uuid_in
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.tracing import TraceContext
 
-__all__ = [
-    "ANSWER_HEADERS",
-    "Arrival",
-    "EarlyEnd",
-    "Exchange",
-    "ExchangeRegister",
-    "KeyRevoked",
-    "PartSlot",
-    "Phase",
-    "RequestAborted",
-]
-
 T = TypeVar("T")
 
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate", b"request-id")

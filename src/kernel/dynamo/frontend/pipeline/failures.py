@@ -17,8 +17,6 @@ from dynamo.protocol.openai.errors import (
     rejection_for,
 )
 
-__all__ = ["FailureLabels", "classify", "rejection_of"]
-
 
 class FailureLabels(NamedTuple):
     """The labels of a failure."""

@@ -13,8 +13,6 @@ import msgspec
 
 from dynamo.protocol.openai.headers import HeaderEffects
 
-__all__ = ["CONVENTIONS", "OPERATIONS", "GenAi", "content_attributes", "output_messages", "request_attributes"]
-
 CONVENTIONS: Final = "semantic-conventions-genai, development, 2026-10"
 """The state of the conventions that the names below are of: after semantic-conventions 1.42, where they had moved out."""
 

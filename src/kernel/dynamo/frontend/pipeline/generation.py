@@ -15,8 +15,6 @@ from dynamo.frontend.pipeline.text_generation import TextPlan, TextStream
 from dynamo.router.fan_out import FanOut
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["SingleGeneration", "generate"]
-
 
 async def generate(model: GenerationModel, work: WorkRequest, context: Context) -> AsyncGenerator[list[Delta], None]:
     """Yield the deltas of all choices as they arrive; ends when every choice has its finish reason.

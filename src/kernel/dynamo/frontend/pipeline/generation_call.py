@@ -19,8 +19,6 @@ from dynamo.protocol.openai.errors import not_built
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.shapes import RequestMedia
 
-__all__ = ["GenerationCall"]
-
 
 class GenerationCall(Call):
     """One inference API whose answers are generated token by token."""

@@ -8,8 +8,6 @@ from typing import Final, Protocol
 
 from dynamo.errors import DynamoException, ResponseTimeout
 
-__all__ = ["IDLE_CHECKS_PER_TIMEOUT", "IdleTimeout"]
-
 IDLE_CHECKS_PER_TIMEOUT: Final = 10
 """In how many steps an idle time is counted. The timeout fires at most one step late."""
 

@@ -36,8 +36,6 @@ from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.vectors.requests import ResultRequest
 from dynamo.router.stall_detector import StallDetector
 
-__all__ = ["Call", "Pipeline"]
-
 logger = logging.getLogger(__name__)
 
 

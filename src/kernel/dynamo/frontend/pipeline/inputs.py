@@ -23,8 +23,6 @@ from dynamo.protocol.vectors.requests import ResultRequest, refuse
 from dynamo.router.failover import DispatchLimits, pinned_instance
 from dynamo.text.tokenizer import TextInput, Tokenizer
 
-__all__ = ["InputRules", "check_served", "encode_inputs", "input_groups", "vector_plan"]
-
 PART_INPUTS: Final = 32  # in one request to a worker
 PART_TOKENS: Final = 8192
 LONGEST_TOKEN: Final = 128  # characters; the end of a longer text cannot be among the first tokens that are kept

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from dynamo.frontend.pipeline.plan import Plan
     from dynamo.frontend.pipeline.reading import Resolved
 
-__all__ = ["CLIENT_LEFT", "Hooks", "Outcome", "Reached", "RequestListener", "TokensTaken"]
-
 CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
 
 

@@ -30,14 +30,6 @@ from dynamo.text.output import Idle, Reasoning
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.tokenizer import Tokenizer
 
-__all__ = [
-    "OutputPlan",
-    "ReasoningCounter",
-    "plan_output",
-    "tell_worker",
-    "think_marks",
-]
-
 PROMPT_TAIL_TOKENS: Final = 16  # of a prompt that came as ids: enough for an opening tag and the white space behind it
 
 

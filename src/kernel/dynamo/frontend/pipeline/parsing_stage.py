@@ -14,8 +14,6 @@ from dynamo.text.output import CallBegan, CallEnded, Content, OutputEvent
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.tokenizer import Tokenizer
 
-__all__ = ["ParsingStage"]
-
 
 class _ParsedChoice:
     """How far one choice has been read."""

@@ -18,8 +18,6 @@ from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.decoder import ChoiceDecoder
 from dynamo.text.pieces import EncodedPieces
 
-__all__ = ["NumberedOutput", "PlainOutput", "PlainTokens"]
-
 
 class _Counts(Protocol):
     completion_tokens: int

@@ -20,8 +20,6 @@ from dynamo.text.model import TextModel
 if TYPE_CHECKING:
     from dynamo.frontend.pipeline.tap import RequestTap
 
-__all__ = ["GenerationModel", "MovableStream", "Plan", "Tally", "WorkRequest", "reported_count"]
-
 _DEFAULT_LIMITS: Final = DispatchLimits()
 
 

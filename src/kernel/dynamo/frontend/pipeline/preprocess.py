@@ -41,8 +41,6 @@ from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 from dynamo.text.tokenizer import Tokenizer
 
-__all__ = ["CHARACTERS_PER_TOKEN", "MAX_PROMPT_TOKENS", "PROBED_CHARACTERS", "Preprocessor", "least_tokens"]
-
 MAX_PROMPT_TOKENS: Final = 1 << 20  # of a model that does not say how many it takes
 CHARACTERS_PER_TOKEN: Final = 4  # a text of more of them for each token of the limit is probed before it is tokenised
 PROBED_CHARACTERS: Final = 64 * 1024  # that are tokenised at once while a prompt is probed

@@ -25,8 +25,6 @@ from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.vectors.requests import ResultRequest
 
-__all__ = ["CallReader", "Resolved", "bind_key"]
-
 logger = logging.getLogger(__name__)
 
 _X: Final = b"x-"

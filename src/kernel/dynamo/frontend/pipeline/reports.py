@@ -13,8 +13,6 @@ from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
 from dynamo.frontend.pipeline.request_records import end_record, log_declined
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["RequestCounts", "RequestLog"]
-
 logger = logging.getLogger(__name__)
 
 

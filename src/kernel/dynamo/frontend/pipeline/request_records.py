@@ -18,8 +18,6 @@ from dynamo.runtime.observe.log_site import LogSite
 from dynamo.runtime.observe.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.observe.tracing import RequestSpan, exports_content, is_tracing, start_server_span
 
-__all__ = ["begin_record", "end_record", "log_declined", "worker_fields"]
-
 logger = logging.getLogger(__name__)
 _completed: Final = LogSite(logger, COMPLETED, "end_record")
 

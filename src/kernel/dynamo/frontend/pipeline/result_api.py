@@ -17,8 +17,6 @@ from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.frontend.pipeline.sink import HeaderPairs
 
-__all__ = ["ResultAnswer", "ResultApi", "ResultReply"]
-
 R = TypeVar("R", bound=Any)
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from dynamo.frontend.pipeline.plan import Plan, Tally
 
-__all__ = ["ResultPlan"]
-
 
 class ResultPlan(Plan, frozen=True):
     """The requests to workers that it becomes. Each is answered with one object."""

@@ -27,8 +27,6 @@ from dynamo.router.fan_out import FanOut
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 
-__all__ = ["ResultCall", "gather_results"]
-
 PARTS_AT_ONCE: Final = 8  # of one request, at all workers together: a batch of thousands must not take every place
 
 

@@ -13,8 +13,6 @@ from dynamo.protocol.openai.sse import annotation_event
 from dynamo.router.kv.explain import explain_placement, hit_rate_of, trust_of
 from dynamo.router.pool import ModelPool
 
-__all__ = ["explained_routing", "kv_timing", "queried_routing", "routing_event", "routing_headers", "worker_ids"]
-
 
 def worker_ids(tally: Tally) -> dict[str, int] | None:
     """Return the workers of an answer, and their data-parallel ranks where a router chose them; None while there is none."""

@@ -15,8 +15,6 @@ from dynamo.protocol.openai.tool_schema import parameters_of
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.formats.tools import ToolFormat
 
-__all__ = ["structural_tag"]
-
 _ANY_OBJECT: Final = {"type": "object"}
 
 

@@ -12,8 +12,6 @@ from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.runtime.observe.tracing import exports_content
 from dynamo.text.output import CallArguments, CallBegan, Content, Reasoning
 
-__all__ = ["TAP", "RequestTap", "open_tap"]
-
 MAX_PARTS: Final = 200_000  # of one answer
 MAX_CHARACTERS: Final = 8 * 1024 * 1024
 

@@ -28,8 +28,6 @@ from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
 from dynamo.text.stops import StopStrings
 
-__all__ = ["TextPlan", "TextSource", "TextStream", "TextTally", "text_plan", "text_prompts"]
-
 _TOKEN_ONLY: Final = ("prompt_logprobs", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids")
 
 

@@ -9,8 +9,6 @@ from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.sink import OpenAnswer
 
-__all__ = ["TokenCountCall"]
-
 
 class TokenCountCall(Call):
     """Counts for one API whose requests are chats: parsed, rendered and tokenised as those that are answered.

@@ -12,8 +12,6 @@ from dynamo.frontend.pipeline.exchange import Exchange, RequestAborted
 from dynamo.protocol.inspector.actions import AbortResult, BulkAbortResult
 from dynamo.protocol.inspector.filters import parse_filter
 
-__all__ = ["MAX_SHOWN_IDS", "ActionRate", "Actions"]
-
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN_IDS: Final = 100

@@ -25,8 +25,6 @@ from dynamo.protocol.inspector.views import CacheView, PrefixView
 from dynamo.router.kv.placement import KvPlaced, KvPlacement
 from dynamo.router.kv_events.rank_events import CacheEvents
 
-__all__ = ["CacheTable", "Evictions", "merged_caches"]
-
 MAX_WORKERS: Final = 4096  # whose hits are counted
 MAX_PREFIXES: Final = 200  # of all models together
 _Number = TypeVar("_Number", int, float)

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["InspectorClock"]
-
 STEP_SECONDS: Final = 1.0  # a system clock that is this far off was set; less is drift, which would stir every entry
 
 

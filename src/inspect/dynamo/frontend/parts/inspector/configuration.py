@@ -12,8 +12,6 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.inspector.views import SettingView
 from dynamo.settings.table import Setting, settings_of, without_secrets
 
-__all__ = ["setting_rows"]
-
 _LINK: Final = re.compile(r"\[([^\]]+)\]\([^)]*\)")  # of the page that this text is written for
 
 

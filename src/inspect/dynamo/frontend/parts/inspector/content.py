@@ -15,8 +15,6 @@ from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.text_generation import TextPlan
 from dynamo.text.tokenizer import Tokenizer
 
-__all__ = ["CONTENT_SCHEMA", "MAX_CONTENT_BYTES", "ContentReader"]
-
 logger = logging.getLogger(__name__)
 
 CONTENT_SCHEMA: Final = "dynamo.inspect.content.v1"

@@ -13,8 +13,6 @@ from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.protocol.inspector.views import AttemptView, RequestDetail
 
-__all__ = ["request_detail"]
-
 _PHASES: Final = ("admitted", "preprocess", "route", "prefill", "decode")
 _SAMPLING: Final = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",

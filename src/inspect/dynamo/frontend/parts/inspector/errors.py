@@ -10,8 +10,6 @@ import msgspec
 from dynamo.frontend.base.failures import FailureGroup, FailureRing
 from dynamo.protocol.inspector.views import ErrorGroup
 
-__all__ = ["HIDDEN", "error_rows", "without_texts"]
-
 HIDDEN: Final = "(not shown: it may repeat what the client wrote)"
 
 

@@ -8,8 +8,6 @@ from typing import Final
 from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.protocol.inspector.views import EventView
 
-__all__ = ["EventLog"]
-
 MAX_EVENTS: Final = 1000
 
 

@@ -26,8 +26,6 @@ from dynamo.router.pool import ModelPool
 from dynamo.router.record import DispatchRecord
 from dynamo.router.stages import PrefillStage
 
-__all__ = ["explain_request"]
-
 _FORMS: Final = ("messages", "prompt", "token_ids")
 
 

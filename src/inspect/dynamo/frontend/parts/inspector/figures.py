@@ -13,18 +13,6 @@ from msgspec import Struct
 from dynamo.frontend.base.metrics.requests import RequestTotals
 from dynamo.protocol.inspector.views import CountersView
 
-__all__ = [
-    "HISTORY_SLOTS",
-    "SLOT_SECONDS",
-    "FigureRing",
-    "Slot",
-    "add_slots",
-    "counters_of",
-    "history_of",
-    "now_of",
-    "quantile",
-]
-
 SLOT_SECONDS: Final = 5.0
 HISTORY_SLOTS: Final = 60  # five minutes
 MINUTE_SLOTS: Final = 12

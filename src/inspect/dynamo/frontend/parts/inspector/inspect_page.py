@@ -10,8 +10,6 @@ from typing import Final
 
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
 
-__all__ = ["INSPECT_PATH", "InspectFile", "InspectRedirect", "inspect_files"]
-
 INSPECT_PATH: Final = "/inspect/"
 
 _CONTENT_TYPES: Final = {

@@ -65,8 +65,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.http.inspector_token import new_token
 from dynamo.scaling.decide import Decision
 
-__all__ = ["Inspector"]
-
 _NO_FILTER: Final = Filter("")
 
 

@@ -9,8 +9,6 @@ from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.parts.inspector.events import EventLog
 from dynamo.frontend.parts.inspector.stream_rows import worker_name
 
-__all__ = ["WorkerLifecycle"]
-
 
 class WorkerLifecycle:
     """Looks at the workers whenever they have changed, and at no other time."""

@@ -13,18 +13,6 @@ from msgspec import Struct
 from dynamo.frontend.parts.inspector.other_frontends import OtherFrontends, PeerAnswers
 from dynamo.frontend.parts.inspector.pictures import PictureQuery
 
-__all__ = [
-    "AskAbort",
-    "AskAbortMatching",
-    "AskBundle",
-    "AskDetail",
-    "AskHold",
-    "AskPicture",
-    "GroupPeer",
-    "Members",
-    "Question",
-]
-
 """Under which the parent of a group shares the token that all processes let in."""
 
 OTHER_VERSION: Final = "a frontend of another version"

@@ -16,8 +16,6 @@ from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.protocol.inspector.actions import WorkerActionRequest
 from dynamo.router.operator_desk import WorkerHold
 
-__all__ = ["WorkerOperator"]
-
 HOLD_KEY: Final = "inspector/hold/"
 QUARANTINE_SECONDS: Final = 60.0  # where no time is given
 

@@ -27,16 +27,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import FRONTENDS, Change, Discovery, Put
 from dynamo.runtime.discovery.follow import follow
 
-__all__ = [
-    "PEER_HEADER",
-    "PEER_PATH",
-    "OtherFrontends",
-    "PeerAnswers",
-    "checked_url",
-    "open_other_frontends",
-    "peer_code",
-]
-
 logger = logging.getLogger(__name__)
 
 PEER_PATH: Final = "/admin/v1/peer"

@@ -38,8 +38,6 @@ from dynamo.protocol.inspector.filters import FilterError
 from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["InspectorPart", "PeerRoute"]
-
 
 class InspectorPart(Part):
     """One inspector, and the other frontends of the cluster that it shows."""

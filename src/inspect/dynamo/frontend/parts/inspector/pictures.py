@@ -27,17 +27,6 @@ from dynamo.protocol.inspector.views import (
     WorkerView,
 )
 
-__all__ = [
-    "DEFAULT_LIMIT",
-    "MAX_LIMIT",
-    "Entries",
-    "MemberPicture",
-    "PictureQuery",
-    "entries_of",
-    "merge",
-    "patch_between",
-]
-
 DEFAULT_LIMIT: Final = 200
 MAX_LIMIT: Final = 1000
 

@@ -22,8 +22,6 @@ from dynamo.protocol.request_ids import uuid_in
 from dynamo.router.record import served_by
 from dynamo.runtime.calls.request_plane.base import Instance
 
-__all__ = ["KEPT", "KEPT_LONGER", "SLOW_SECONDS", "EndedRequest", "RecentRequests"]
-
 KEPT: Final = 1000
 KEPT_LONGER: Final = 200  # of the slow and the failed ones, which are looked for when others have long pushed them out
 SLOW_SECONDS: Final = 30.0

@@ -40,8 +40,6 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION
 
-__all__ = ["INSPECTOR_PATH", "InspectorRoutes", "TokenDoor"]
-
 INSPECTOR_PATH: Final = "/admin/v1/"
 
 _HAS_TOKEN: Final = "dynamo.inspector_token"

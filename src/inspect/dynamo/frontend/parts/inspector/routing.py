@@ -15,8 +15,6 @@ from dynamo.router.kv.explain import explain
 from dynamo.router.kv.placement import KvPlaced
 from dynamo.router.operator_desk import OperatorDesk
 
-__all__ = ["KEPT_DECISIONS", "RoutingLog", "routing_view"]
-
 KEPT_DECISIONS: Final = 200  # each may hold the state of all ranks
 KEPT_UNSEEN: Final = 20  # without a viewer: an operator who comes after the trouble still sees the last ones
 LOOK_SECONDS: Final = 30.0  # after the last look, in which every choice is kept as it is made

@@ -18,8 +18,6 @@ from dynamo.frontend.pipeline.plan import MovableStream, Tally, WorkRequest
 from dynamo.protocol.inspector.views import StreamView
 from dynamo.router.record import FailedAttempt
 
-__all__ = ["RATE_SECONDS", "STALLED_SECONDS", "StreamRow", "key_name", "worker_name"]
-
 RATE_SECONDS: Final = 0.5  # two looks that are nearer to each other give no rate: it would jump
 STALLED_SECONDS: Final = (
     5.0  # without a token, a hundred times the pace of a slow engine; the stall detector acts later

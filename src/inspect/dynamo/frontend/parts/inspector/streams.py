@@ -15,8 +15,6 @@ from dynamo.frontend.pipeline.exchange import Exchange, ExchangeRegister
 from dynamo.protocol.inspector.filters import Filter
 from dynamo.protocol.inspector.views import StreamView
 
-__all__ = ["SORTS", "StreamTable", "WorkerPulse", "sort_of"]
-
 
 class WorkerPulse:
     """What the streams of one worker show of it."""

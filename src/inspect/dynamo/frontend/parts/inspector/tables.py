@@ -19,8 +19,6 @@ from dynamo.frontend.parts.inspector.streams import StreamTable
 from dynamo.frontend.parts.inspector.workers import ClusterTable
 from dynamo.frontend.pipeline.inference import Pipeline
 
-__all__ = ["KEPT_SECONDS", "Tables", "TokenRates"]
-
 
 class Tables:
     """One table for each kind of row, over the parts of one frontend."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from dynamo.frontend.base.access import KeyRole
 
-__all__ = ["Visitor"]
-
 
 @dataclass(frozen=True, slots=True)
 class Visitor:

@@ -20,8 +20,6 @@ from dynamo.frontend.parts.inspector.pictures import Entries, PictureQuery, entr
 from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.protocol.inspector.views import Picture
 
-__all__ = ["KEEP_ALIVE", "MAX_VIEWERS", "CpuMeter", "TooManyViewers", "Viewer", "Watching", "period_of"]
-
 MAX_VIEWERS: Final = 8
 PERIOD_SECONDS: Final = 1.0
 LONGEST_PERIOD_SECONDS: Final = 5.0

@@ -17,8 +17,6 @@ from dynamo.protocol.inspector.views import ModelView, WorkerView
 from dynamo.router.pool import ModelPool
 from dynamo.runtime.calls.request_plane.base import Instance
 
-__all__ = ["ROLES", "ClusterTable"]
-
 ROLES: Final = {"aggregated": "agg"}
 _WIRES: Final = {"tcp": "native", "nats_tcp": "nats"}
 

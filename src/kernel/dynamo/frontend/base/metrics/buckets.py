@@ -8,8 +8,6 @@ from typing import Final
 
 from dynamo.runtime.base.settings import env_float, env_int
 
-__all__ = ["LOG_BUCKETS", "buckets_of", "check_buckets", "log_buckets"]
-
 MAX_BUCKETS: Final = 64  # a histogram is scraped whole; more buckets than this add no information
 
 

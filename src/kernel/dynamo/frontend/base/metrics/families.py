@@ -8,8 +8,6 @@ from dynamo.frontend.base.metrics.buckets import buckets_of
 from dynamo.frontend.base.metrics.table import FAMILIES
 from dynamo.runtime.observe.metrics import Counter, Family, Gauge, Histogram, MetricsRegistry, Vector
 
-__all__ = ["FrontendFamilies"]
-
 
 class FrontendFamilies:
     """Opens families by their names without the prefix."""

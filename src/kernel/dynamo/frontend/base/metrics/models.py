@@ -10,8 +10,6 @@ from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.metrics.table import MODEL_FACTS
 from dynamo.runtime.observe.metrics import Counter, Vector
 
-__all__ = ["ModelMetrics"]
-
 
 class CacheTotals(Protocol):
     """The running totals of a tokenizer's cache."""

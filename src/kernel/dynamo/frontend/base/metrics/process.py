@@ -15,8 +15,6 @@ from dynamo.router.stall_detector import StallKind
 from dynamo.runtime.observe.metric_snapshots import absorb
 from dynamo.runtime.observe.metrics import Histogram, MetricsRegistry
 
-__all__ = ["EventLoopMetrics", "FrontendMetrics", "LoopProbe", "PreparationMetrics"]
-
 STALL_SECONDS: Final = 0.1  # a loop turn this late is worth an alert: every stream of the process stood still
 
 

@@ -15,8 +15,6 @@ from dynamo.frontend.base.stage_timer import ROUTE, STAGES, StageTimer
 from dynamo.router.migration import Move
 from dynamo.runtime.observe.metrics import Counter, Gauge, Histogram, count_down, count_over, count_up, observe_each
 
-__all__ = ["CLIENTS_AND_LOAD", "UNKNOWN_MODEL", "RequestMetrics", "RequestSeries", "RequestTotals", "RequestType"]
-
 UNKNOWN_MODEL: Final = "unknown_model"
 """The label of a model that is not registered: what a client writes must not become a series."""
 

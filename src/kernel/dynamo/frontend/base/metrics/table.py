@@ -6,8 +6,6 @@ from typing import Final
 
 from dynamo.runtime.observe.metrics import Family
 
-__all__ = ["FAMILIES", "MODEL_FACTS"]
-
 _TOKENIZE_BUCKETS: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 _STAGE_BUCKETS: Final = (*_TOKENIZE_BUCKETS, 2.5, 5.0)
 _OVERHEAD_BUCKETS: Final = (0.00001, 0.00005, *_STAGE_BUCKETS, 10.0, 30.0, 60.0, 300.0)

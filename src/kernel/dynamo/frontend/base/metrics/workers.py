@@ -7,8 +7,6 @@ from typing import Final
 
 from dynamo.runtime.observe.metrics import Family, Gauge, MetricsRegistry, set_each
 
-__all__ = ["WorkerGauges"]
-
 NO_RANK: Final = "none"  # as the native frontend labels what is not of one rank
 MAX_WORKERS: Final = 4096
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from dynamo.settings.readers import switch, text
 from dynamo.settings.table import setting
 
-__all__ = ["InspectorSettings"]
-
 _GROUP = "inspector"
 
 

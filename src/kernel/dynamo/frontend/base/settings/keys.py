@@ -5,8 +5,6 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-__all__ = ["KeySources", "Network"]
-
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 

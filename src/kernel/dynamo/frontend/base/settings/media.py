@@ -10,8 +10,6 @@ from typing import Any, Final
 from dynamo.settings.readers import SettingReader, integer, mebibytes, number, one_of, seconds, switch, text
 from dynamo.settings.table import setting
 
-__all__ = ["FetchRules", "MediaSettings"]
-
 MIB: Final = 1024 * 1024
 GIB: Final = 1024 * MIB
 _GROUP: Final = "media"

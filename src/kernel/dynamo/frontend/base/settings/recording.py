@@ -8,8 +8,6 @@ from typing import Final
 from dynamo.settings.readers import integer, mebibytes, switch
 from dynamo.settings.table import setting
 
-__all__ = ["RecordingSettings"]
-
 MIB: Final = 1024 * 1024
 _GROUP: Final = "recording"
 

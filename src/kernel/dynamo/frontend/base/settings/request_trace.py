@@ -8,8 +8,6 @@ from typing import Final
 from dynamo.settings.readers import SettingReader, integer, milliseconds, number, one_of, switch, text, words
 from dynamo.settings.table import setting
 
-__all__ = ["REQUEST_END", "REQUEST_PAYLOAD", "REQUEST_STREAM", "RequestTraceSettings"]
-
 REQUEST_END: Final = "request_end"
 REQUEST_PAYLOAD: Final = "request_payload"
 REQUEST_STREAM: Final = "request_stream"

@@ -6,8 +6,6 @@ from typing import Final
 
 from msgspec import Struct
 
-__all__ = ["IN_MEMORY", "OFF", "SQLITE", "StoreLimits", "read_store_place"]
-
 IN_MEMORY: Final = "memory"
 OFF: Final = "off"
 SQLITE: Final = "sqlite:"

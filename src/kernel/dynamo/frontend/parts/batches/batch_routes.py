@@ -19,8 +19,6 @@ from dynamo.frontend.parts.batches.service import BatchService
 from dynamo.protocol.batches.objects import encode_object, list_page
 from dynamo.protocol.batches.requests import batch_page_query, decode_create_batch
 
-__all__ = ["BatchRoute", "BatchesRoute"]
-
 MAX_BODY_BYTES: Final = 64 * 1024
 
 

@@ -25,8 +25,6 @@ from dynamo.protocol.batches.objects import BatchErrorEntry, BatchErrors
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["BatchConductor"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 0.5  # between two looks at what other processes wrote

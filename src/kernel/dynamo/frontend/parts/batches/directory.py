@@ -19,8 +19,6 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["BatchDirectory", "sync_directory"]
-
 _NETWORK_TYPES: Final = (
     "9p",
     "afs",

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
-__all__ = ["FairSlots"]
-
 
 class FairSlots:
     """Slots that go to the owner who was served longest ago, and there to the batch that was served longest ago.

@@ -16,8 +16,6 @@ from dynamo.protocol.batches.requests import MAX_FILENAME, file_form, file_page_
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.escaping import json_line
 
-__all__ = ["FileContentRoute", "FileRoute", "FilesRoute"]
-
 
 class FilesRoute(JsonRoute):
     """POST and GET `/v1/files`."""

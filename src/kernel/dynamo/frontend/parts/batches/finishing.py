@@ -22,8 +22,6 @@ from dynamo.protocol.batches.lines import line_request_id, unexecuted_line
 from dynamo.protocol.batches.objects import BATCH_OUTPUT, FileObject
 from dynamo.protocol.batches.status import BatchStatus
 
-__all__ = ["Step", "publish", "result_file_id", "seal"]
-
 _GROUP: Final = 1024  # unexecuted lines that are written and synced together
 _UNEXECUTED: Final = {
     BatchStatus.EXPIRED: ("batch_expired", "This line was not executed before the batch expired."),

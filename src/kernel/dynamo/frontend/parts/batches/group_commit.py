@@ -9,8 +9,6 @@ from typing import Final, ParamSpec, Protocol, TypeVar
 
 from dynamo.frontend.parts.batches.journal import LineResult, ResultJournal
 
-__all__ = ["Disk", "GroupCommit"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ from dynamo.frontend.parts.batches.records import BatchRecord, FileRecord
 from dynamo.protocol.batches.requests import PageQuery
 from dynamo.protocol.batches.status import BatchStatus
 
-__all__ = ["BatchIndex"]
-
 T = TypeVar("T")
 
 VERSION: Final = 1  # of the tables; a file of another version is not touched

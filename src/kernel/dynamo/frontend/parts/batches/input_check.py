@@ -17,8 +17,6 @@ from dynamo.protocol.batches.lines import BatchLine, check_line, count_inputs, d
 from dynamo.protocol.batches.objects import BatchErrorEntry
 from dynamo.protocol.openai.body import BYTE_ORDER_MARK
 
-__all__ = ["MAX_ERRORS", "MAX_LINES", "CheckedInput", "LineReader", "check_input", "has_places"]
-
 MAX_LINES: Final = 50_000
 EMBEDDINGS: Final = "/v1/embeddings"
 MAX_ERRORS: Final = 100  # that are listed

@@ -16,8 +16,6 @@ from msgspec import Raw, Struct
 from dynamo.protocol.batches.lines import add_usage, line_number_of
 from dynamo.protocol.batches.objects import BatchRequestCounts, BatchUsage
 
-__all__ = ["LineResult", "ResultJournal"]
-
 _NAMES: Final = {True: "out.jsonl", False: "err.jsonl"}
 _COPY_BYTES: Final = 1024 * 1024
 

@@ -19,8 +19,6 @@ from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.identifiers import random_uuid
 
-__all__ = ["Fate", "LineAnswer", "LineCalls", "LineSink"]
-
 _PRIORITY: Final = (b"x-dynamo-request-priority", b"-1")  # below every request of a person
 _LATER: Final = frozenset({408, 500, 502, 504})  # may go better another time
 _LIMITED: Final = 429

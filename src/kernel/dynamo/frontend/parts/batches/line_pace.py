@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, Generic, TypeVar
 
-__all__ = ["LinePace", "Metered"]
-
 T = TypeVar("T")
 
 QUIET_SECONDS: Final = 0.5  # without a request of a person: then lines take everything

@@ -16,8 +16,6 @@ from dynamo.frontend.parts.batches.line_call import Fate, LineAnswer
 from dynamo.frontend.parts.batches.model_gate import ModelGate
 from dynamo.protocol.batches.lines import BatchLine, model_of
 
-__all__ = ["LineQueue", "NextLine"]
-
 READ_LINES: Final = 64  # at once
 READ_BYTES: Final = 256 * 1024
 MAX_ATTEMPTS: Final = 5

@@ -9,8 +9,6 @@ from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.protocol.batches.status import BatchStatus
 from dynamo.runtime.observe.metrics import Family
 
-__all__ = ["FAMILIES", "BatchMetrics"]
-
 _LINE_BUCKETS: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 FAMILIES: Final = (

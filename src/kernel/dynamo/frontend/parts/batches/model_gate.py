@@ -9,8 +9,6 @@ from typing import Final
 
 from dynamo.frontend.admission.model import ModelAdmission
 
-__all__ = ["ModelGate", "ModelGates"]
-
 FIRST_LINES: Final = 4  # at once, before anything is known of a model
 UNKNOWN_CAPACITY: Final = 16  # lines at once at a worker that does not report what it runs at once
 KEPT_FREE: Final = 8  # one place of so many of the workers' is left to others

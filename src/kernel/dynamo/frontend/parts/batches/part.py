@@ -20,8 +20,6 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.openai.schema import ApiDescription
 
-__all__ = ["Batches", "open_batches"]
-
 
 class Batches(Part):
     """The service, and its routes."""

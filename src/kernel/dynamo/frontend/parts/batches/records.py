@@ -9,8 +9,6 @@ from msgspec import Struct
 from dynamo.protocol.batches.objects import BatchObject, FileObject
 from dynamo.protocol.batches.status import TRANSITIONS, BatchStatus
 
-__all__ = ["BatchRecord", "FileRecord"]
-
 _TIMES: Final = {
     BatchStatus.FAILED: "failed_at",
     BatchStatus.IN_PROGRESS: "in_progress_at",

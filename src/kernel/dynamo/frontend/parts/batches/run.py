@@ -25,8 +25,6 @@ from dynamo.protocol.batches.lines import line_request_id, result_line
 from dynamo.protocol.batches.status import BatchStatus
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["BatchRun", "RunParts"]
-
 logger = logging.getLogger(__name__)
 
 MAX_UNWRITTEN: Final = 256  # results that wait for the disk; then no further line is begun

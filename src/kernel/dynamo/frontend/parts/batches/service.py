@@ -41,8 +41,6 @@ from dynamo.runtime.base.tasks import Background
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["BatchService", "BatchSettings", "no_such_batch"]
-
 WINDOW_SECONDS: Final = 24 * 3600
 THREADS: Final = 4
 MAX_OPEN_BATCHES: Final = 256  # that have not ended; each holds a window of its lines

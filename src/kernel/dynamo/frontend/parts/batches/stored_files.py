@@ -22,8 +22,6 @@ from dynamo.protocol.batches.objects import BATCH_INPUT, FileObject
 from dynamo.protocol.batches.requests import FileForm, PageQuery
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["FileLimits", "StoredFiles", "Upload", "no_such_file"]
-
 logger = logging.getLogger(__name__)
 
 WRITE_BYTES: Final = 1024 * 1024  # are collected before they are handed to a thread

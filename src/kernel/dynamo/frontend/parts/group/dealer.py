@@ -12,8 +12,6 @@ from typing import Final
 from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.places import Field, Places
 
-__all__ = ["ConnectionDealer"]
-
 logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG: Final = 2048

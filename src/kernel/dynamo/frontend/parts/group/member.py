@@ -48,8 +48,6 @@ from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.runtime.observe.metric_snapshots import snapshot
 from dynamo.runtime.observe.metrics import MetricsRegistry
 
-__all__ = ["Deliveries", "GroupPeers", "main"]
-
 GATHER_SECONDS: Final = 3.0  # the parent itself waits for a member that does not answer for less
 
 SETTLE_SECONDS: Final = 10.0

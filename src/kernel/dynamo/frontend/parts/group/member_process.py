@@ -9,8 +9,6 @@ from collections import deque
 from dynamo.frontend.parts.group.messages import Message, write
 from dynamo.supervise.backoff import RestartPolicy
 
-__all__ = ["MemberProcess"]
-
 
 class MemberProcess:
     """One place of the group, over the incarnations of its process."""

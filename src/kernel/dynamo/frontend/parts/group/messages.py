@@ -11,23 +11,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = [
-    "Gather",
-    "Gathered",
-    "GroupAnswers",
-    "MemberAnswer",
-    "MemberQuestion",
-    "Message",
-    "Ready",
-    "Share",
-    "Shared",
-    "Snapshot",
-    "Standing",
-    "Take",
-    "read",
-    "write",
-]  # fmt: skip
-
 MAX_MESSAGE_BYTES: Final = 256 * 1024 * 1024  # all series of 64 processes stay far below it
 
 _PREFIX: Final = struct.Struct(">I")

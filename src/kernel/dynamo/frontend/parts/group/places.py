@@ -17,8 +17,6 @@ from dynamo.errors import Overloaded
 from dynamo.frontend.admission.process import OPEN, Admission, NotReady
 from dynamo.frontend.parts.keys.limit_table import LimitTable
 
-__all__ = ["Field", "Places", "SharedAdmission"]
-
 ROW: Final = 8  # numbers in a row: one cache line, so that two writers never share one
 
 

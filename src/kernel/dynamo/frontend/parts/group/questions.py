@@ -11,8 +11,6 @@ from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.messages import GroupAnswers, MemberAnswer, MemberQuestion
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["ANSWER_SECONDS", "GroupQuestions"]
-
 ANSWER_SECONDS: Final = 0.5  # a member that is busy for longer is left out of the picture, which says so
 
 

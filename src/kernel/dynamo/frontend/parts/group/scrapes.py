@@ -13,8 +13,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.observe.metric_snapshots import absorb, snapshot
 from dynamo.runtime.observe.metrics import Counter, MetricsRegistry
 
-__all__ = ["GroupScrapes"]
-
 SNAPSHOT_SECONDS: Final = 1.0  # a member that says nothing for this long is represented by what it said last
 
 

@@ -38,8 +38,6 @@ from dynamo.frontend.parts.group.scrapes import GroupScrapes
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.http.inspector_token import new_token
 
-__all__ = ["Supervisor"]
-
 logger = logging.getLogger(__name__)
 
 MAX_SHARED: Final = 4096  # values that hold for all; the oldest goes first

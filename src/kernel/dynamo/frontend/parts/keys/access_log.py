@@ -26,9 +26,6 @@ from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.request_records import worker_fields
 from dynamo.frontend.settings import FrontendSettings
 
-__all__ = ["AccessLog", "AuditLog", "AuditedRoute", "RequestLogs"]
-
-
 MAX_BODY_BYTES: Final = 64 * 1024  # of a request or an answer that the audit log shows
 MAX_PATH: Final = 1024  # characters
 _ID: Final = b"x-request-id"

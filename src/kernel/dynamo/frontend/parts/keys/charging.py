@@ -17,8 +17,6 @@ from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.frontend.pipeline.text_generation import TextPlan
 from dynamo.protocol.dialect import Dialect
 
-__all__ = ["CHARGE", "KeyCharges", "reserve_tokens", "show_limits"]
-
 CHARGE: Final[PartSlot[Charge]] = PartSlot("charge of the key")
 
 _NAMES: Final = ("max_completion_tokens", "max_tokens")  # of OpenAI's bodies; the first one counts

@@ -30,8 +30,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import LEASE_TTL_SECONDS, SHARED_LIMITS, Change, Discovery, Put, SharedRecords
 from dynamo.runtime.discovery.follow import follow
 
-__all__ = ["EVERY_NAMESPACE", "ClusterLimits", "SharedStore"]
-
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.5

@@ -20,8 +20,6 @@ from dynamo.frontend.parts.keys.rules.records import Network
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["KeyDoor", "client_address"]
-
 MAX_KEY_BYTES: Final = 1024
 _BEARER: Final = b"bearer "
 _AUTHORIZATION: Final = b"authorization"

@@ -13,8 +13,6 @@ from dynamo.frontend.parts.keys.rules.rates import Rate
 from dynamo.frontend.parts.keys.rules.records import Budget, KeyRing, LimitSet, Period, Price
 from dynamo.frontend.parts.keys.rules.spending import cost_of, period_end, period_number, units_of
 
-__all__ = ["BudgetGate", "GateBook", "Gates", "PlaceGate", "RateGate", "Spent"]
-
 FRONTENDS: Final = "frontends of the cluster"
 """The record whose value says among how many frontends limits are divided; 0: they are not."""
 

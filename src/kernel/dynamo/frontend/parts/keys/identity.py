@@ -10,8 +10,6 @@ from dynamo.frontend.base.access import KeyRole, RouteGroup, key_rejection
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, Network
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["ENVIRONMENT_ID", "Identity"]
-
 ENVIRONMENT_ID: Final = "env"  # of the key that DYN_API_KEY holds
 
 

@@ -13,8 +13,6 @@ from typing import Final
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.keys.rules.key_file import KeyFileError
 
-__all__ = ["change_key_file"]
-
 OWN_MODE: Final = 0o600  # of a new file: it holds no key, but the names of all
 
 

@@ -23,8 +23,6 @@ from typing import Final, Self
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.keys.shared_lock import LOCK_BYTES, SharedLock, create_lock, open_lock
 
-__all__ = ["ELSEWHERE", "GRANTED", "NOT_REPORTED", "PERIOD", "REFUSED", "UNDIVIDED", "VALUE", "LimitTable"]
-
 MAX_LIMITS: Final = 65_536  # of all keys, projects and pairs of key and model
 SLOTS: Final = 2 * MAX_LIMITS  # twice as many, so that a search ends soon
 UNDIVIDED: Final = float("inf")

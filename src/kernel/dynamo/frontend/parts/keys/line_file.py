@@ -13,8 +13,6 @@ from typing import Final
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["STANDARD_ERROR", "LineFile"]
-
 logger = logging.getLogger(__name__)
 
 STANDARD_ERROR: Final = "-"  # in place of a path

@@ -13,8 +13,6 @@ from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenUse
 from dynamo.frontend.parts.keys.usage_store import UsageKey, UsageQuery, UsageStore, UsageUnavailable
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["UsageMeter"]
-
 logger = logging.getLogger(__name__)
 
 WRITE_SECONDS: Final = 1.0  # a crash loses so much

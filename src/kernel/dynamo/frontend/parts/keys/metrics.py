@@ -9,9 +9,6 @@ from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.parts.keys.quotas import TokenUse
 from dynamo.runtime.observe.metrics import Counter, Family
 
-__all__ = ["FAMILIES", "KeyMetrics"]
-
-
 FAMILIES: Final = (
     Family(
         "key_requests_total",

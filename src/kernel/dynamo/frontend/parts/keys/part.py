@@ -33,8 +33,6 @@ from dynamo.runtime.discovery.base import Discovery
 from dynamo.runtime.discovery.keys import encode_name
 from dynamo.runtime.discovery.memory import MemoryDiscovery
 
-__all__ = ["Keys", "UsageRoute"]
-
 logger = logging.getLogger(__name__)
 
 

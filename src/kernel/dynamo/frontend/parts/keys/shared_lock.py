@@ -16,8 +16,6 @@ import time
 from abc import ABC, abstractmethod
 from typing import Final
 
-__all__ = ["LOCK_BYTES", "FileLock", "RobustMutex", "SharedLock", "create_lock", "open_lock"]
-
 logger = logging.getLogger(__name__)
 
 LOCK_BYTES: Final = 256

@@ -12,8 +12,6 @@ from dynamo.frontend.parts.keys.quotas import Quotas
 from dynamo.frontend.parts.keys.rules.division import Division, Holding, LimitKind, Own, SharedLimit, Turn, take_turn
 from dynamo.frontend.parts.keys.rules.rates import Rate
 
-__all__ = ["PAGES", "Slice"]
-
 PAGES: Final = 64  # of records in the store
 OVERDUE_SECONDS: Final = 1.5  # without a share: frontends that live give it up within milliseconds
 REMEMBERED_SECONDS: Final = 4.0  # a need lasts so long beyond its cause

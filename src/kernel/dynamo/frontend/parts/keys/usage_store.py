@@ -19,8 +19,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.sqlite_file import open_database, writing
 from dynamo.frontend.parts.keys.quotas import Spent
 
-__all__ = ["COUNTS", "GROUPS", "UsageKey", "UsageQuery", "UsageStore", "UsageUnavailable", "usage_rows"]
-
 T = TypeVar("T")
 
 VERSION: Final = 2  # of the tables; a file of another version is not touched

@@ -12,8 +12,6 @@ from urllib.parse import quote, urlsplit
 
 from dynamo.frontend.base.settings.media import FetchRules
 
-__all__ = ["FetchTarget", "MediaRefused", "check_address", "check_url", "shown_url"]
-
 MAX_URL_CHARACTERS: Final = 8192
 MAX_HOST_CHARACTERS: Final = 253
 _SHOWN: Final = 200

@@ -9,8 +9,6 @@ from typing import Final
 
 from dynamo.frontend.parts.media.content import Media
 
-__all__ = ["MediaCache"]
-
 MAX_URLS: Final = 4096
 _MAX_AGE: Final = re.compile(r"(?:^|[\s,])(?:s-maxage|max-age)\s*=\s*\"?(\d{1,9})", re.IGNORECASE)
 _NOT_KEPT: Final = re.compile(r"\b(?:no-store|no-cache|private)\b", re.IGNORECASE)

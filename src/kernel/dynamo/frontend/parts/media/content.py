@@ -16,8 +16,6 @@ from msgspec import Struct
 
 from dynamo.frontend.parts.media.addresses import MediaRefused
 
-__all__ = ["Media", "media_type", "read_data_url", "read_media"]
-
 MAX_JPEG_SEGMENTS: Final = 4096  # before the size; each costs a step of Python
 
 # Format -> the kinds of media it may be.

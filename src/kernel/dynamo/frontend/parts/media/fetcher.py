@@ -26,8 +26,6 @@ from dynamo.frontend.parts.media.http_get import Answered, get
 from dynamo.frontend.parts.media.metrics import FetchOutcome
 from dynamo.runtime.base.tasks import Background
 
-__all__ = ["PartFetcher", "Resolve", "resolve_host"]
-
 MAX_REDIRECTS: Final = 3
 MAX_ADDRESSES: Final = 8  # of one host that are tried
 INLINE_CHARACTERS: Final = 128 * 1024  # of a data URL that is read on the loop, which takes 0.2 ms

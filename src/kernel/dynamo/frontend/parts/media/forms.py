@@ -12,8 +12,6 @@ from dynamo.frontend.parts.media.content import media_type
 from dynamo.protocol.forms import FormFile, FormShape, form_body
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["FormDoor", "FormLimit"]
-
 MAX_FIELDS: Final = 64
 MAX_FIELD_BYTES: Final = 256 * 1024  # a prompt of 32,000 characters has up to 128 KB
 _MIB: Final = 1024 * 1024

@@ -17,8 +17,6 @@ import httptools
 from dynamo.errors import Overloaded
 from dynamo.frontend.parts.media.addresses import FetchTarget, MediaRefused
 
-__all__ = ["Answered", "get"]
-
 MAX_HEAD_BYTES: Final = 64 * 1024
 _READ_BYTES: Final = 64 * 1024
 _CODINGS: Final = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}

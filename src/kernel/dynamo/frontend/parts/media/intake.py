@@ -27,8 +27,6 @@ from dynamo.router.stages import PrefillStage
 from dynamo.runtime.base.tasks import first_of
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["MediaIntake"]
-
 logger = logging.getLogger(__name__)
 
 PARTS_AT_ONCE: Final = 4  # of one request that are fetched at the same time: many slow ones keep nobody else waiting

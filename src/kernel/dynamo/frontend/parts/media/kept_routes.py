@@ -18,8 +18,6 @@ from dynamo.frontend.parts.media.store import KeptMedia, MediaStore
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.videos import video_list, video_page
 
-__all__ = ["MediaLinkRoute", "VideoContentRoute", "VideoListRoute", "VideoRoute"]
-
 
 def _checked(store: MediaStore | None) -> MediaStore:
     if store is None:

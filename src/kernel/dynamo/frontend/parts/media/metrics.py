@@ -9,8 +9,6 @@ from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.protocol.openai.shapes import MediaPart
 from dynamo.runtime.observe.metrics import Family
 
-__all__ = ["FAMILIES", "FetchOutcome", "MediaMetrics"]
-
 _PART_BUCKETS: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _IMAGE_TOKEN_BUCKETS: Final = (0.0, *(float(4**exponent) for exponent in range(2, 9)))
 

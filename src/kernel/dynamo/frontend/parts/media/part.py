@@ -29,8 +29,6 @@ from dynamo.protocol.openai.schema import ApiDescription
 from dynamo.protocol.video_schema import VIDEOS_API
 from dynamo.protocol.videos import VIDEO_FORM
 
-__all__ = ["MediaService"]
-
 
 class _Form(NamedTuple):
     """The forms of one route: what their fields are, and which limit holds for them."""

@@ -20,8 +20,6 @@ from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch import RoutedStream
 from dynamo.router.failover import DispatchRequest
 
-__all__ = ["RelayCall"]
-
 
 class RelayCall(Call):
     """One inference API whose answers are what a raw engine yields."""

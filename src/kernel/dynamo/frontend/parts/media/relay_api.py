@@ -23,17 +23,6 @@ from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.runtime.calls.context import Context
 
-__all__ = [
-    "MAX_RESULT_BYTES",
-    "Planning",
-    "RelayWriter",
-    "Relayed",
-    "RelayedApi",
-    "check_raw",
-    "check_status",
-    "note_usage",
-]
-
 R = TypeVar("R", bound=Any)
 
 MAX_RESULT_BYTES: Final = 64 * 1024 * 1024  # of all that is kept of one answer until it is whole

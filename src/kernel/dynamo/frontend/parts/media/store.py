@@ -23,8 +23,6 @@ from msgspec import Struct
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["MEDIA_PATH", "KeepLimits", "KeptMedia", "MediaStore"]
-
 logger = logging.getLogger(__name__)
 
 MEDIA_PATH: Final = "/v1/media"

@@ -15,8 +15,6 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.media_parts import refused_part
 from dynamo.protocol.openai.shapes import MediaPart, RequestMedia
 
-__all__ = ["FileSource", "UploadedParts"]
-
 PURPOSES: Final = ("vision", "user_data", "assistants")
 
 

@@ -33,8 +33,6 @@ from collections import OrderedDict, deque
 
 from dynamo.runtime.observe.logging import fields_of, format_readable
 
-__all__ = ["FailureNotes", "KeptBody", "RequestLogLines"]
-
 logger = logging.getLogger(__name__)
 
 SHAPED_BODY_BYTES: Final = 64 * 1024

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from dynamo.frontend.pipeline.plan import Tally
     from dynamo.protocol.openai.headers import HeaderEffects
 
-__all__ = ["RequestRecorder"]
-
 RECORDED_BODY_BYTES: Final = 4 * 1024 * 1024  # a longer body is not in its record
 BLOCK_TOKENS: Final = 16
 MAX_HASHED_TOKENS: Final = 1 << 20

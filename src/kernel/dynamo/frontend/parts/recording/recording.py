@@ -25,8 +25,6 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.observe.metrics import Family
 from dynamo.settings.table import without_secrets
 
-__all__ = ["FAMILIES", "Recording", "open_recording"]
-
 logger = logging.getLogger(__name__)
 
 _BODY: Final[PartSlot[KeptBody]] = PartSlot("body")

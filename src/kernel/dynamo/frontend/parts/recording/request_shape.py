@@ -12,8 +12,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["PARAMETERS", "content_texts", "decode_body", "describe", "shape_of"]
-
 PARAMETERS: Final = frozenset(
     """
     best_of continue_final_message dimensions echo encoding_format frequency_penalty

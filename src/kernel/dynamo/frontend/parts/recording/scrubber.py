@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["ContentScrubber"]
-
 _WINDOW: Final = 12  # characters that are compared at once
 _STEP: Final = 4  # so every common run of _WINDOW + _STEP - 1 characters is found
 _SHORTEST: Final = 4  # characters of a whole text that is searched for as a word; a shorter one hides too much

@@ -11,8 +11,6 @@ from typing import Final, Protocol
 
 from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
 
-__all__ = ["RecordSink", "open_sinks"]
-
 _GZIP: Final = 31  # zlib's window bits for a gzip member
 
 

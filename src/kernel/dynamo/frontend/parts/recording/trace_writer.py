@@ -15,8 +15,6 @@ from dynamo.frontend.base.redaction import Redact
 from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
 from dynamo.frontend.parts.recording.trace_files import RecordSink, open_sinks
 
-__all__ = ["TraceWriter"]
-
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS: Final = 5.0

@@ -7,8 +7,6 @@ from typing import Final
 from dynamo.runtime.observe.metrics import Family, Gauge, MetricsRegistry
 from dynamo.scaling.decide import ScaleReason
 
-__all__ = ["AUTOSCALE_PREFIX", "FAMILIES", "AutoscaleGauges"]
-
 AUTOSCALE_PREFIX: Final = "dynamo_autoscale"  # whatever the prefix of the frontend's own: manifests name them
 _ROLE: Final = ("model", "namespace", "role")
 

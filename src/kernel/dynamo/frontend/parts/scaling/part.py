@@ -20,8 +20,6 @@ from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.scaling.decide import ScaleRules
 
-__all__ = ["AUTOSCALE_PATH", "AutoscalePart"]
-
 
 class AutoscalePart(Part):
     """How many workers there should be."""

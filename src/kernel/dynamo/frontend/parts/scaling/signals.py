@@ -27,8 +27,6 @@ from dynamo.scaling.decide import Decision, ScaleReason, ScaleRules
 from dynamo.scaling.follower import ScaleFollower
 from dynamo.scaling.saturation import RoleLoad, Saturation, Smoothed, saturation_of
 
-__all__ = ["MANY", "AutoscaleSignals", "NewDecision", "RoleSignal", "WorkerStreams", "role_load"]
-
 logger = logging.getLogger(__name__)
 
 MAX_ROLES: Final = 4096  # of models; more are not followed, and a warning says so

@@ -7,13 +7,6 @@ from typing import NamedTuple, Protocol
 from dynamo.frontend.apis.history import StoredResponse
 from dynamo.protocol.responses.output import ItemIds
 
-__all__ = [
-    "ResponseStore",
-    "StoreUnavailable",
-    "StoreUsage",
-    "stem_of",
-]
-
 
 class StoreUnavailable(Exception):
     """The store cannot be read or written now; its text says why."""

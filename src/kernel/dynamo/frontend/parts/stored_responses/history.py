@@ -13,8 +13,6 @@ from dynamo.frontend.base.offload import LARGE_BODY_BYTES, Offload
 from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoreUnavailable, StoreUsage
 from dynamo.protocol.openai.errors import RequestRejected, response_not_found
 
-__all__ = ["ResponseHistory"]
-
 logger = logging.getLogger(__name__)
 
 _decode: Final = msgspec.json.decode

@@ -10,8 +10,6 @@ from dynamo.frontend.apis.history import StoredResponse
 from dynamo.frontend.base.settings.stored_responses import StoreLimits
 from dynamo.frontend.parts.stored_responses.base import StoreUsage, stem_of
 
-__all__ = ["MemoryResponseStore"]
-
 
 class MemoryResponseStore:
     """A table in the order of use."""

@@ -19,9 +19,6 @@ from dynamo.frontend.parts.stored_responses.routes import CancelRoute, InputItem
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.observe.metrics import Family
 
-__all__ = ["FAMILIES", "StoredResponses", "open_stored_responses"]
-
-
 FAMILIES: Final = (
     Family("stored_responses", "gauge", "[Responses](responses.md#stored-responses) that are kept"),
     Family("stored_response_bytes", "gauge", "What they take, their inputs included"),

@@ -16,8 +16,6 @@ from dynamo.frontend.parts.stored_responses.history import ResponseHistory
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.escaping import json_line
 
-__all__ = ["CancelRoute", "InputItemsRoute", "StoredResponseRoute"]
-
 DEFAULT_PAGE: Final = 20
 LARGEST_PAGE: Final = 100
 TENANT: Final = b"x-tenant-id"  # who stored a response with it finds it with it

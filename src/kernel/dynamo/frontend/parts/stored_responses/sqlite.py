@@ -20,8 +20,6 @@ from dynamo.frontend.base.settings.stored_responses import StoreLimits
 from dynamo.frontend.base.sqlite_file import open_database, writing
 from dynamo.frontend.parts.stored_responses.base import StoreUnavailable, StoreUsage, stem_of
 
-__all__ = ["SqliteResponseStore"]
-
 T = TypeVar("T")
 
 VERSION: Final = 1  # of the table; a file of another version is not touched

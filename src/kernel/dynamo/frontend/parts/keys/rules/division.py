@@ -17,20 +17,6 @@ from typing import Final, NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-__all__ = [
-    "KEPT_DAYS",
-    "Division",
-    "Holding",
-    "LimitKind",
-    "Own",
-    "ShareClaim",
-    "SharedLimit",
-    "Turn",
-    "take_turn",
-    "targets",
-    "without",
-]
-
 BASE_PART: Final = (
     1 / 8
 )  # of a rate: is divided equally even while others need all, so that a first request gets through

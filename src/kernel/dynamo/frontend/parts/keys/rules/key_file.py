@@ -17,8 +17,6 @@ import msgspec
 
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
 
-__all__ = ["KeyFileError", "add_key", "key_toml", "read_key_ring", "remove_key", "replace_key"]
-
 _HEADER: Final = re.compile(r"^\s*\[\[\s*keys\s*\]\]", re.MULTILINE)
 _TABLE: Final = re.compile(r"^\s*\[(?!\[?\s*keys\s*[.\]])", re.MULTILINE)
 _PLACE: Final = re.compile(r"`\$\.keys\[(\d+)\]")

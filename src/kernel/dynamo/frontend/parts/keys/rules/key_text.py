@@ -7,8 +7,6 @@ import hashlib
 import string
 from typing import Final
 
-__all__ = ["HASH_PREFIX", "RANDOM_BYTES", "check_imported", "hash_of", "key_text", "new_id"]
-
 PREFIX: Final = "dyn-"
 ID_CHARACTERS: Final = 10
 RANDOM_BYTES: Final = 32

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["Rate"]
-
 
 class Rate:
     """So many units in so many seconds, `burst` of them at once."""

@@ -7,8 +7,6 @@ from typing import Final
 
 from dynamo.frontend.parts.keys.rules.records import Budget, Period, Price
 
-__all__ = ["MONEY_UNITS", "cost_of", "period_end", "period_number", "units_of"]
-
 MONEY_UNITS: Final = 10**9  # of one unit of the currency: prices are for a million tokens, and have decimals
 _TOKENS_OF_A_PRICE: Final = 10**6
 

@@ -49,8 +49,6 @@ from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.shapes import MediaPart, RequestMedia
 
-__all__ = ["SpeechApi", "TranscriptionsApi", "TranslationsApi"]
-
 _BY_FIRST_BYTES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "opus": "audio/ogg"}
 
 

@@ -40,8 +40,6 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.media_parts import refused_part
 from dynamo.protocol.openai.shapes import RequestMedia
 
-__all__ = ["EditsApi", "ImagesApi"]
-
 
 class ImagesApi(RelayedApi[ImageRequest]):
     """Pictures of a prompt."""

@@ -38,8 +38,6 @@ from dynamo.protocol.videos import (
     video_object,
 )
 
-__all__ = ["VIDEO_KIND", "VideosApi"]
-
 VIDEO_KIND = "video"  # of what is kept
 
 
