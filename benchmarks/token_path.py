@@ -31,9 +31,9 @@ from dynamo.frontend.pipeline.generation import SingleGeneration
 from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.protocol.openai.sse import ChatStream
-from dynamo.router.dispatch import RoutedStream
-from dynamo.router.failover import NO_WAIT, DispatchLimits, DispatchRequest
-from dynamo.router.record import DispatchRecord
+from dynamo.router.dispatch.failover import NO_WAIT, DispatchLimits, DispatchRequest
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stream import RoutedStream
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.calls.request_plane.mux.frames import step_frames

@@ -39,7 +39,7 @@ from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT
-from dynamo.router.conditional import ConditionalSettings
+from dynamo.router.dispatch.conditional import ConditionalSettings
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.standalone.settings import RouterServiceSettings
 from dynamo.runtime.base import settings as runtime

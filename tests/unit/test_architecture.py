@@ -106,6 +106,16 @@ FRONTEND_DEBTS: frozenset[tuple[str, str]] = frozenset(
 RUNTIME_FOLDERS = ("base", "observe", "discovery", "calls", "http")  # each may import those before it
 INSIDE_RUNTIME = {folder: frozenset(RUNTIME_FOLDERS[: place + 1]) for place, folder in enumerate(RUNTIME_FOLDERS)}
 
+# Inside the router: each folder and the folders that it may import.
+INSIDE_ROUTER: dict[str, frozenset[str]] = {
+    "peers": frozenset({"peers"}),
+    "kv_events": frozenset({"kv_events"}),
+    "kv": frozenset({"peers", "kv_events", "kv"}),
+    "workers": frozenset({"kv", "workers"}),
+    "dispatch": frozenset({"kv", "workers", "dispatch"}),
+    "standalone": frozenset({"peers", "kv_events", "kv", "workers", "dispatch", "standalone"}),
+}
+
 # The wings: the kernel imports none of them, but finds their modules by name (the commands, the engines) or entry point.
 INSIDE_WINGS: dict[str, frozenset[str]] = {
     "kernel": frozenset({"kernel"}),
@@ -249,6 +259,18 @@ def test_arrows_inside_the_runtime_point_one_way() -> None:
                 if target not in INSIDE_RUNTIME[folder]:
                     wrong.add(f"{name} -> {module[7:]}")
     assert sorted(wrong) == []
+
+
+def test_arrows_inside_the_router_point_one_way() -> None:
+    found = set()
+    for name, path in MODULES:
+        folder = name.removeprefix("router.").split(".")[0]
+        if room_of(name) == "router" and folder not in ("router", "__main__"):  # these two stand above all folders
+            targets = {module.split(".")[2] for module in imports(path) if module.startswith("dynamo.router.")}
+            found |= {(folder, target, name) for target in targets}
+    assert {folder for folder, _, _ in found} == INSIDE_ROUTER.keys()
+    assert sorted(arrow for arrow in found if arrow[1] not in INSIDE_ROUTER[arrow[0]]) == []
+    assert circles({(folder, target) for folder, target, _ in found if folder != target}) == []
 
 
 @functools.cache

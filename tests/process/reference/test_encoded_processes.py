@@ -22,8 +22,8 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.media import MediaOptions
-from dynamo.router.failover import DispatchLimits, DispatchRequest
-from dynamo.router.record import DispatchRecord
+from dynamo.router.dispatch.failover import DispatchLimits, DispatchRequest
+from dynamo.router.dispatch.record import DispatchRecord
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from support.patience import PATIENCE_SECONDS

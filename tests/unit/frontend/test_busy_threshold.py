@@ -14,8 +14,8 @@ from dynamo.frontend.args import parse_args
 from dynamo.frontend.models import busy_threshold
 from dynamo.frontend.models.busy_threshold import LOAD_TOPIC
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router import busy_workers
-from dynamo.router.busy_workers import BusyThresholds, LoadReport
+from dynamo.router.workers import busy_workers
+from dynamo.router.workers.busy_workers import BusyThresholds, LoadReport
 from support.cases import each_case
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster
 from support.inspecting import Lens

@@ -15,7 +15,7 @@ from dynamo.frontend.args import parse_args
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router.conditional import BYPASS_MARKER, ConditionalSettings
+from dynamo.router.dispatch.conditional import BYPASS_MARKER, ConditionalSettings
 from dynamo.router.kv.domains import KvDomain
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.calls.context import Context

@@ -13,7 +13,7 @@ import pytest
 from dynamo.errors import CannotConnect, Disconnected, EngineShutdown, InvalidArgument, Overloaded, Unknown
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router.stages import PrefillStage
+from dynamo.router.dispatch.stages import PrefillStage
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say

@@ -21,9 +21,9 @@ from dynamo.errors import (
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ENCODER_HANDOFF, ModelRuntimeConfig
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.dispatch import RoutedStream
-from dynamo.router.failover import DispatchLimits, DispatchRequest
-from dynamo.router.record import DispatchRecord
+from dynamo.router.dispatch.failover import DispatchLimits, DispatchRequest
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stream import RoutedStream
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say

@@ -91,7 +91,7 @@ async def test_a_process_that_starts_later_keeps_what_is_left_of_a_hold(
         await first.act("drain", f"{id:x}", WorkerActionRequest(seconds=600), visitor)
         clock = InspectorClock(wall_clock=lambda: began + later_seconds)
         second = operator(other, clock)
-        hold = other.frontend.models.desk.of(id, clock.now())
+        hold = other.frontend.models.holds.of(id, clock.now())
         assert (None if hold is None else round(hold.seconds or 0)) == (left or None)
         first.close()
         second.close()

@@ -34,7 +34,7 @@ from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.filters import parse_filter
 from dynamo.protocol.inspector.views import EventView, FrontendView, Patch, Picture, StreamView, WorkerView
-from dynamo.router.operator_desk import OperatorDesk
+from dynamo.router.workers.worker_holds import WorkerHolds
 from dynamo.runtime.calls.request_plane.base import Instance
 from dynamo.runtime.observe.metrics.registry import MetricsRegistry
 from dynamo.testing.simulation.loop import run_virtual
@@ -366,13 +366,13 @@ def test_a_viewer_whose_pictures_are_dear_gets_them_less_often() -> None:
 
 
 async def test_a_decision_is_made_into_a_row_once_and_again_when_its_request_is_known() -> None:
-    desk = OperatorDesk()
-    log = RoutingLog(desk, InspectorClock(), "host:1")
+    holds = WorkerHolds()
+    log = RoutingLog(holds, InspectorClock(), "host:1")
     log.looked()
     placements = [Placement(Candidate(0xA), "round-robin", ()) for _ in range(KEPT_DECISIONS + 5)]
     for placement in placements:
-        assert desk.on_choice is not None
-        desk.on_choice("m", (placement.candidate,), placement)
+        assert holds.on_choice is not None
+        holds.on_choice("m", (placement.candidate,), placement)
     before = log.rows(9)
     assert log.rows(9) == before
     assert all(one is other for one, other in zip(log.rows(9), before, strict=True))
@@ -388,12 +388,12 @@ async def test_a_decision_is_made_into_a_row_once_and_again_when_its_request_is_
 
 
 def test_the_last_decisions_are_kept_without_a_viewer() -> None:
-    desk = OperatorDesk()
+    holds = WorkerHolds()
     clock = InspectorClock(wall_clock=lambda: 1000.0)
     clock.loop_time = lambda: 5.0
-    log = RoutingLog(desk, clock, "host:1")
+    log = RoutingLog(holds, clock, "host:1")
     for number in range(KEPT_UNSEEN + 5):
-        assert desk.on_choice is None  # the way of a request does not lead through the log
+        assert holds.on_choice is None  # the way of a request does not lead through the log
         tally = Plan({}, [[1]]).tally()
         tally.placement = Placement(Candidate(number), "round-robin", ())
         log.ended(f"r{number}", "m", tally)

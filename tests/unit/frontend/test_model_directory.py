@@ -18,7 +18,7 @@ from dynamo.frontend.models.cards import CardBook, GroupKey, Scope
 from dynamo.frontend.models.files import ChecksumMismatch, ModelFiles
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord
-from dynamo.router.pool import WorkerClient
+from dynamo.router.workers.pool import WorkerClient
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Put
 from dynamo.text.model import TextModel
 from dynamo.worker.registration import build_card, read_model_directory

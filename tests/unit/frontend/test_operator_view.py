@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.router.busy_workers import LoadReport
+from dynamo.router.workers.busy_workers import LoadReport
 from support.frontend_cluster import Cluster, cluster, say
 from support.tiny_model import write_tiny_model
 

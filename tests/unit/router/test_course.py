@@ -20,7 +20,7 @@ from dynamo.errors import (
     StreamIncomplete,
     WorkerUnavailable,
 )
-from dynamo.router.course import (
+from dynamo.router.dispatch.course import (
     LONGEST_CYCLE,
     MAX_STEPS,
     TABLE,

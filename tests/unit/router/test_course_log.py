@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.cli.usage import UsageError
 from dynamo.errors import Disconnected, InvalidArgument, NoReplacement, Overloaded, WorkerUnavailable
-from dynamo.router.course import (
+from dynamo.router.dispatch.course import (
     MAX_STEPS,
     Again,
     Chosen,
@@ -27,7 +27,14 @@ from dynamo.router.course import (
     Tick,
     WorkerFound,
 )
-from dynamo.router.course_log import CourseRecord, InvalidCourse, StepRecord, course_record, read_courses, replay
+from dynamo.router.dispatch.course_log import (
+    CourseRecord,
+    InvalidCourse,
+    StepRecord,
+    course_record,
+    read_courses,
+    replay,
+)
 
 A, B = ("ns.c.e", 0x7B), ("ns.c.e", 2)
 SHUT = WorkerUnavailable("closed")

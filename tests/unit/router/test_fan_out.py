@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynamo.router.fan_out import CAPACITY, FanOut
+from dynamo.router.dispatch.fan_out import CAPACITY, FanOut
 from dynamo.runtime.calls.context import Context
 
 

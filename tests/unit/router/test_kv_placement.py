@@ -17,11 +17,11 @@ from dynamo.placement.kv_query import MAX_OUTPUT, MAX_WEIGHT, KvQuery, PinnedWor
 from dynamo.placement.policies.kv_default import DefaultCostParameters
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.router.__main__ import parse_router_args
+from dynamo.router.dispatch.record import DispatchRecord
 from dynamo.router.kv.placement import KvPlaced, KvPlacement
 from dynamo.router.kv.router import KvRouter
-from dynamo.router.pool import ChosenWorker
-from dynamo.router.record import DispatchRecord
 from dynamo.router.standalone.routed_endpoint import kv_query_of
+from dynamo.router.workers.pool import ChosenWorker
 from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.router.migration import continued
+from dynamo.router.dispatch.migration import continued
 
 
 def test_what_was_generated_counts_against_both_limits_and_stands_behind_the_prompt() -> None:

@@ -10,10 +10,10 @@ import pytest
 from dynamo.errors import Disconnected, DynamoException, EngineShutdown, Overloaded
 from dynamo.placement import Candidate
 from dynamo.placement.policies.round_robin import RoundRobin
-from dynamo.router.dispatch import Dispatcher, RoutedStream
-from dynamo.router.failover import DispatchLimits, DispatchRequest
-from dynamo.router.pool import ModelPool, WorkerClient
-from dynamo.router.record import DispatchRecord
+from dynamo.router.dispatch.failover import DispatchLimits, DispatchRequest
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stream import Dispatcher, RoutedStream
+from dynamo.router.workers.pool import ModelPool, WorkerClient
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Instance, StreamItem
 

@@ -16,7 +16,7 @@ from dynamo.frontend.models.busy_threshold import LOAD_TOPIC
 from dynamo.kv.engine_events import BadPayload, read_payload
 from dynamo.kv.events import BadEvents, read_events
 from dynamo.placement.replica_events import BadReplicaEvents, decode_binding, decode_bookings
-from dynamo.router.busy_workers import MAX_RANKS, BusyThresholds, BusyWorkers, LoadReport
+from dynamo.router.workers.busy_workers import MAX_RANKS, BusyThresholds, BusyWorkers, LoadReport
 from dynamo.runtime.calls.event_plane.envelope import BadEvent, decode_parts, zmq_broker, zmq_endpoint
 from dynamo.runtime.calls.event_plane.zmq import SocketReader
 from support.cases import each_case

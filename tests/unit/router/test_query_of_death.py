@@ -8,8 +8,8 @@ import pytest
 
 from dynamo.errors import CannotConnect, Disconnected, DynamoException, EngineShutdown, RequestKillsWorkers
 from dynamo.placement import Candidate, Placement
-from dynamo.router.pool import ChosenWorker
-from dynamo.router.query_of_death import CAPACITY, REMEMBERED_SECONDS, QueriesOfDeath, Suspect, content_hash
+from dynamo.router.dispatch.query_of_death import CAPACITY, REMEMBERED_SECONDS, QueriesOfDeath, Suspect, content_hash
+from dynamo.router.workers.pool import ChosenWorker
 from dynamo.runtime.calls.request_plane.base import Instance
 from support.cases import each_case
 

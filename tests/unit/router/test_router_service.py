@@ -18,7 +18,7 @@ from dynamo.placement.kv_query import Trust
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, UncachedIslBucket
 from dynamo.router.__main__ import parse_router_args
-from dynamo.router.kv.on_the_way import OnTheWay
+from dynamo.router.kv.pre_dispatch import PreDispatchGate
 from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.sessions import PoolSessions
@@ -109,7 +109,9 @@ async def served(profile: PolicyProfile | None = None) -> AsyncIterator[Pool]:
     gate = None if profile is None else QueueGate(pool.router, profile, RouterRanks(pool.router))
     try:
         async with (
-            RoutedEndpoint(runtime.endpoint("ns.pool.generate"), pool.router, way=OnTheWay(gate)) as pool.workers,
+            RoutedEndpoint(
+                runtime.endpoint("ns.pool.generate"), pool.router, pre_dispatch=PreDispatchGate(gate)
+            ) as pool.workers,
             RouterService(pool.workers),
         ):
             yield pool
@@ -250,7 +252,7 @@ async def test_requests_wait_for_a_worker_with_little_to_prefill() -> None:
     )  # fmt: skip
     async with served(PolicyProfile((one,), (UncachedIslBucket(0, "b"),), "f")) as pool:
         worker = await pool.worker()
-        gate, load = pool.workers.way.gate, pool.router.load
+        gate, load = pool.workers.pre_dispatch.gate, pool.router.load
         assert gate is not None
         load.add("b0b/theirs", WorkerRank(worker), (), prompt_tokens=10, cached_tokens=0, now=0.0)
         asked = [asyncio.ensure_future(pool.ask("generate", {"token_ids": PROMPT})) for _ in range(2)]
@@ -276,7 +278,7 @@ async def test_a_session_stays_with_its_worker_until_that_declines() -> None:
         workers = [await pool.worker() for _ in range(3)]
         known = pool.router.ranks
         sessions = PoolSessions(60, "hard", writer_id=1, is_known=lambda rank: rank in known)
-        pool.workers.way = OnTheWay(None, sessions)
+        pool.workers.pre_dispatch = PreDispatchGate(None, sessions)
         body = {"token_ids": PROMPT, "agent_context": {"session_id": "s"}}
 
         async def serves() -> int:

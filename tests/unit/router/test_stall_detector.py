@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.router.stall_detector import (
+from dynamo.router.dispatch.stall_detector import (
     ALONE_FACTOR,
     LAST_FACTOR,
     LONGEST_FLOORS,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import StreamIncomplete
-from dynamo.router.dispatch import RoutedStream
-from dynamo.router.failover import NO_WAIT, DispatchLimits, DispatchRequest
-from dynamo.router.record import DispatchRecord
+from dynamo.router.dispatch.failover import NO_WAIT, DispatchLimits, DispatchRequest
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stream import RoutedStream
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import END_INDEX, INITIAL_CREDITS, StreamItem
 from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dynamo.placement import RouterMode
-from dynamo.router.busy_workers import BusyThresholds
 from dynamo.router.kv.native_config import FORMER_MEMBERS, NativeKvConfig, checked, not_built, settings_of_native
 from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.workers.busy_workers import BusyThresholds
 
 __all__ = ["KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "TaintConstraints", "check_affinity"]
 

@@ -86,7 +86,7 @@ class _Routing:
 
     async def turn_of(self, query: KvQuery, policy_class: str | None) -> Selection:
         """Choose a rank, once it is the turn of the request. What is to be booked is booked before any await."""
-        router, gate = self.router, self.workers.way.gate
+        router, gate = self.router, self.workers.pre_dispatch.gate
         selection = router.select(query, _now())
         if gate is None:
             return selection

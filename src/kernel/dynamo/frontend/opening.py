@@ -28,7 +28,7 @@ from dynamo.frontend.pipeline.outcome import Hooks
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.reports import RequestCounts, RequestLog
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.router.stall_detector import StallDetector, StallPolicy
+from dynamo.router.dispatch.stall_detector import StallDetector, StallPolicy
 
 if TYPE_CHECKING:
     from dynamo.frontend.parts.batches.part import Batches

@@ -22,9 +22,9 @@ from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
-from dynamo.router.busy_settings import BusySettings
-from dynamo.router.conditional import ConditionalSettings
+from dynamo.router.dispatch.conditional import ConditionalSettings
 from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.workers.busy_settings import BusySettings
 from dynamo.runtime.base.addresses import LOOPBACK, bind_host
 from dynamo.runtime.base.http_limits import HttpLimits
 from dynamo.runtime.base.settings import FromEnvironment, RuntimeSettings, discovery_store

@@ -2,17 +2,17 @@
 
 from dynamo.placement.kv_query import KvQuery, RankInfo
 from dynamo.placement.kv_state import Selection
-from dynamo.router.dispatch import Dispatcher, RoutedStream
-from dynamo.router.failover import DispatchLimits, DispatchRequest
-from dynamo.router.handoff import Handoff, PrefillAnswer
+from dynamo.router.dispatch.failover import DispatchLimits, DispatchRequest
+from dynamo.router.dispatch.handoff import Handoff, PrefillAnswer
+from dynamo.router.dispatch.prefill import PrefillRouter
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stages import DispatchStage, PrefillStage
+from dynamo.router.dispatch.stall_detector import StallDetector, StallPolicy
+from dynamo.router.dispatch.stream import Dispatcher, RoutedStream
 from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
 from dynamo.router.kv.router import KvRouter, KvRouterOptions
 from dynamo.router.kv_events.feed import KvEventFeed, KvSink
-from dynamo.router.pool import ChosenWorker, ModelPool, WorkerClient
-from dynamo.router.prefill import PrefillRouter
-from dynamo.router.record import DispatchRecord
-from dynamo.router.stages import DispatchStage, PrefillStage
-from dynamo.router.stall_detector import StallDetector, StallPolicy
+from dynamo.router.workers.pool import ChosenWorker, ModelPool, WorkerClient
 
 __all__ = [
     "ChosenWorker",

@@ -26,8 +26,6 @@ from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 
-__all__ = ["main", "parse_router_args"]
-
 logger = logging.getLogger(__name__)
 
 _WORKERS_ONLY: Final = frozenset({"engine_request_limit"})  # of the runtime's flags

@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _replay(path: Path) -> int:
     """Show how the requests of a file were decided, each step decided anew; return the exit status."""
-    from dynamo.router.course_log import read_courses, replay, step_line
+    from dynamo.router.dispatch.course_log import read_courses, replay, step_line
 
     try:
         with path.open("rb") as file:

@@ -11,8 +11,8 @@ import pytest
 from dynamo.errors import Disconnected, Unknown
 from dynamo.frontend.base.failures import FailureRing
 from dynamo.frontend.base.settings.recording import RecordingSettings
-from dynamo.router.course import Course, CourseRules, Event, Instruction
-from dynamo.router.course_log import read_courses, replay
+from dynamo.router.dispatch.course import Course, CourseRules, Event, Instruction
+from dynamo.router.dispatch.course_log import read_courses, replay
 from support.frontend_cluster import Cluster, cluster, fail, say
 
 PROMPT = "a marker that nothing else contains"

@@ -21,7 +21,7 @@ from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadedPool, LoadReport
+from dynamo.router.workers.busy_workers import BusyThresholds, BusyWorkers, LoadedPool, LoadReport
 from dynamo.runtime.base.tasks import Background, first_of
 from dynamo.runtime.calls.event_plane.base import Event
 

@@ -18,7 +18,7 @@ from dynamo.placement import Policy, RouterMode, policy_for
 from dynamo.protocol.records import ADAPTERS_ENDPOINT
 from dynamo.router.kv.domains import KvDomains
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.router.pool import WorkerClient
+from dynamo.router.workers.pool import WorkerClient
 from dynamo.runtime.calls.event_plane.base import Event
 
 if TYPE_CHECKING:

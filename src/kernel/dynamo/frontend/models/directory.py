@@ -25,11 +25,11 @@ from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.frontend.models.reports import ModelReports
 from dynamo.frontend.models.served import ServedModel, ServedModels, ServingRules
 from dynamo.kv.overlap import WorkerRank
-from dynamo.router.busy_workers import LoadReport
+from dynamo.router.dispatch.query_of_death import QueriesOfDeath
 from dynamo.router.kv_events.rank_events import CacheEvents
-from dynamo.router.operator_desk import OperatorDesk
-from dynamo.router.pool import ModelPool
-from dynamo.router.query_of_death import QueriesOfDeath
+from dynamo.router.workers.busy_workers import LoadReport
+from dynamo.router.workers.pool import ModelPool
+from dynamo.router.workers.worker_holds import WorkerHolds
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Discovery
 from dynamo.runtime.discovery.follow import follow
@@ -180,9 +180,9 @@ class ModelDirectory:
         return [group for key in sorted(cards.keys) if (group := cards.group(key)) is not None]
 
     @property
-    def desk(self) -> OperatorDesk:
+    def holds(self) -> WorkerHolds:
         """What an operator says of the workers of all models."""
-        return self._rules.desk
+        return self._rules.holds
 
     def cache_events(self) -> dict[WorkerRank, CacheEvents]:
         """Return what came of the KV events of each rank whose events are followed."""

@@ -16,11 +16,11 @@ from dynamo.placement.policies.round_robin import RoundRobin
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ENCODER_HANDOFF
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.encode import EncodeRouter, EncodeStage, OutcomeCounter, Receiver
-from dynamo.router.handoff import Handoff
-from dynamo.router.pool import ModelPool, WorkerClient
-from dynamo.router.prefill import PrefillJob, PrefillRouter
-from dynamo.router.record import DispatchRecord
+from dynamo.router.dispatch.encode import EncodeRouter, EncodeStage, OutcomeCounter, Receiver
+from dynamo.router.dispatch.handoff import Handoff
+from dynamo.router.dispatch.prefill import PrefillJob, PrefillRouter
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.workers.pool import ModelPool, WorkerClient
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
 
@@ -81,7 +81,7 @@ class EncodePools:
         router = self._routers.get(place)
         if router is None:
             router = self._routers[place] = self._router(group.key.model)
-            router.workers.desk = self._prefill.desk
+            router.workers.holds = self._prefill.holds
         if len(group.endpoints) > 1 and place not in self._warned:
             self._warned.add(place)
             logger.warning(

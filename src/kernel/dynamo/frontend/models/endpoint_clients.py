@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Final
 
 from dynamo.errors import DynamoException
-from dynamo.router.pool import WorkerClient
+from dynamo.router.workers.pool import WorkerClient
 from dynamo.runtime.base.tasks import Background
 
 logger = logging.getLogger(__name__)

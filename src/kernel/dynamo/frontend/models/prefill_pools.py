@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dynamo.frontend.models.cards import Group, GroupKey
 from dynamo.frontend.models.served import ServedModel, ServingRules
 from dynamo.protocol.model_types import WorkerType
-from dynamo.router.operator_desk import OperatorDesk
-from dynamo.router.pool import ModelPool, WorkerClient
-from dynamo.router.prefill import PrefillRouter
-from dynamo.router.stages import PrefillStage
+from dynamo.router.dispatch.prefill import PrefillRouter
+from dynamo.router.dispatch.stages import PrefillStage
+from dynamo.router.workers.pool import ModelPool, WorkerClient
+from dynamo.router.workers.worker_holds import WorkerHolds
 from dynamo.runtime.base.tasks import Background
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ class PrefillPools:
         return self._routers.get((model, namespace))
 
     @property
-    def desk(self) -> OperatorDesk:
+    def holds(self) -> WorkerHolds:
         """What an operator says of workers."""
-        return self._rules.desk
+        return self._rules.holds
 
     @property
     def pools(self) -> Sequence[ModelPool]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from dynamo.frontend.models.cards import GroupKey
-from dynamo.router.pool import ModelPool
+from dynamo.router.workers.pool import ModelPool
 
 logger = logging.getLogger(__name__)
 

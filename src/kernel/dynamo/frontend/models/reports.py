@@ -12,7 +12,7 @@ from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.served import ServedModel
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router.busy_workers import LoadReport
+from dynamo.router.workers.busy_workers import LoadReport
 from dynamo.text.formats.reasoning import REASONING_FORMATS
 from dynamo.text.formats.tools import TOOL_FORMATS
 from dynamo.text.model import TextModel

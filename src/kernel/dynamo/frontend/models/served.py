@@ -18,14 +18,14 @@ from dynamo.placement import Policy
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.protocol.records import ModelCard
-from dynamo.router.dispatch import Dispatcher
-from dynamo.router.failover import WorkerWait
+from dynamo.router.dispatch.failover import WorkerWait
+from dynamo.router.dispatch.query_of_death import QueriesOfDeath
+from dynamo.router.dispatch.stages import PrefillStage
+from dynamo.router.dispatch.stream import Dispatcher
 from dynamo.router.kv.domains import KvDomains
 from dynamo.router.kv_events.rank_events import CacheEvents
-from dynamo.router.operator_desk import OperatorDesk
-from dynamo.router.pool import ModelPool, WorkerClient
-from dynamo.router.query_of_death import QueriesOfDeath
-from dynamo.router.stages import PrefillStage
+from dynamo.router.workers.pool import ModelPool, WorkerClient
+from dynamo.router.workers.worker_holds import WorkerHolds
 from dynamo.text.model import TextModel
 
 
@@ -48,7 +48,7 @@ class ServingRules:
         None  # which prompts of a disaggregated model decode workers compute; None: none of them
     )
 
-    desk: OperatorDesk = field(default_factory=OperatorDesk)  # what an operator says of workers
+    holds: WorkerHolds = field(default_factory=WorkerHolds)  # drains and quarantines set by an operator
 
     @property
     def worker_wait(self) -> WorkerWait:
@@ -66,10 +66,10 @@ class ServingRules:
 
     def equip(self, group: Group, pool: ModelPool) -> None:
         """Let requests wait for the workers of a group, and sessions stay with them, where the settings ask for that."""
-        pool.desk = self.desk
+        pool.holds = self.holds
         if (kv := self.routing(group).kv) is not None:
             key = kv.key(group.key.namespace, group.key.role, group.card)
-            pool.on_the_way = kv.way(key, group.key.model, pool)
+            pool.pre_dispatch = kv.gate_for(key, group.key.model, pool)
 
     def routing(self, group: Group) -> GroupRouting:
         """Return how the workers of a group are chosen: as its card says, or else by these rules."""

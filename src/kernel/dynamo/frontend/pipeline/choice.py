@@ -13,7 +13,7 @@ from dynamo.frontend.pipeline.plain import PlainOutput, PlainTokens
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest, reported_count
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.failover import DispatchRequest
+from dynamo.router.dispatch.failover import DispatchRequest
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.decoder import ChoiceDecoder

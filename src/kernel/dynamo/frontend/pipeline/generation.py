@@ -12,7 +12,7 @@ from dynamo.frontend.pipeline.choice import Choice, Delta, TokenChoice
 from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.frontend.pipeline.text_generation import TextPlan, TextStream
-from dynamo.router.fan_out import FanOut
+from dynamo.router.dispatch.fan_out import FanOut
 from dynamo.runtime.calls.context import Context
 
 

@@ -34,7 +34,7 @@ from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.vectors.requests import ResultRequest
-from dynamo.router.stall_detector import StallDetector
+from dynamo.router.dispatch.stall_detector import StallDetector
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from dynamo.frontend.pipeline.preprocess import (
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.vectors.requests import ResultRequest, refuse
-from dynamo.router.failover import DispatchLimits, pinned_instance
+from dynamo.router.dispatch.failover import DispatchLimits, pinned_instance
 from dynamo.text.tokenizer import TextInput, Tokenizer
 
 PART_INPUTS: Final = 32  # in one request to a worker

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec import Struct
 
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.router.migration import Move
+from dynamo.router.dispatch.migration import Move
 from dynamo.runtime.calls.request_plane.base import Instance
 
 if TYPE_CHECKING:

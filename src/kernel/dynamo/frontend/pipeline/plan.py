@@ -11,10 +11,10 @@ from dynamo.errors import DynamoException
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.pipeline.parsing import OutputPlan
 from dynamo.protocol.openai.chat_options import ChatOptions
-from dynamo.router.dispatch import Dispatcher
-from dynamo.router.failover import DispatchLimits, DispatchRequest
-from dynamo.router.record import DispatchRecord
-from dynamo.router.stall_detector import StallDetector
+from dynamo.router.dispatch.failover import DispatchLimits, DispatchRequest
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stall_detector import StallDetector
+from dynamo.router.dispatch.stream import Dispatcher
 from dynamo.text.model import TextModel
 
 if TYPE_CHECKING:

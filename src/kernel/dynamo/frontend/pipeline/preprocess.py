@@ -35,7 +35,7 @@ from dynamo.protocol.openai.requests import (
     template_tools,
     to_worker_fields,
 )
-from dynamo.router.failover import DispatchLimits, pinned_instance
+from dynamo.router.dispatch.failover import DispatchLimits, pinned_instance
 from dynamo.runtime.observe.metrics import observe_each
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec

@@ -22,8 +22,8 @@ from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.frontend.pipeline.sink import OpenAnswer
 from dynamo.frontend.pipeline.tap import TAP
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.failover import DispatchRequest
-from dynamo.router.fan_out import FanOut
+from dynamo.router.dispatch.failover import DispatchRequest
+from dynamo.router.dispatch.fan_out import FanOut
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 

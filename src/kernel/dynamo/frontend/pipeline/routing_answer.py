@@ -11,7 +11,7 @@ from dynamo.placement import Placement
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.sse import annotation_event
 from dynamo.router.kv.explain import explain_placement, hit_rate_of, trust_of
-from dynamo.router.pool import ModelPool
+from dynamo.router.workers.pool import ModelPool
 
 
 def worker_ids(tally: Tally) -> dict[str, int] | None:

@@ -22,7 +22,7 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.failover import DispatchRequest
+from dynamo.router.dispatch.failover import DispatchRequest
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning

@@ -17,8 +17,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_state import KvChoice, KvPolicy, KvState, Selection
 
-__all__ = ["DecisionHeader", "DecisionLog", "DecisionRecord", "read_decisions", "recompute"]
-
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 1

@@ -12,7 +12,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary, finalize
 
 from dynamo.errors import DynamoException, InvalidArgument
@@ -28,8 +28,9 @@ from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
 from dynamo.router.kv.decisions import DecisionHeader, DecisionLog
 from dynamo.router.kv.indexes import EventlessGuesses
 from dynamo.router.kv.metrics import EventCounters, KvMetrics, SeriesGroups
-from dynamo.router.kv.on_the_way import OnTheWay, PoolKind, way_to_pool
 from dynamo.router.kv.placement import KvPlacement
+from dynamo.router.kv.pre_dispatch import PoolKind, PreDispatchGate, gate_for_pool
+from dynamo.router.kv.queue_gate import GatedPool
 from dynamo.router.kv.router import KvRouter, KvRouterOptions
 from dynamo.router.kv.sessions import SessionRelay
 from dynamo.router.kv.settings import KV_POLICIES, KvRouterSettings
@@ -40,11 +41,6 @@ from dynamo.router.peers.replica_sync import ReplicaSync, SessionSync
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.observe.metrics import MetricsRegistry
-
-if TYPE_CHECKING:
-    from dynamo.router.pool import ModelPool
-
-__all__ = ["DomainKey", "KvDomains", "KvMember", "policy_of", "router_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -391,7 +387,7 @@ class KvDomains:
         """Return the placement of a domain, which need not have workers yet."""
         return self._domain(key).placement
 
-    def way(self, key: DomainKey, model: str, pool: ModelPool) -> OnTheWay | None:
+    def gate_for(self, key: DomainKey, model: str, pool: GatedPool) -> PreDispatchGate | None:
         """Return what requests pass before the workers of a pool; None: nothing. A domain may have several pools: each model has
         the policy classes of its name, and sessions of its own.
         """
@@ -399,7 +395,7 @@ class KvDomains:
         kind = PoolKind(model, _PREFILL if key.role == _PREFILL else _DECODE)
         if self._settings.profile(model).parks:
             finalize(pool, self._series.enter(kind._asdict())).atexit = False
-        return way_to_pool(
+        return gate_for_pool(
             self._settings,
             self._series.registry,
             kind,

@@ -10,16 +10,6 @@ from dynamo.placement.kv_state import NO_MATCH, CandidateCost, KvChoice, KvPolic
 from dynamo.router.kv.explain_words import meanings_of, reason_of
 from dynamo.router.kv.placement import KvPlaced
 
-__all__ = [
-    "ExplainedCandidate",
-    "ExplainedChoice",
-    "ExplainedPlacement",
-    "explain",
-    "explain_placement",
-    "hit_rate_of",
-    "trust_of",
-]
-
 NAMED: Final = "the request names it"
 MAX_CANDIDATES: Final = 64  # of the cheapest ones; an explanation travels in an answer
 _UNIT_DIGITS: Final = {"ms": 2}

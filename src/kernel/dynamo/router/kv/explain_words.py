@@ -7,8 +7,6 @@ from typing import Final
 
 from dynamo.placement.kv_query import Trust
 
-__all__ = ["meanings_of", "reason_of"]
-
 _UNITS: Final = {
     "ms": "estimated milliseconds that serving there costs, to this request and to those beside it",
     "blocks": "KV blocks: those to be computed for the prompts there, and those that running requests use",

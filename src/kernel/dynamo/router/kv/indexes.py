@@ -9,8 +9,6 @@ from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.held_prefixes import HeldPrefixes
 from dynamo.kv.overlap import Overlap, OverlapIndex, WorkerRank
 
-__all__ = ["EventlessGuesses", "KvIndexes", "LearningIndex", "SizedIndex", "VisibleIndex"]
-
 _NONE: Mapping[WorkerRank, Overlap] = {}
 
 

@@ -16,8 +16,6 @@ from dynamo.router.kv.queue_metrics import FAMILIES as QUEUE_FAMILIES
 from dynamo.router.kv_events.feed import REFUSALS
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry, add_each, observe_each
 
-__all__ = ["EVENT_STATUSES", "EVENT_TYPES", "FAMILIES", "EventCounters", "KvMetrics", "SeriesGroups"]
-
 EVENT_TYPES: Final = ("stored", "removed", "cleared")
 EVENT_STATUSES: Final = (
     "ok", "parent_block_not_found", "block_not_found", "invalid_block", "allocation_failed", "capacity_exhausted",

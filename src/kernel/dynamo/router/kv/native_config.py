@@ -11,8 +11,6 @@ import msgspec
 
 from dynamo.router.kv.settings import KvRouterSettings
 
-__all__ = ["FORMER_MEMBERS", "NativeKvConfig", "checked", "not_built", "settings_of_native"]
-
 
 class NativeKvConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Every member of the native configuration."""

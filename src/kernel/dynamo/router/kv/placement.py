@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -35,14 +35,8 @@ from dynamo.placement.policies.least_loaded import fewest_in_flight
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.kv.decisions import DecisionLog
 from dynamo.router.kv.router import KvRouter
-from dynamo.router.record import DispatchRecord
 from dynamo.runtime.calls.context import Context
-from dynamo.runtime.calls.request_plane.base import ResponseStream
-
-if TYPE_CHECKING:
-    from dynamo.router.pool import ChosenWorker
-
-__all__ = ["KvPlaced", "KvPlacement", "KvWatcher"]
+from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +44,29 @@ HASHED_AT_ONCE: Final = 16_384  # tokens; about a millisecond. A longer prompt l
 OUTPUT_SECONDS: Final = 0.1  # how often the output of running requests is looked at, where it counts as load
 
 _PINNED: Final = (PlacementReason("pinned"),)
+
+
+class HashedPrompts(Protocol):
+    """Where the hashes of a request's prompts are kept, for its choices and stages."""
+
+    sequences: list[tuple[Sequence[int], int, Sequence[int]]] | None
+
+
+class _Opens(Protocol):
+    async def open(self, instance: Instance, body: object, context: Context) -> ResponseStream: ...
+
+
+class OpenedWorker(Protocol):
+    """What is needed of a worker that was chosen."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def instance(self) -> Instance: ...
+
+    @property
+    def client(self) -> _Opens: ...
 
 
 class KvPlaced(Placement, frozen=True, gc=False, kw_only=True):
@@ -135,7 +152,7 @@ class KvPlacement:
     # -- the question ------------------------------------------------------------------------------------------------
 
     async def query(
-        self, body: WorkerRequest, record: DispatchRecord, *, pinned: int | None, is_prefill: bool = False
+        self, body: WorkerRequest, record: HashedPrompts, *, pinned: int | None, is_prefill: bool = False
     ) -> KvQuery:
         """Return the query to the router for a request. The hashes of a prompt are computed once for its record."""
         routing, overrides = body.get("routing"), body.get("router_config_override")
@@ -171,7 +188,7 @@ class KvPlacement:
         )
 
     async def _sequence(
-        self, routed: RoutedPrompt, record: DispatchRecord, lora_name: str | None, cache_salt: str | None
+        self, routed: RoutedPrompt, record: HashedPrompts, lora_name: str | None, cache_salt: str | None
     ) -> Sequence[int]:
         prompt, mm_hashes = routed.token_ids, routed.mm_hashes
         size = self.router.block_size
@@ -296,7 +313,7 @@ class KvPlacement:
 
     # -- the booking -------------------------------------------------------------------------------------------------
 
-    async def open(self, worker: ChosenWorker, body: WorkerRequest, context: Context) -> ResponseStream:
+    async def open(self, worker: OpenedWorker, body: WorkerRequest, context: Context) -> ResponseStream:
         """Book the decision behind `worker`, and open the stream there. Every end of the stream ends the booking."""
         placement = worker.placement
         if not isinstance(placement, KvPlaced):

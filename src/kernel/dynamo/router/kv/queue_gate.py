@@ -18,6 +18,7 @@ import msgspec
 
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.kv.overlap import WorkerRank
+from dynamo.placement import Candidate
 from dynamo.placement.kv_query import KvQuery, exclusion_of
 from dynamo.placement.kv_state import Selection
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, QueueRequest, QueueUsage, RankPrefill, RouterQueue
@@ -28,9 +29,6 @@ from dynamo.runtime.calls.context import Context, on_loop
 
 if TYPE_CHECKING:
     from dynamo.router.kv.placement import KvPlacement
-    from dynamo.router.pool import ModelPool
-
-__all__ = ["PoolRanks", "QueueGate", "QueuedRanks", "RouterRanks"]
 
 POLICY_CLASS: Final = "policy-class"  # of a request's metadata: the class or family that it names
 
@@ -69,12 +67,34 @@ class RouterRanks:
         return len({rank.worker_id for rank in self._router.ranks})
 
 
+class GatedPool(Protocol):
+    """What is needed of a pool of workers before which requests wait."""
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """The members whose reported load exceeds a threshold."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """How many members there are."""
+        ...
+
+    def candidates(self) -> list[Candidate]:
+        """Return the members as a policy sees them."""
+        ...
+
+    def instance(self, instance_id: int) -> object | None:
+        """Return the member with this id; None: there is none."""
+        ...
+
+
 class PoolRanks:
     """The ranks of one pool's workers, as a router that other pools share knows them (`QueuedRanks`)."""
 
     __slots__ = ("_placement", "_pool")
 
-    def __init__(self, pool: ModelPool, placement: KvPlacement) -> None:
+    def __init__(self, pool: GatedPool, placement: KvPlacement) -> None:
         self._pool, self._placement = pool, placement
 
     def prefills(self, query: KvQuery) -> Iterable[RankPrefill]:

@@ -8,8 +8,6 @@ from typing import Final
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 
-__all__ = ["FAMILIES", "QueueMetrics"]
-
 _PREFIX: Final = "dynamo_frontend_router"
 _CLASS: Final = ("model", "worker_type", "policy_class")
 _REASONS: Final = {

@@ -35,13 +35,6 @@ from dynamo.placement.rank_states import RankStates
 from dynamo.placement.timing_learner import TimingLearner
 from dynamo.router.kv.indexes import KvIndexes
 
-__all__ = [
-    "BookingObserver",
-    "KvRouter",
-    "KvRouterOptions",
-    "PotentialLoad",
-]
-
 EXAMINED_PREFILLS: Final = 16  # prompts of one running pass that are compared with a new one
 
 

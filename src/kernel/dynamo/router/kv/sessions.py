@@ -27,8 +27,6 @@ from dynamo.runtime.calls.context import Context, on_loop
 if TYPE_CHECKING:
     from dynamo.router.peers.replica_sync import SessionSync
 
-__all__ = ["PoolSessions", "SessionHold", "SessionRelay", "session_id_of"]
-
 MAX_REAP_SECONDS: Final = 30.0
 
 

@@ -25,8 +25,6 @@ from dynamo.settings.readers import (
 )
 from dynamo.settings.table import setting
 
-__all__ = ["KV_POLICIES", "KvRouterSettings"]
-
 KV_POLICIES: Final = ("time", "default", "two-tier")
 MIB: Final = 1024 * 1024
 

@@ -8,8 +8,6 @@ from typing import Final
 from dynamo.kv.events import RouterEvent, blocks_of
 from dynamo.kv.overlap import WorkerRank
 
-__all__ = ["EarlyEvents", "EventQueue", "Room"]
-
 MAX_EVENTS: Final = 1_024  # of one rank
 MAX_BLOCKS: Final = 262_144  # in the events of all ranks, some 40 MB
 

@@ -20,8 +20,6 @@ from dynamo.router.kv_events.queues import EventQueue, Room
 from dynamo.router.kv_events.sources import UNANSWERED, RecoveryTarget, SourceClients
 from dynamo.runtime.base.tasks import Work
 
-__all__ = ["CacheEvents", "KvSink", "OnTrust", "RankEvents", "Turns"]
-
 logger = logging.getLogger(__name__)
 
 MAX_RANKS: Final = 65_536  # that events are taken of; a publisher gone wild must not take the router's memory

@@ -15,8 +15,6 @@ from dynamo.runtime.calls.context import Context
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 
-__all__ = ["MAX_RECOVERIES", "UNANSWERED", "EventSource", "RecoveryTarget", "SourceClients", "read_source"]
-
 MAX_RECOVERIES: Final = 16  # at once: each may bring the whole cache of a rank
 ASK_SECONDS: Final = 30.0
 

@@ -10,8 +10,6 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
 from dynamo.placement.replica_events import BookedPrompt
 
-__all__ = ["MAX_PEERS", "MAX_PEER_BLOCKS", "MAX_PEER_REQUESTS", "MAX_REQUESTS", "PeerBookings"]
-
 MAX_PEERS: Final = 1_024  # the one that was silent for longest goes first, with its bookings
 MAX_PEER_REQUESTS: Final = 20_000  # of one peer; beyond that its oldest one ends
 MAX_REQUESTS: Final = 100_000  # of all peers: half of the account, so that no peer pushes out what this router booked

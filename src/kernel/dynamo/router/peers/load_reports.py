@@ -16,8 +16,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.event_plane.base import EventPublisher
 from dynamo.runtime.endpoint import Endpoint
 
-__all__ = ["LOAD_TOPIC", "RouterLoadReports"]
-
 LOAD_TOPIC: Final = "kv_metrics"
 INTERVAL_SECONDS: Final = 0.1
 

@@ -39,8 +39,6 @@ from dynamo.runtime.discovery.base import EVENT_CHANNELS, Delete
 from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.endpoint import Endpoint
 
-__all__ = ["BINDINGS_TOPIC", "BOOKINGS_TOPIC", "BookingOutbox", "ReplicaSync", "SessionSync"]
-
 logger = logging.getLogger(__name__)
 
 BOOKINGS_TOPIC: Final = "active_sequences_events"

@@ -9,13 +9,11 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadReport
 from dynamo.router.peers.load_reports import LOAD_TOPIC
 from dynamo.router.standalone.routed_endpoint import RoutedEndpoint
+from dynamo.router.workers.busy_workers import BusyThresholds, BusyWorkers, LoadReport
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.event_plane.base import Event
-
-__all__ = ["busy_filter"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_state import Selection
-from dynamo.router.course import (
+from dynamo.router.dispatch.course import (
     Choose,
     Chosen,
     Course,
@@ -26,15 +26,13 @@ from dynamo.router.course import (
     Tick,
     may_be_taken,
 )
-from dynamo.router.drive import ITEMS, OPENED, drive
+from dynamo.router.dispatch.drive import ITEMS, OPENED, drive
 from dynamo.router.kv.sessions import SessionHold, session_id_of
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, ResponseStream, StreamItem
 
 if TYPE_CHECKING:
     from dynamo.router.standalone.routed_endpoint import RoutedEndpoint
-
-__all__ = ["RoutedAnswer"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +74,7 @@ class RoutedAnswer:
 
     async def start(self) -> None:
         """Wait for a turn where all workers have too much to prefill, then `begin`; do nothing when cancelled meanwhile."""
-        (gate, sessions), context = self._endpoint.way, self.context
+        (gate, sessions), context = self._endpoint.pre_dispatch, self.context
         try:
             if sessions is not None and (session_id := session_id_of(self._body)) is not None:
                 own = self._query

@@ -37,7 +37,7 @@ from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelCard, ModelRuntimeConfig, decode_model_record
 from dynamo.router.kv.domains import router_options
-from dynamo.router.kv.on_the_way import OnTheWay, way_to_endpoint
+from dynamo.router.kv.pre_dispatch import PreDispatchGate, gate_for_endpoint
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.kv_events.feed import KvEventFeed
@@ -55,7 +55,7 @@ __all__ = ["RoutedAnswer", "RoutedEndpoint", "kv_query_of", "new_router", "ranks
 
 logger = logging.getLogger(__name__)
 
-_NOTHING_ON_THE_WAY: Final = OnTheWay()
+_NO_GATE: Final = PreDispatchGate()
 FIRST_CARDS_SECONDS: Final = 5.0  # how long the cards of the workers that are there may take to be read
 MAX_CARDS: Final = 65_536  # of one endpoint; a store gone wild must not take the memory
 
@@ -72,12 +72,12 @@ class RoutedEndpoint:
         workers: Endpoint,
         router: KvRouter,
         *,
-        way: OnTheWay = _NOTHING_ON_THE_WAY,
+        pre_dispatch: PreDispatchGate = _NO_GATE,
         needs_cards: bool = False,
     ) -> None:
-        """`workers`: the endpoint whose instances serve the requests. What feeds the router's index is the caller's. `way`:
+        """`workers`: the endpoint whose instances serve the requests. What feeds the router's index is the caller's. `pre_dispatch`:
         what requests pass before they go to a worker. `needs_cards`: a worker gets no requests before its model card is there."""
-        self.endpoint, self.router, self.way = workers, router, way
+        self.endpoint, self.router, self.pre_dispatch = workers, router, pre_dispatch
         self._needs_cards = needs_cards
         self._stack = AsyncExitStack()
         self._cards: dict[str, tuple[int, ModelCard]] = {}  # by key; instance id and card
@@ -286,8 +286,8 @@ async def routed_endpoint(
 ) -> AsyncIterator[RoutedEndpoint]:
     """Follow an endpoint's workers for a router, feed `index` their KV events, and share the bookings, as the settings have it."""
     async with AsyncExitStack() as stack:
-        way = await stack.enter_async_context(way_to_endpoint(kv, router, endpoint))
-        workers = RoutedEndpoint(endpoint, router, way=way, needs_cards=needs_cards)
+        gate = await stack.enter_async_context(gate_for_endpoint(kv, router, endpoint))
+        workers = RoutedEndpoint(endpoint, router, pre_dispatch=gate, needs_cards=needs_cards)
         if index is not None:
             sink = _IndexOfWorkers(index, workers)
             feed = KvEventFeed(endpoint, sink, on_trust=workers.set_trust, is_live=workers.is_live)

@@ -23,8 +23,6 @@ from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, Handler, ResponseSink
 from dynamo.runtime.served_endpoint import ServedEndpoint
 
-__all__ = ["RouterService", "overlap_scores"]
-
 COMPONENT: Final = "router"
 
 _NOTHING: Final = Overlap()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from dynamo.router.busy_settings import BusySettings
 from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.workers.busy_settings import BusySettings
 from dynamo.settings.readers import SettingReader, integer
 from dynamo.settings.table import section, setting
-
-__all__ = ["RouterServiceSettings"]
 
 _GROUP: Final = "router"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from dynamo.router.query_of_death import MAX_DEATHS
+from dynamo.router.dispatch.query_of_death import MAX_DEATHS
 from dynamo.runtime.client import Client
 from dynamo.testing.simulation.client import Answer, MalformedAnswer, Visit, read_answer
 from dynamo.testing.simulation.cluster import STREAM_TIMEOUT_SECONDS, Cluster

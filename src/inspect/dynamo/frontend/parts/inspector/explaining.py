@@ -22,9 +22,9 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found, model_not_ready
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.pool import ModelPool
-from dynamo.router.record import DispatchRecord
-from dynamo.router.stages import PrefillStage
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stages import PrefillStage
+from dynamo.router.workers.pool import ModelPool
 
 _FORMS: Final = ("messages", "prompt", "token_ids")
 

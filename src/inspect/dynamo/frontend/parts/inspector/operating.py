@@ -14,7 +14,7 @@ from dynamo.frontend.parts.inspector.members import AskHold, Members
 from dynamo.frontend.parts.inspector.stream_rows import worker_name
 from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.protocol.inspector.actions import WorkerActionRequest
-from dynamo.router.operator_desk import WorkerHold
+from dynamo.router.workers.worker_holds import WorkerHold
 
 HOLD_KEY: Final = "inspector/hold/"
 QUARANTINE_SECONDS: Final = 60.0  # where no time is given
@@ -92,10 +92,10 @@ class WorkerOperator:
         self._put(hold)
 
     def _put(self, hold: WorkerHold) -> None:
-        desk = self._models.desk
+        holds = self._models.holds
         present = frozenset(entry.instance_id for group in self._models.groups() for entry in group.accepted)
-        desk.keep_only(present)
-        desk.put(hold, self._clock.now())
+        holds.keep_only(present)
+        holds.put(hold, self._clock.now())
         for id in [id for id in self._ends if id == hold.instance_id or id not in present]:
             self._ends.pop(id).cancel()
         if hold.kind and hold.seconds is not None:

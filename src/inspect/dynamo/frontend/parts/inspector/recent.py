@@ -19,7 +19,7 @@ from dynamo.protocol.inspector.filters import Filter
 from dynamo.protocol.inspector.views import RecentView
 from dynamo.protocol.openai.errors import ABORTED_CODE, RequestRejected
 from dynamo.protocol.request_ids import uuid_in
-from dynamo.router.record import served_by
+from dynamo.router.dispatch.record import served_by
 from dynamo.runtime.calls.request_plane.base import Instance
 
 KEPT: Final = 1000

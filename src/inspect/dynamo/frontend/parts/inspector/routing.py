@@ -13,7 +13,7 @@ from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.views import CandidateView, RoutingView
 from dynamo.router.kv.explain import explain
 from dynamo.router.kv.placement import KvPlaced
-from dynamo.router.operator_desk import OperatorDesk
+from dynamo.router.workers.worker_holds import WorkerHolds
 
 KEPT_DECISIONS: Final = 200  # each may hold the state of all ranks
 KEPT_UNSEEN: Final = 20  # without a viewer: an operator who comes after the trouble still sees the last ones
@@ -62,8 +62,8 @@ class RoutingLog:
     these end, KEPT_UNSEEN of them: so the way of a request to its worker does not lead through here.
     """
 
-    def __init__(self, desk: OperatorDesk, clock: InspectorClock, frontend_id: str) -> None:
-        self._desk, self._clock, self._frontend_id = desk, clock, frontend_id
+    def __init__(self, holds: WorkerHolds, clock: InspectorClock, frontend_id: str) -> None:
+        self._holds, self._clock, self._frontend_id = holds, clock, frontend_id
         # By the identity of their placements, which they keep alive; the oldest first. Requests find theirs by it.
         self._decisions: OrderedDict[int, _Decision] = OrderedDict()
         self._number = 0
@@ -75,12 +75,12 @@ class RoutingLog:
     def looked(self) -> None:
         """Keep choices as they are made from now on, for a while."""
         self._looked_at = self._clock.now()
-        self._desk.on_choice = self._note
+        self._holds.on_choice = self._note
 
     def _note(self, model: str, candidates: Sequence[Candidate], placement: Placement) -> None:
         now = self._clock.now()
         if now - self._looked_at > LOOK_SECONDS:
-            self._desk.on_choice = None
+            self._holds.on_choice = None
             return
         self._keep(_Decision(0, model, candidates, placement, now), KEPT_DECISIONS)
 
@@ -95,7 +95,7 @@ class RoutingLog:
     def ended(self, request_id: str, model: str | None, tally: Tally) -> None:
         """Keep the last choice of a request that has ended, where no viewer was there to see it made."""
         placement = tally.placement
-        if self._desk.on_choice is None and placement is not None:
+        if self._holds.on_choice is None and placement is not None:
             decision = _Decision(0, model or "", (placement.candidate,), placement, self._clock.now())
             self._keep(decision, KEPT_UNSEEN)
         self.name(request_id, tally)

@@ -16,7 +16,7 @@ from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.plan import MovableStream, Tally, WorkRequest
 from dynamo.protocol.inspector.views import StreamView
-from dynamo.router.record import FailedAttempt
+from dynamo.router.dispatch.record import FailedAttempt
 
 RATE_SECONDS: Final = 0.5  # two looks that are nearer to each other give no rate: it would jump
 STALLED_SECONDS: Final = (

@@ -38,7 +38,7 @@ class Tables:
         self.streams = StreamTable(pipeline.register, clock, frontend_id)
         self.recent = RecentRequests(clock, frontend_id)
         self.lifecycle = WorkerLifecycle(pipeline.models, self.events, clock)
-        self.routing = RoutingLog(pipeline.models.desk, clock, frontend_id)
+        self.routing = RoutingLog(pipeline.models.holds, clock, frontend_id)
         self.token_rates = TokenRates()
         self.contents = ContentReader(pipeline.models, load_redaction(pipeline.settings.request_trace.redact))
         self.caches = CacheTable(pipeline.models, clock)

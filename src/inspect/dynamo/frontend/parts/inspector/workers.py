@@ -14,7 +14,7 @@ from dynamo.frontend.parts.inspector.stream_rows import worker_name
 from dynamo.frontend.parts.inspector.streams import WorkerPulse
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.inspector.views import ModelView, WorkerView
-from dynamo.router.pool import ModelPool
+from dynamo.router.workers.pool import ModelPool
 from dynamo.runtime.calls.request_plane.base import Instance
 
 ROLES: Final = {"aggregated": "agg"}
@@ -148,7 +148,7 @@ class ClusterTable:
             view.note = "busy: its reported load is above a threshold"
 
     def _add_hold(self, view: WorkerView) -> None:
-        hold = self._models.desk.of(int(view.id, 16), self._clock.now())
+        hold = self._models.holds.of(int(view.id, 16), self._clock.now())
         if hold is None:
             return
         view.state = "draining" if hold.kind == "drain" else "quarantined"

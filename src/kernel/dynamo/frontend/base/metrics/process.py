@@ -11,7 +11,7 @@ from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.metrics.models import ModelMetrics
 from dynamo.frontend.base.metrics.requests import RequestSeries
 from dynamo.frontend.base.metrics.workers import WorkerGauges
-from dynamo.router.stall_detector import StallKind
+from dynamo.router.dispatch.stall_detector import StallKind
 from dynamo.runtime.observe.metric_snapshots import absorb
 from dynamo.runtime.observe.metrics import Histogram, MetricsRegistry
 

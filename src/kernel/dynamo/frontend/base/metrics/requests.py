@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.stage_timer import ROUTE, STAGES, StageTimer
-from dynamo.router.migration import Move
+from dynamo.router.dispatch.migration import Move
 from dynamo.runtime.observe.metrics import Counter, Gauge, Histogram, count_down, count_over, count_up, observe_each
 
 UNKNOWN_MODEL: Final = "unknown_model"

@@ -22,8 +22,8 @@ from dynamo.protocol.openai.errors import not_built
 from dynamo.protocol.openai.media_parts import refused_part
 from dynamo.protocol.openai.shapes import MediaPart, RequestMedia
 from dynamo.protocol.records import ENCODER_HANDOFF, MEDIA_KINDS
-from dynamo.router.encode import EncodeStage
-from dynamo.router.stages import PrefillStage
+from dynamo.router.dispatch.encode import EncodeStage
+from dynamo.router.dispatch.stages import PrefillStage
 from dynamo.runtime.base.tasks import first_of
 from dynamo.runtime.calls.context import Context
 

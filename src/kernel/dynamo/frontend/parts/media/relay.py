@@ -17,8 +17,8 @@ from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.results import object_of
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs, OpenAnswer
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.dispatch import RoutedStream
-from dynamo.router.failover import DispatchRequest
+from dynamo.router.dispatch.failover import DispatchRequest
+from dynamo.router.dispatch.stream import RoutedStream
 
 
 class RelayCall(Call):

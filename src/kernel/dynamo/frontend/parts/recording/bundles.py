@@ -19,8 +19,8 @@ from dynamo.frontend.parts.recording.request_shape import content_texts, decode_
 from dynamo.frontend.parts.recording.scrubber import ContentScrubber
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import SERVING_HEADERS
-from dynamo.router.course import Course, CourseState
-from dynamo.router.course_log import course_record
+from dynamo.router.dispatch.course import Course, CourseState
+from dynamo.router.dispatch.course_log import course_record
 from dynamo.router.kv.explain import explain_placement
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.parts.scaling.gauges import AutoscaleGauges
 from dynamo.placement import Candidate
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router.busy_workers import LoadReport
-from dynamo.router.pool import ModelPool
+from dynamo.router.workers.busy_workers import LoadReport
+from dynamo.router.workers.pool import ModelPool
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.scaling.decide import Decision, ScaleReason, ScaleRules

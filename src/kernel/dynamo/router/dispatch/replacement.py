@@ -8,13 +8,11 @@ from typing import Final, NamedTuple
 
 from dynamo.errors import DynamoException, NoReplacement, WorkerUnavailable
 from dynamo.placement import WorkerKey
-from dynamo.router.course import Event, NoWorker, Tick
-from dynamo.router.drive import CANCELLED
-from dynamo.router.pool import ModelPool
+from dynamo.router.dispatch.course import Event, NoWorker, Tick
+from dynamo.router.dispatch.drive import CANCELLED
+from dynamo.router.workers.pool import ModelPool
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Instance
-
-__all__ = ["NO_WAIT", "ReplacementWait", "WorkerWait"]
 
 logger = logging.getLogger(__name__)
 

@@ -18,15 +18,13 @@ from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, Wor
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.kv.on_the_way import OnTheWay
 from dynamo.router.kv.placement import KvPlaced, KvPlacement
+from dynamo.router.kv.pre_dispatch import PreDispatchGate
 from dynamo.router.kv.queue_gate import QueueGate
 from dynamo.router.kv.sessions import PoolSessions, SessionHold, session_id_of
-from dynamo.router.operator_desk import OperatedWorkers
+from dynamo.router.workers.worker_holds import HeldWorkers
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream
-
-__all__ = ["ChosenWorker", "ModelPool", "WorkerClient"]
 
 
 class WorkerClient(Protocol):
@@ -76,7 +74,7 @@ class ChosenWorker(Struct, frozen=True):
         return self.client.record_failure(self.instance, error)
 
 
-class ModelPool(OperatedWorkers):
+class ModelPool(HeldWorkers):
     """The members of one model and role, restricted to what their endpoints' clients have discovered.
 
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
@@ -84,7 +82,7 @@ class ModelPool(OperatedWorkers):
 
     __slots__ = (
         "__weakref__", "_busy", "_clients", "_members", "_places", "_policy", "_waiters", "emptied_at", "kv",
-        "name", "on_the_way", "runtime_config",
+        "name", "pre_dispatch", "runtime_config",
     )  # fmt: skip
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
@@ -93,7 +91,7 @@ class ModelPool(OperatedWorkers):
         self.name = name
         self._clients = clients
         super().__init__()
-        self.on_the_way: OnTheWay | None = None  # what requests pass before they go to a worker
+        self.pre_dispatch: PreDispatchGate | None = None  # what requests pass before they go to a worker
         self.use(policy)
         # Requests that wait for a worker, in order of arrival; bounded by those in flight.
         self._waiters: dict[asyncio.Future[None], None] = {}
@@ -113,12 +111,12 @@ class ModelPool(OperatedWorkers):
     @property
     def gate(self) -> QueueGate | None:
         """Where requests wait for a worker; None: they do not."""
-        return None if self.on_the_way is None else self.on_the_way.gate
+        return None if self.pre_dispatch is None else self.pre_dispatch.gate
 
     @property
     def sessions(self) -> PoolSessions | None:
         """The sessions that stay with their worker; None: none does."""
-        return None if self.on_the_way is None else self.on_the_way.sessions
+        return None if self.pre_dispatch is None else self.pre_dispatch.sessions
 
     async def hold_session(
         self, body: WorkerRequest, context: Context, *, worker_id: int | None, dp_rank: int | None
@@ -225,8 +223,8 @@ class ModelPool(OperatedWorkers):
         placement = place(self._policy, request, candidates, now, scope=f"model {self.name}")
         if self.kv is not None:
             placement = self.kv.settle(placement, request, now)
-        if self.desk.on_choice is not None:
-            self.desk.on_choice(self.name, candidates, placement)
+        if self.holds.on_choice is not None:
+            self.holds.on_choice(self.name, candidates, placement)
         candidate = placement.candidate
         client = self._clients[candidate.endpoint]
         return ChosenWorker(placement, client.named(candidate.instance_id), client, self.kv)
@@ -292,7 +290,7 @@ class ModelPool(OperatedWorkers):
     def candidates(self) -> list[Candidate]:
         """Return the members that discovery lists, as a policy sees them; without those that an operator drains."""
         found = self.listed()
-        return self.desk.apply(found, asyncio.get_running_loop().time()) if self.desk.holds else found
+        return self.holds.apply(found, asyncio.get_running_loop().time()) if self.holds.by_worker else found
 
     def listed(self) -> list[Candidate]:
         """Return the members that discovery lists, whatever an operator says of them."""

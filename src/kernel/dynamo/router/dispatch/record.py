@@ -9,11 +9,9 @@ from msgspec import Struct
 from dynamo.errors import DynamoException
 from dynamo.placement import Placement
 from dynamo.placement.prefill_bypass import BypassVerdict
-from dynamo.router.course import Course
-from dynamo.router.migration import Move
+from dynamo.router.dispatch.course import Course
+from dynamo.router.dispatch.migration import Move
 from dynamo.runtime.calls.request_plane.base import Instance
-
-__all__ = ["DispatchRecord", "FailedAttempt", "served_by"]
 
 
 class FailedAttempt(Struct, frozen=True):

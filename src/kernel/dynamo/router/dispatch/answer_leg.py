@@ -8,18 +8,16 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from dynamo.errors import DynamoException, StreamIncomplete, WorkerUnavailable
-from dynamo.router.course import Choose, Event, NoWorker
-from dynamo.router.drive import CANCELLED, ITEMS, OPENED
-from dynamo.router.failover import DispatchRequest, Failover
-from dynamo.router.migration import Move
-from dynamo.router.query_of_death import Suspect
+from dynamo.router.dispatch.course import Choose, Event, NoWorker
+from dynamo.router.dispatch.drive import CANCELLED, ITEMS, OPENED
+from dynamo.router.dispatch.failover import DispatchRequest, Failover
+from dynamo.router.dispatch.migration import Move
+from dynamo.router.dispatch.query_of_death import Suspect
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseStream, StreamItem
 
 if TYPE_CHECKING:
-    from dynamo.router.dispatch import Dispatcher
-
-__all__ = ["AnswerLeg", "Silence"]
+    from dynamo.router.dispatch.stream import Dispatcher
 
 logger = logging.getLogger(__name__)
 

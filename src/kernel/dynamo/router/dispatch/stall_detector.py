@@ -22,8 +22,6 @@ from typing import Final, Protocol
 
 from dynamo.errors import DynamoException, ResponseTimeout
 
-__all__ = ["StallDetector", "StallKind", "StallPolicy", "TokenCadence", "WatchedStream", "judge"]
-
 logger = logging.getLogger(__name__)
 
 TICKS_PER_FLOOR: Final = 20  # a limit is noticed at most a twentieth of the shortest one late

@@ -22,18 +22,16 @@ from dynamo.errors import (
 )
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.course import Choose, Chosen, Course, CourseRules, Event, Lost, NoWorker, Tick
-from dynamo.router.detour import Detour
-from dynamo.router.drive import CANCELLED, ITEMS, OPENED, drive
-from dynamo.router.handoff import read_reply
-from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.record import DispatchRecord
-from dynamo.router.stages import Proceed, StageJob, StageResult
+from dynamo.router.dispatch.course import Choose, Chosen, Course, CourseRules, Event, Lost, NoWorker, Tick
+from dynamo.router.dispatch.drive import CANCELLED, ITEMS, OPENED, drive
+from dynamo.router.dispatch.fallback_log import FallbackLog
+from dynamo.router.dispatch.handoff import read_reply
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stages import Proceed, StageJob, StageResult
+from dynamo.router.workers.pool import ChosenWorker, ModelPool
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
-
-__all__ = ["EncodeOutcome", "EncodeRouter", "EncodeStage", "Receiver"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class EncodeRouter:
         """`count` gets the outcome of each request to an encode worker."""
         self.workers, self.count = workers, count
         self._running = Background()  # at most one for each request whose client has left, and for a moment
-        self.detour = Detour(
+        self.fallback_log = FallbackLog(
             workers.name,
             away="no encode worker can take a request, its other workers encode the media",
             back="media go to encode workers again",
@@ -240,11 +238,11 @@ class EncodeStage:
                 raise _named(error, router.workers.name) from error
             if not rule_of(error).retryable and not isinstance(error, Unknown):
                 raise  # the request is wrong, wherever it is encoded
-            router.detour.note(error)
+            router.fallback_log.note(error)
             router.count("fallback")
             return job.body
         if body is not None:
-            router.detour.note(None)
+            router.fallback_log.note(None)
         return body
 
 

@@ -11,8 +11,6 @@ from dynamo.protocol.request_ids import part_uuid
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
 
-__all__ = ["FanOut", "Reader"]
-
 T = TypeVar("T", covariant=True)
 R = TypeVar("R")
 

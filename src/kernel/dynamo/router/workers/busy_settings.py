@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from dynamo.router.busy_workers import BusyThresholds
+from dynamo.router.workers.busy_workers import BusyThresholds
 from dynamo.settings.readers import integer, number
 from dynamo.settings.table import setting
-
-__all__ = ["BusySettings"]
 
 _GROUP: Final = "cluster"
 

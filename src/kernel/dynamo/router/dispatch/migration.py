@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dynamo.protocol.records import RESUMES_GUIDED
 from dynamo.protocol.worker_request import TokenLimits, WorkerRequest
 
-__all__ = ["Move", "continued", "migration_blocker", "tokens_left"]
-
 
 class Move:
     """One change of worker, for the metrics."""

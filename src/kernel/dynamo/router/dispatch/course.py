@@ -1,8 +1,8 @@
 """The course of a request as one machine: which worker is tried next, when it waits, when it moves, when it gives up. Pure.
 
 Events and instructions are values. `Course.step` takes what has happened and returns what is to be done; `drive` (in
-`router/drive.py`) does it. There is no clock and no I/O in here: an event brings every fact that a decision needs, so the log
-of a course can be run again, step by step, and makes the same decisions (`router/course_log.py`).
+`router/dispatch/drive.py`) does it. There is no clock and no I/O in here: an event brings every fact that a decision needs, so the log
+of a course can be run again, step by step, and makes the same decisions (`router/dispatch/course_log.py`).
 
 A request has one course for the workers that answer it, and one for each stage before them: encode, prefill.
 """
@@ -25,38 +25,6 @@ from dynamo.errors import (
     rule_of,
 )
 from dynamo.placement import WorkerKey
-
-__all__ = [
-    "MAX_STEPS",
-    "TABLE",
-    "Again",
-    "Choose",
-    "Chosen",
-    "Course",
-    "CourseRules",
-    "CourseState",
-    "Declined",
-    "Event",
-    "Fail",
-    "Failed",
-    "Finish",
-    "IllegalStep",
-    "Instruction",
-    "Items",
-    "Lost",
-    "NextStage",
-    "NoWorker",
-    "OpenStream",
-    "Read",
-    "RequestCancelled",
-    "Row",
-    "StageDone",
-    "StreamOpened",
-    "Tick",
-    "Wait",
-    "WorkerFound",
-    "may_be_taken",
-]  # fmt: skip
 
 MAX_STEPS: Final = 256
 """Steps that a course remembers. Each attempt takes three; a wait for a worker may take many, one for each change of the

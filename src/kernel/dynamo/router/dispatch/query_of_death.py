@@ -22,9 +22,7 @@ from typing import Final
 import msgspec
 
 from dynamo.errors import Disconnected, DynamoException, EngineShutdown, RequestKillsWorkers
-from dynamo.router.pool import ChosenWorker, ModelPool
-
-__all__ = ["MAX_DEATHS", "REMEMBERED_SECONDS", "QueriesOfDeath", "Suspect", "content_hash"]
+from dynamo.router.workers.pool import ChosenWorker, ModelPool
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
-from dynamo.router.course import (
+from dynamo.router.dispatch.course import (
     Choose,
     Chosen,
     Course,
@@ -28,14 +28,14 @@ from dynamo.router.course import (
     WorkerFound,
     may_be_taken,
 )
-from dynamo.router.drive import CANCELLED
+from dynamo.router.dispatch.drive import CANCELLED
+from dynamo.router.dispatch.migration import migration_blocker, tokens_left
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.replacement import NO_WAIT, ReplacementWait, WorkerWait
+from dynamo.router.dispatch.stages import DispatchStage, DispatchTimer, StageResult
+from dynamo.router.dispatch.stall_detector import StallDetector
 from dynamo.router.kv.sessions import SessionHold
-from dynamo.router.migration import migration_blocker, tokens_left
-from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.record import DispatchRecord
-from dynamo.router.replacement import NO_WAIT, ReplacementWait, WorkerWait
-from dynamo.router.stages import DispatchStage, DispatchTimer, StageResult
-from dynamo.router.stall_detector import StallDetector
+from dynamo.router.workers.pool import ChosenWorker, ModelPool
 from dynamo.runtime.calls.context import Context
 
 __all__ = [
@@ -205,7 +205,7 @@ class Failover:
         self, *, healthy_only: bool = False, excluded: Collection[WorkerKey] | None = None
     ) -> PlacementRequest:
         """Return what the choice of the next worker may look at."""
-        bound = None if self.pool.on_the_way is None else self._bound_rank()
+        bound = None if self.pool.pre_dispatch is None else self._bound_rank()
         if excluded is None:
             excluded = self.course.excluded
         transfer = None if self.given is None else self.given.transfer
@@ -322,7 +322,7 @@ class Failover:
         if pool.kv is not None and not order.is_after_wait:
             request = self._request
             request.kv = await pool.kv.query(self.body, request.record, pinned=request.pinned_instance_id)
-        if pool.on_the_way is None:
+        if pool.pre_dispatch is None:
             worker = self._place(order) if self.given is None else self._chosen(order)
         else:
             turn = await self._pass(order)

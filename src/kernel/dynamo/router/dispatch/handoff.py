@@ -25,16 +25,6 @@ from dynamo.protocol.worker_request import (
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream, StreamItem
 
-__all__ = [
-    "Handoff",
-    "PrefillAnswer",
-    "Renew",
-    "StageReply",
-    "decode_request",
-    "prefill_request",
-    "read_reply",
-]
-
 MAX_PORT: Final = 2**16 - 1
 PEER_FAILURE_SECONDS: Final = 0.1  # a prefill worker whose process is gone is missed by both sides within milliseconds
 

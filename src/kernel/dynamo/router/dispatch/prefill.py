@@ -30,10 +30,10 @@ from dynamo.placement.kv_transfer import TransferRule, transfer_rule
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import BootstrapInfo, RoutingHints, WorkerRequest
-from dynamo.router.course import Choose, Chosen, Course, CourseRules, Event, Lost, NoWorker, Tick, may_be_taken
-from dynamo.router.detour import Detour
-from dynamo.router.drive import CANCELLED, ITEMS, OPENED, drive
-from dynamo.router.handoff import (
+from dynamo.router.dispatch.course import Choose, Chosen, Course, CourseRules, Event, Lost, NoWorker, Tick, may_be_taken
+from dynamo.router.dispatch.drive import CANCELLED, ITEMS, OPENED, drive
+from dynamo.router.dispatch.fallback_log import FallbackLog
+from dynamo.router.dispatch.handoff import (
     Handoff,
     PrefillAnswer,
     Renew,
@@ -41,15 +41,13 @@ from dynamo.router.handoff import (
     prefill_request,
     read_reply,
 )
+from dynamo.router.dispatch.query_of_death import Suspect
+from dynamo.router.dispatch.record import DispatchRecord
 from dynamo.router.kv.sessions import SessionHold
-from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.query_of_death import Suspect
-from dynamo.router.record import DispatchRecord
+from dynamo.router.workers.pool import ChosenWorker, ModelPool
 from dynamo.runtime.base.tasks import Background, Work
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseStream
-
-__all__ = ["CanReceive", "DispatchTimer", "PrefillJob", "PrefillRouter", "can_fall_back_to_decode"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +121,7 @@ class PrefillRouter:
         self._configs: Mapping[int, ModelRuntimeConfig] = {}
         self._rules: Mapping[WorkerKey, TransferRule] = {}  # of the workers whose blocks cannot be sent anywhere
         self._running = Background()  # at most one per request in flight, and the moment after
-        self.detour = Detour(
+        self.fallback_log = FallbackLog(
             workers.name,
             away="no prefill worker can take a prompt, decode workers compute it themselves",
             back="prompts go to prefill workers again",

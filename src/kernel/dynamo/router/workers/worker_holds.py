@@ -1,7 +1,7 @@
-"""What an operator says of workers: no new requests (a drain), or only where nothing else is left (a quarantine).
+"""Drains and quarantines set by an operator: a worker gets no new requests, or only where nothing else is left.
 
-It holds for the routers of this process. A worker knows nothing of it: its requests go on, and frontends that were not told
-still use it.
+A hold counts for the routers of this process. The worker does not get it: its requests go on, and frontends without the hold
+still use the worker.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Final
 import msgspec
 
 from dynamo.placement import Candidate, Placement
-
-__all__ = ["MAX_HOLDS", "OperatedWorkers", "OperatorDesk", "WorkerHold"]
 
 MAX_HOLDS: Final = 4096
 
@@ -32,38 +30,38 @@ class WorkerHold(msgspec.Struct, frozen=True):
     until: float | None = None  # loop time of this process; None: as `seconds`
 
 
-class OperatorDesk:
-    """The holds of one process, shared by all pools. Empty, it costs a choice one test. Used on the event loop only."""
+class WorkerHolds:
+    """Drains and quarantines set by an operator, for all pools of a process. Used on the event loop only."""
 
-    __slots__ = ("holds", "on_choice")
+    __slots__ = ("by_worker", "on_choice")
 
     def __init__(self) -> None:
-        self.holds: dict[int, WorkerHold] = {}
+        self.by_worker: dict[int, WorkerHold] = {}  # empty: a choice need not be filtered
         self.on_choice: OnChoice | None = None
-        """Called with each choice of a worker, while somebody wants to know of them."""
+        """Called with each choice of a worker; None while nothing shows them."""
 
     def put(self, hold: WorkerHold, now: float) -> None:
         """Hold a worker from `now` on, in place of an earlier hold; or take that back. The oldest goes where there are too many."""
-        self.holds.pop(hold.instance_id, None)
+        self.by_worker.pop(hold.instance_id, None)
         if not hold.kind:
             return
         until = None if hold.seconds is None else now + hold.seconds
-        self.holds[hold.instance_id] = msgspec.structs.replace(hold, until=until)
-        if len(self.holds) > MAX_HOLDS:
-            del self.holds[next(iter(self.holds))]
+        self.by_worker[hold.instance_id] = msgspec.structs.replace(hold, until=until)
+        if len(self.by_worker) > MAX_HOLDS:
+            del self.by_worker[next(iter(self.by_worker))]
 
     def of(self, instance_id: int, now: float) -> WorkerHold | None:
         """Return the hold on a worker; None: there is none, or it is over."""
-        hold = self.holds.get(instance_id)
+        hold = self.by_worker.get(instance_id)
         if hold is not None and hold.until is not None and now >= hold.until:
-            del self.holds[instance_id]
+            del self.by_worker[instance_id]
             return None
         return hold
 
     def keep_only(self, present: frozenset[int]) -> None:
         """Forget the holds on workers that have left."""
-        for instance_id in self.holds.keys() - present:
-            del self.holds[instance_id]
+        for instance_id in self.by_worker.keys() - present:
+            del self.by_worker[instance_id]
 
     def apply(self, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Return the candidates without the drained ones; those in quarantine count as failed."""
@@ -77,10 +75,10 @@ class OperatorDesk:
         return found
 
 
-class OperatedWorkers:
+class HeldWorkers:
     """Workers that an operator may hold."""
 
-    __slots__ = ("desk",)
+    __slots__ = ("holds",)
 
     def __init__(self) -> None:
-        self.desk = OperatorDesk()  # a shared one, where somebody operates them
+        self.holds = WorkerHolds()  # shared by the pools of a frontend

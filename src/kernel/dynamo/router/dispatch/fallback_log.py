@@ -6,23 +6,21 @@ import logging
 
 from dynamo.errors import DynamoException
 
-__all__ = ["Detour"]
-
 logger = logging.getLogger(__name__)
 
 
-class Detour:
-    """Whether the requests of one model take the other way, for the log: one line for each change, not for each request."""
+class FallbackLog:
+    """Logs once when the requests of a model begin to bypass a stage, and once when they no longer do."""
 
     __slots__ = ("_away", "_back", "_is_taken", "_model")
 
     def __init__(self, model: str, *, away: str, back: str) -> None:
-        """`away` and `back`: what is logged when the first request takes the other way, and when one no longer does."""
+        """`away` and `back`: what is logged when the first request bypasses the stage, and when one no longer does."""
         self._model, self._away, self._back = model, away, back
         self._is_taken = False
 
     def note(self, failure: DynamoException | None) -> None:
-        """Take note of a request that went the other way because of `failure`, or (None) of one that did not."""
+        """Log a change: a request bypassed the stage because of `failure`, or (None) did not."""
         if failure is None:
             if self._is_taken:
                 self._is_taken = False

@@ -1,6 +1,6 @@
 """The stages of a request before the worker that answers it: a list, each of which passes the request on to the next.
 
-A model has at most two: its media are encoded (`router/encode.py`), then its prompt is computed (`PrefillStage`).
+A model has at most two: its media are encoded (`router/dispatch/encode.py`), then its prompt is computed (`PrefillStage`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dynamo.placement import PlacementRequest
 from dynamo.placement.kv_transfer import TransferRule
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.conditional import ConditionalPrefill
-from dynamo.router.course import Again
-from dynamo.router.handoff import Handoff, PrefillAnswer, Renew
-from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.prefill import DispatchTimer, PrefillJob, PrefillRouter, can_fall_back_to_decode
-from dynamo.router.query_of_death import Suspect
-from dynamo.router.record import DispatchRecord
+from dynamo.router.dispatch.conditional import ConditionalPrefill
+from dynamo.router.dispatch.course import Again
+from dynamo.router.dispatch.handoff import Handoff, PrefillAnswer, Renew
+from dynamo.router.dispatch.prefill import DispatchTimer, PrefillJob, PrefillRouter, can_fall_back_to_decode
+from dynamo.router.dispatch.query_of_death import Suspect
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.workers.pool import ChosenWorker, ModelPool
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 
@@ -171,12 +171,12 @@ class PrefillStage:
             except DynamoException as error:
                 if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
                     raise
-                router.detour.note(error)
+                router.fallback_log.note(error)
                 try:
                     return await proceed(StageResult(job.body, renew=job.renew))
                 except (InvalidArgument, Unknown) as refusal:
                     raise error from refusal  # an engine that only decodes: it is not the client's request that is wrong
-            router.detour.note(None)
+            router.fallback_log.note(None)
             job.record.prefill_instance_id = handoff.instance.instance_id
             if isinstance(handoff, PrefillAnswer):
                 job.record.instances.append(handoff.instance)

@@ -18,14 +18,12 @@ from dynamo.placement import PlacementRequest
 from dynamo.placement.kv_state import RankState
 from dynamo.placement.prefill_bypass import BypassFacts, BypassRules, judge_bypass
 from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.dispatch.prefill import CanReceive, PrefillRouter
+from dynamo.router.dispatch.record import DispatchRecord
 from dynamo.router.kv.placement import KvPlaced
-from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.prefill import CanReceive, PrefillRouter
-from dynamo.router.record import DispatchRecord
+from dynamo.router.workers.pool import ChosenWorker, ModelPool
 from dynamo.settings.readers import SettingReader, switch
 from dynamo.settings.table import setting
-
-__all__ = ["BYPASS_MARKER", "Bypass", "ConditionalPrefill", "ConditionalSettings"]
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""From a request to the items of its answer, whatever happens to the workers. `router/course.py` decides; this does it.
+"""From a request to the items of its answer, whatever happens to the workers. `router/dispatch/course.py` decides; this does it.
 
 `Dispatcher.open` returns a `RoutedStream`. It is read like the stream of one worker; behind it the request may move to
 another worker, before its first token (a retry) or after (a migration).
@@ -13,19 +13,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dynamo.errors import DynamoException
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.answer_leg import AnswerLeg, Silence
-from dynamo.router.course import Again, CourseState, Fail, Failed, Finish, NextStage
-from dynamo.router.drive import CANCELLED, ITEMS, drive
-from dynamo.router.failover import NO_WAIT, DispatchRequest, WorkerWait
-from dynamo.router.migration import Move, continued
-from dynamo.router.pool import ModelPool
-from dynamo.router.query_of_death import QueriesOfDeath
-from dynamo.router.record import DispatchRecord
-from dynamo.router.stages import DispatchStage, StageJob, StageResult, run_stages
+from dynamo.router.dispatch.answer_leg import AnswerLeg, Silence
+from dynamo.router.dispatch.course import Again, CourseState, Fail, Failed, Finish, NextStage
+from dynamo.router.dispatch.drive import CANCELLED, ITEMS, drive
+from dynamo.router.dispatch.failover import NO_WAIT, DispatchRequest, WorkerWait
+from dynamo.router.dispatch.migration import Move, continued
+from dynamo.router.dispatch.query_of_death import QueriesOfDeath
+from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.stages import DispatchStage, StageJob, StageResult, run_stages
+from dynamo.router.workers.pool import ModelPool
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseStream, StreamItem, TokenLane
-
-__all__ = ["Dispatcher", "RoutedStream"]
 
 logger = logging.getLogger(__name__)
 

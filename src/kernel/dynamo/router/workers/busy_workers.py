@@ -14,8 +14,6 @@ import msgspec
 
 from dynamo.protocol.records import ModelRuntimeConfig
 
-__all__ = ["BusyThresholds", "BusyWorkers", "LoadReport", "LoadedPool"]
-
 BUSY_SECONDS: Final = 5.0
 MAX_WORKERS: Final = 65_536  # whose load is remembered
 MAX_RANKS: Final = 4_096  # of one worker: as many as its card can name

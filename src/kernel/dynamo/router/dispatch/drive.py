@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from typing import Final, Protocol
 
 from dynamo.errors import DynamoException, WorkerUnavailable
-from dynamo.router.course import (
+from dynamo.router.dispatch.course import (
     Choose,
     Course,
     Event,
@@ -25,8 +25,6 @@ from dynamo.router.course import (
     StreamOpened,
     Wait,
 )
-
-__all__ = ["CANCELLED", "ITEMS", "OPENED", "Leg", "drive"]
 
 OPENED: Final = StreamOpened()
 ITEMS: Final = Items()

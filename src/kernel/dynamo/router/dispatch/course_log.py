@@ -18,9 +18,7 @@ from msgspec import Struct
 
 from dynamo.errors import DynamoException, kind_of, revive
 from dynamo.placement import WorkerKey
-from dynamo.router.course import MAX_STEPS, Course, CourseRules, Event, IllegalStep, Instruction
-
-__all__ = ["CourseRecord", "InvalidCourse", "StepRecord", "course_record", "read_courses", "replay", "step_line"]
+from dynamo.router.dispatch.course import MAX_STEPS, Course, CourseRules, Event, IllegalStep, Instruction
 
 MAX_MESSAGE_CHARACTERS: Final = 300
 MAX_COURSES: Final = 1024  # of one file

@@ -1,4 +1,4 @@
-"""What a request passes on its way to a worker where the settings have it: a queue, and the sessions that stay with theirs."""
+"""What a request passes before it is sent, where the settings have it: a queue, and sessions that stay with their worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.queueing import PolicyProfile
-from dynamo.router.kv.queue_gate import PoolRanks, QueuedRanks, QueueGate, RouterRanks
+from dynamo.router.kv.queue_gate import GatedPool, PoolRanks, QueuedRanks, QueueGate, RouterRanks
 from dynamo.router.kv.queue_metrics import QueueMetrics
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.sessions import PoolSessions, SessionRelay
@@ -20,12 +20,9 @@ from dynamo.runtime.observe.metrics import MetricsRegistry
 
 if TYPE_CHECKING:
     from dynamo.router.kv.placement import KvPlacement
-    from dynamo.router.pool import ModelPool
-
-__all__ = ["OnTheWay", "PoolKind", "way_to_endpoint", "way_to_pool"]
 
 
-class OnTheWay(NamedTuple):
+class PreDispatchGate(NamedTuple):
     """A queue and sessions; None: there are none."""
 
     gate: QueueGate | None = None
@@ -39,17 +36,17 @@ class PoolKind(NamedTuple):
     worker_type: str  # "decode" or "prefill"; workers that do both count as "decode"
 
 
-def way_to_pool(
+def gate_for_pool(
     settings: KvRouterSettings,
     registry: MetricsRegistry,
     kind: PoolKind,
-    pool: ModelPool,
+    pool: GatedPool,
     placement: KvPlacement,
     *,
     relay: SessionRelay,
     ranks: Callable[[], Collection[WorkerRank]],
     writer_id: int,
-) -> OnTheWay | None:
+) -> PreDispatchGate | None:
     """Return what requests pass before the workers of a pool; None: nothing. `ranks`: those that the workers' cards name."""
     gate = _gate(registry, kind, settings.profile(kind.model), placement.router, PoolRanks(pool, placement))
     reached = weakref.ref(pool)
@@ -59,11 +56,13 @@ def way_to_pool(
         return found is not None and rank in ranks() and found.instance(rank.worker_id) is not None
 
     sessions = _sessions(settings, writer_id, is_known, relay, kind.model)
-    return None if gate is None and sessions is None else OnTheWay(gate, sessions)
+    return None if gate is None and sessions is None else PreDispatchGate(gate, sessions)
 
 
 @asynccontextmanager
-async def way_to_endpoint(settings: KvRouterSettings, router: KvRouter, endpoint: Endpoint) -> AsyncIterator[OnTheWay]:
+async def gate_for_endpoint(
+    settings: KvRouterSettings, router: KvRouter, endpoint: Endpoint
+) -> AsyncIterator[PreDispatchGate]:
     """Give what requests pass before the workers of an endpoint. Bindings of sessions are shared with other routers."""
     path = endpoint.path
     profile = settings.profile("")  # that of no model in particular: an endpoint may serve several
@@ -71,11 +70,11 @@ async def way_to_endpoint(settings: KvRouterSettings, router: KvRouter, endpoint
     relay = SessionRelay(lambda _: path)
     sessions = _sessions(settings, endpoint.connection_id(), lambda rank: rank in router.ranks, relay, path)
     if sessions is None:
-        yield OnTheWay(gate)
+        yield PreDispatchGate(gate)
         return
     async with SessionSync(endpoint, relay) as sync:
         relay.syncs[path] = sync
-        yield OnTheWay(gate, sessions)
+        yield PreDispatchGate(gate, sessions)
 
 
 def _gate(
