@@ -95,14 +95,17 @@ def long_file_share(house: Sequence[Module]) -> Figure:
 
 
 def modules_with_one_user(house: Sequence[Module]) -> Figure:
-    """Compute the share of modules that exactly one other module imports: each is a part of that one."""
+    """Compute the share of modules that exactly one other module imports, so each is a part of that one.
+
+    A module that its package exports is none of them.
+    """
     known = {module.dotted for module in house}
     users: dict[str, list[str]] = {}
     for module in house:
         for name in imports_of(module, known):
             users.setdefault(name, []).append(module.name)
     counted = [module for module in house if module.path.name not in ("__init__.py", "__main__.py")]
-    one = [module for module in counted if len(users.get(module.dotted, ())) == 1]
+    one = [m for m in counted if len(users.get(m.dotted, ())) == 1 and not users[m.dotted][0].endswith("__init__.py")]
     found = tuple(Finding(m.name, f"{m.lines} lines, for {users[m.dotted][0]}") for m in one)
     return Figure("% of modules with one user", share(len(one), len(counted)), "<= 15", found)
 

@@ -29,7 +29,7 @@ PRELOADED = (
     "dynamo.runtime.calls.request_plane.listener",
     "dynamo.runtime.discovery.etcd",
     "dynamo.runtime.calls.event_plane.zmq",
-    "dynamo.chaos.admission",
+    "dynamo.chaos.injection",
     "dynamo.chaos.worker",
     "uvloop",
 )

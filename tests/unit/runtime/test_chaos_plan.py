@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.chaos.admission import Role, admitted, check_real, faults_of
 from dynamo.chaos.fault_plan import FaultPlan
+from dynamo.chaos.injection import Role, admitted, check_real, faults_of
 from dynamo.chaos.plan import (
     _ITEM_KINDS,
     _LASTING,

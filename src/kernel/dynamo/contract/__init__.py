@@ -21,7 +21,7 @@ from dynamo.contract.engine import (
     RawResponseChunk,
 )
 
-__path__ = extend_path(__path__, __name__)  # the conformance kit is in the laboratory
+__path__ = extend_path(__path__, __name__)  # the conformance kit is in `src/lab`, native helpers are in `src/compat`
 
 __all__ = [
     "BaseEngine",
