@@ -24,6 +24,8 @@ __all__ = [
     "loops_that_choose",
     "modules_with_one_user",
     "person_words",
+    "rings",
+    "side_by_side",
 ]
 
 NEAR_THE_BAR: Final = range(10, 13)  # attributes of a class; the bar is 12
@@ -180,19 +182,19 @@ def folders_in_circles(house: Sequence[Module]) -> Figure:
     arrows: dict[str, dict[tuple[str, str], str]] = {}  # by the folder that both lie in
     for module in house:
         for name in imports_of(module, known):
-            pair = _side_by_side(module.folder, known[name].folder)
+            pair = side_by_side(module.folder, known[name].folder)
             if pair is not None and folders.issuperset(pair):
                 arrows.setdefault(pair[0].rpartition(".")[0], {}).setdefault(pair, f"{module.name} -> {name}")
     found = [
         Finding(folder, "; ".join(sorted(place for (a, b), place in inside.items() if a == folder and b in ring)[:4]))
         for inside in arrows.values()
-        for ring in _rings(set(inside))
+        for ring in rings(set(inside))
         for folder in sorted(ring)
     ]
     return Figure("folders in a circle of imports", len(found), "0", tuple(found))
 
 
-def _side_by_side(one: str, other: str) -> tuple[str, str] | None:
+def side_by_side(one: str, other: str) -> tuple[str, str] | None:
     """Return the two folders, beside each other, that hold the two; None: one lies in the other."""
     a, b = one.split("."), other.split(".")
     for depth, (x, y) in enumerate(zip(a, b, strict=False), 1):
@@ -201,16 +203,16 @@ def _side_by_side(one: str, other: str) -> tuple[str, str] | None:
     return None
 
 
-def _rings(arrows: set[tuple[str, str]]) -> list[set[str]]:
+def rings(arrows: set[tuple[str, str]]) -> list[set[str]]:
     """Return the sets of names that reach each other."""
     reached = {a: {b for x, b in arrows if x == a} for a, _ in arrows}
     for middle in list(reached):  # Warshall: the names are few
         for name in reached:
             if middle in reached[name]:
                 reached[name] |= reached[middle]
-    rings: list[set[str]] = []
+    found: list[set[str]] = []
     for name in sorted(reached):
         ring = {other for other in reached[name] if name in reached.get(other, ())}
-        if len(ring) > 1 and ring not in rings:
-            rings.append(ring)
-    return rings
+        if len(ring) > 1 and ring not in found:
+            found.append(ring)
+    return found

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from house_shape import side_by_side
 from wings import WINGS, name_in_package, source_files, wing_of
 
 import dynamo
@@ -240,9 +241,18 @@ def test_arrows_inside_the_frontend_point_one_way() -> None:
     assert wrong.keys() >= FRONTEND_DEBTS, "a debt that is paid is no debt: take it out"
 
 
-def test_no_folders_of_the_frontend_stand_in_a_circle() -> None:
-    arrows = {pair for pair in frontend_arrows() if pair[0] != pair[1] and pair not in FRONTEND_DEBTS}
-    assert circles(arrows) == []
+def folder_of(name: str) -> str:
+    """Return the package that a module lies in; a package lies in itself."""
+    return f"dynamo.{name}" if PATHS[name].name == "__init__.py" else f"dynamo.{name}".rpartition(".")[0]
+
+
+def test_no_folders_anywhere_stand_in_a_circle() -> None:
+    arrows: dict[str, set[tuple[str, str]]] = {}  # by the folder that both lie in
+    for name, path in MODULES:
+        for module in imports(path):
+            if module[7:] in PATHS and (pair := side_by_side(folder_of(name), folder_of(module[7:]))) is not None:
+                arrows.setdefault(pair[0].rpartition(".")[0], set()).add(pair)
+    assert {folder: found for folder, inside in arrows.items() if (found := circles(inside))} == {}
 
 
 def test_arrows_inside_the_runtime_point_one_way() -> None:
