@@ -115,7 +115,7 @@ class ResponsesApi(GenerationApi[ResponsesRequest]):
         named = await history.items(request.references, owner)
         fill = partial(request.with_history, earlier, named)
         if size > LARGE_BODY_BYTES:
-            request.__dict__["is_large"] = True
+            request.is_large = True
         if request.is_large:
             await self._offload(fill)
         else:

@@ -74,7 +74,7 @@ class CallReader:
             _check_plausible(len(arrival.body), settings.body_bytes_per_token, models.longest_context)
         request = await self._offload(decode) if is_large else decode()
         if is_large:
-            request.__dict__["is_large"] = True
+            request.is_large = True
         model = models.lookup(request.model)
         if arrival.identity is not None:
             bind_key(request, arrival.identity, api.dialect, self._served_to(arrival))
@@ -131,7 +131,7 @@ def bind_key(
     """Note the owner of a request. Raises the 404 of a model that its key may not use, which is that of an unknown one."""
     if not caller.allows_model(request.model):
         raise dialect.unknown_model(request.model, served())
-    request.__dict__["key_owner"] = caller.owner
+    request.key_owner = caller.owner
 
 
 def _check_plausible(body_bytes: int, per_token: int, longest: int | None) -> None:

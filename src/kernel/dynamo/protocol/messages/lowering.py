@@ -16,13 +16,13 @@ _NO_TOOLS: Final = Toolset((), frozenset(), frozenset())
 class LoweredMessages(ChatRequest, kw_only=True, forbid_unknown_fields=True):
     """The chat request, and what of the Messages request shapes its answer.
 
-    These stand in the instance's `__dict__`, so that a worker that takes a chat's own body does not get them.
+    These are no fields of the struct, so that a worker that takes a chat's own body does not get them.
     """
 
     clamps_output: ClassVar[bool] = True  # `max_tokens` is required, and clients send more than a model has
 
-    toolset: ClassVar[Toolset] = _NO_TOOLS
-    shows_thinking: ClassVar[bool] = True
+    toolset = _NO_TOOLS
+    shows_thinking = True
 
 
 def lower(
@@ -56,11 +56,9 @@ def lower(
     )
     if continues_last(messages):
         request.continue_final_message, request.add_generation_prompt = True, False
-    members = request.__dict__
-    members["toolset"] = toolset
-    members["shows_thinking"] = thinking is None or thinking.display != "omitted"
-    if source.repaired:
-        members["repaired"] = True
+    request.toolset = toolset
+    request.shows_thinking = thinking is None or thinking.display != "omitted"
+    request.repaired = source.repaired
     return request
 
 

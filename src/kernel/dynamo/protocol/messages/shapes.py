@@ -6,7 +6,7 @@ Content blocks, and tools, stay the dicts that were sent until `conversation` an
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Final, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -61,7 +61,7 @@ class OutputConfig(Struct):
 class MessagesRequest(Struct, kw_only=True, dict=True):
     """The body of `POST /v1/messages`; `max_tokens` may only be missing where the prompt's tokens are counted."""
 
-    repaired: ClassVar[bool] = False  # the body was not strict JSON and was mended; set in the instance's `__dict__`
+    repaired = False  # the body was not strict JSON and was mended; no field, so that no JSON key can set it
 
     model: str
     messages: list[InputMessage]
@@ -107,7 +107,7 @@ def decode_messages(body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS, counts_
     except msgspec.ValidationError as error:
         raise _misshapen(error, "") from error
     if mended:
-        request.__dict__["repaired"] = True
+        request.repaired = True
     check_depth(request.free_form(), limits.depth)
     if not request.model or request.model.isspace():
         invalid("model", "field required")

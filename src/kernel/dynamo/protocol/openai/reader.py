@@ -63,7 +63,7 @@ class RequestReader:
         if ignore_unsupported and getattr(request, "store", None):
             request.store = None  # an answer that is to be kept, and is not
         if mended:
-            request.__dict__["repaired"] = True
+            request.repaired = True
         return request
 
     def _decode(self, body: bytes) -> Any:
@@ -87,7 +87,7 @@ class RequestReader:
             if key in self._fields or bytes(value) == _NULL:
                 continue
             (ignored if is_meaningless(key, bytes(value)) else unsupported).append(key)
-        request.__dict__.update(unsupported=tuple(unsupported), ignored=tuple(ignored))
+        request.unsupported, request.ignored = tuple(unsupported), tuple(ignored)
         return request
 
     def _decode_any(self, body: bytes) -> Any:

@@ -8,7 +8,7 @@ A request is owned by the one HTTP request it came in; only header overrides wri
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
@@ -315,17 +315,15 @@ class RequestMedia(Struct):
 class CommonRequest(Struct, kw_only=True, dict=True):
     """The fields chat and text completions share."""
 
-    # What decoding found, not what the client sent. They live in the instance's `__dict__`, outside the struct's
-    # fields, so that no JSON key can set them.
-    unsupported: ClassVar[tuple[str, ...]] = ()  # unknown top-level keys, in order; `validation` refuses them
-    ignored: ClassVar[tuple[str, ...]] = ()  # unknown top-level keys that mean nothing here (`foreign_members`)
-    repaired: ClassVar[bool] = False  # the body was not strict JSON and was mended: worth a warning
+    # What decoding found, not what the client sent. Without an annotation they are no fields of the struct, so that no JSON
+    # key can set them, and no worker gets them.
+    unsupported = cast("tuple[str, ...]", ())  # unknown top-level keys, in order; `validation` refuses them
+    ignored = cast("tuple[str, ...]", ())  # unknown top-level keys that mean nothing here (`foreign_members`)
+    repaired = False  # the body was not strict JSON and was mended: worth a warning
 
-    key_owner: ClassVar[str | None] = None  # set on a request that came with a key: whose it is
-    is_large: ClassVar[bool] = (
-        False  # its body was long, or of many values: nothing of it is looked through on an event loop
-    )
-    media: ClassVar[RequestMedia | None] = None  # of a chat: what validation took out of its messages
+    key_owner = cast("str | None", None)  # set on a request that came with a key: whose it is
+    is_large = False  # its body was long, or of many values: nothing of it is looked through on an event loop
+    media = cast("RequestMedia | None", None)  # of a chat: what validation took out of its messages
     clamps_output: ClassVar[bool] = (
         False  # of a subclass: an answer longer than the model's context is cut, not refused
     )

@@ -106,7 +106,7 @@ def validate_chat(request: ChatRequest) -> None:
         _check_tool_choice(request)
     _check_not_built(request)
     if _has_media(request.messages):
-        request.messages, request.__dict__["media"] = take_media(request.messages)
+        request.messages, request.media = take_media(request.messages)
 
 
 def validate_completion(request: CompletionRequest) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import msgspec
 
@@ -42,12 +42,12 @@ _MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
 class ResponsesRequest(ChatRequest, kw_only=True):
     """A chat request, and what its client asked for."""
 
-    # In the instance's `__dict__`, as what decoding finds is: no member of the body is these, and no worker gets them.
-    asked: ClassVar[ResponsesBody]
-    offered: ClassVar[OfferedTools]
-    paths: ClassVar[Sequence[str]]  # of the item that each message came from
-    left_out: ClassVar[Sequence[str]]  # the types of items that became nothing
-    limits: ClassVar[BodyLimits]
+    # No fields of the struct, as what decoding finds is: no member of the body is these, and no worker gets them.
+    asked = cast("ResponsesBody", None)  # decoding sets it, and the next one
+    offered = cast("OfferedTools", None)
+    paths = cast("Sequence[str]", ())  # of the item that each message came from
+    left_out = cast("Sequence[str]", ())  # the types of items that became nothing
+    limits = DEFAULT_LIMITS
 
     @property
     def shape(self) -> OutputShape:
@@ -82,7 +82,7 @@ class ResponsesRequest(ChatRequest, kw_only=True):
         asked = self.asked
         if named and isinstance(asked.input, list):
             filled = [_filled(item, named, known) for item in asked.input]
-            asked = self.__dict__["asked"] = msgspec.structs.replace(asked, input=[item for item in filled if item])
+            asked = self.asked = msgspec.structs.replace(asked, input=[item for item in filled if item])
         self._take_over(_conversation(asked, self.offered, items))
         check_messages(self.messages, self.limits.messages)
         _check_some(self)
@@ -90,8 +90,8 @@ class ResponsesRequest(ChatRequest, kw_only=True):
 
     def _take_over(self, conversation: ChatConversation) -> None:
         self.messages = conversation.messages
-        self.__dict__["paths"] = conversation.paths
-        self.__dict__["left_out"] = conversation.left_out
+        self.paths = conversation.paths
+        self.left_out = conversation.left_out
 
     def renamed(self, rejected: RequestRejected) -> RequestRejected:
         """Return a rejection of the chat request with the names that this API has for its members."""
@@ -126,11 +126,9 @@ def decode_responses(
     conversation = _conversation(asked, offered, ())
     reasoning, text = asked.reasoning, asked.text
     request = ResponsesRequest(messages=conversation.messages, **{name: getattr(asked, name) for name in _SAME})
-    members = request.__dict__
-    members["asked"], members["offered"], members["limits"] = asked, offered, limits
+    request.asked, request.offered, request.limits = asked, offered, limits
     request._take_over(conversation)
-    if mended:
-        members["repaired"] = True
+    request.repaired = mended
     check_messages(request.messages, limits.messages)
     request.tools = list(offered.functions) or None
     request.tool_choice = offered.choice

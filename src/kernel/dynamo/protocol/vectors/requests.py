@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, cast
 
 import msgspec
 from msgspec import Struct
@@ -25,14 +25,13 @@ Inputs: TypeAlias = Sequence[str] | Sequence[list[int]]
 class ResultRequest(Struct, kw_only=True, dict=True):
     """What every request for one result has, and what the way through the frontend asks of any request."""
 
-    # What decoding found, as in `CommonRequest`: in the instance's `__dict__`, where no JSON key can set it.
-    unsupported: ClassVar[tuple[str, ...]] = ()
-    ignored: ClassVar[tuple[str, ...]] = ()
-    repaired: ClassVar[bool] = False
-    is_large: ClassVar[bool] = False
-    media: ClassVar[RequestMedia | None] = (
-        None  # set once they are fetched, so that the end of the request lets go of them
-    )
+    # What decoding found, as in `CommonRequest`: no fields, so that no JSON key can set them.
+    unsupported = cast("tuple[str, ...]", ())
+    ignored = cast("tuple[str, ...]", ())
+    repaired = False
+    key_owner = cast("str | None", None)
+    is_large = False
+    media = cast("RequestMedia | None", None)  # fetched, so that the end of the request lets go of them
 
     model: str
     user: str | None = None

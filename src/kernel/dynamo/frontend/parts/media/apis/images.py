@@ -88,7 +88,7 @@ class EditsApi(RelayedApi[ImageEditRequest]):
     async def plan(self, at: Planning, request: ImageEditRequest) -> ResultPlan:
         check_raw(at.model, "Images")
         parts = edit_parts(request)
-        media = request.__dict__["media"] = RequestMedia(parts, [])
+        media = request.media = RequestMedia(parts, [])
         contents = await at.media.contents(media, at.model, at.context)
         _check_mask(media, contents)
         urls = [

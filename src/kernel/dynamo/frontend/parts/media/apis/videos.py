@@ -63,7 +63,7 @@ class VideosApi(RelayedApi[VideoRequest]):
         check_raw(at.model, "Videos")
         image = None
         if parts := reference_image(request):
-            media = request.__dict__["media"] = RequestMedia(parts, [])
+            media = request.media = RequestMedia(parts, [])
             (content,) = await at.media.contents(media, at.model, at.context)
             image = parts[0].url if content is None else content.url
         return result_plan(at.preprocessor, request, at.model, [video_body(request, image)], 0)
