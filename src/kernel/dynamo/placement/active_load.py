@@ -20,7 +20,7 @@ from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
 from dynamo.placement.reuse_clock import ReuseClock
 
 DEFAULT_EXPIRY_SECONDS: Final = 300.0  # DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS
-SCAN_SECONDS: Final = 30.0  # between looks for expired requests when requests are added
+SCAN_SECONDS: Final = 30.0  # between searches for expired requests when requests are added
 MAX_REQUESTS: Final = 200_000  # of one account; beyond that, adding one ends the oldest
 
 
@@ -193,7 +193,7 @@ class ActiveLoad:
         self._booked: dict[str, Booked] = {}  # oldest first
         # The first block of each prompt that is booked, to the ranks where it is and the requests that have it there.
         self.heads: dict[int, dict[WorkerRank, int]] = {}
-        self.changed: set[WorkerRank] = set()  # ranks whose account changed since somebody cleared this
+        self.changed: set[WorkerRank] = set()  # ranks whose account changed since a reader cleared this
         # Called when a load may have fallen; empty unless requests wait for that.
         self.on_relief: dict[object, Callable[[], None]] = {}
         self._next_scan = 0.0
@@ -375,7 +375,7 @@ class ActiveLoad:
             self.relieved()
 
     def relieved(self) -> None:
-        """Tell what waits for room that a load may have fallen, or that the ranks have changed."""
+        """Notify what waits for room that a load may have fallen, or that the ranks have changed."""
         for tell in tuple(self.on_relief.values()):
             tell()
 

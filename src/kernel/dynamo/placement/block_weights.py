@@ -17,9 +17,7 @@ class OutputBlocks:
     def __init__(self) -> None:
         self.names: list[int] = []
         self._joined = 0  # output blocks that have the weight
-        self._start: int | None = (
-            None  # blocks of the prompt from this position on have the weight; None: not looked at
-        )
+        self._start: int | None = None  # blocks of the prompt from this position on have the weight; None: ignored
         self._count = 0  # blocks that have the weight
         self._weight = 1.0
 

@@ -36,7 +36,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
-    """What a choice may look at of a request."""
+    """The members of a request that a choice may use."""
 
     token_ids: Sequence[int] = ()
     lora_name: str | None = None

@@ -33,7 +33,7 @@ class CircuitBreaker:
         self._base_seconds = base_seconds
         self._open: dict[int, _OpenCircuit] = {}
         self.open: Mapping[int, object] = self._open
-        """The circuits that are open or half open, by id. Empty: there are none, which every request asks."""
+        """The circuits that are open or half open, by id. Empty: there are none; every request reads this."""
 
     def __len__(self) -> int:
         return len(self._open)

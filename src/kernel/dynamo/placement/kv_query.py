@@ -1,6 +1,6 @@
 """The query of a KV-aware choice, the facts of each rank, and the filters that come before every cost.
 
-The filters are pure functions: ranks and a query in, the eligible ranks out, or the error that says why there are none.
+The filters are pure functions: ranks and a query in, the eligible ranks out, or the error with the reason why there are none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Trust(StrEnum):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a model card and the load reports say of one rank. Everything may be unknown."""
+    """One rank by its model card and the load reports. Everything may be unknown."""
 
     total_kv_blocks: int | None = None
     max_num_batched_tokens: int | None = None
@@ -100,7 +100,7 @@ def check_number(name: str, value: float, *, lowest: float = 0.0, highest: float
 
 
 def clamp_output(tokens: int | None) -> int | None:
-    """Return how long a request says that its answer will be, as a number that costs can be computed with."""
+    """Return the length of the answer that a request expects, as a number that costs can be computed with."""
     return None if tokens is None else max(0, min(tokens, MAX_OUTPUT))
 
 

@@ -18,7 +18,7 @@ from dynamo.placement.timing import DEFAULT_TIMING, RankTiming
 
 
 class KvRequest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a cost may look at of a request."""
+    """The members of a request that a cost may use."""
 
     prompt_tokens: int
     complete_blocks: int  # of the prompt
@@ -119,7 +119,7 @@ class KvChoice(msgspec.Struct, frozen=True, gc=False):
     tied: int = 1  # candidates with this same cost
     draw: float = 0.0  # the chance that was given
     reason: str = "lowest_cost"
-    candidates: tuple[CandidateCost, ...] = ()  # in the order of `KvState.ranks`; empty unless asked for
+    candidates: tuple[CandidateCost, ...] = ()  # in the order of `KvState.ranks`; empty unless requested
 
 
 class KvPolicy(Protocol):

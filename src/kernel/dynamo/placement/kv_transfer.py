@@ -17,7 +17,7 @@ DEFAULT_WEIGHT: Final = 1.0  # of a preference whose card names none; the cost o
 
 
 class Topology(Protocol):
-    """What a worker's card says about where it is: `ModelRuntimeConfig`."""
+    """The place of a worker by its card: `ModelRuntimeConfig`."""
 
     @property
     def topology_domains(self) -> Mapping[str, str]: ...

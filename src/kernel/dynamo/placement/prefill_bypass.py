@@ -69,7 +69,7 @@ class BypassVerdict(msgspec.Struct, frozen=True, gc=False):
     bypasses: bool
     reason: Literal["short", "prefill_busy", "long", "decode_busy"]
     summary: str
-    worker_id: int = 0  # the decode worker that was looked at
+    worker_id: int = 0  # the decode worker that was considered
     prompt_tokens: int = 0
     cached_tokens: int = 0
 

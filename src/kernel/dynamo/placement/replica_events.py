@@ -163,7 +163,7 @@ def _written(event: BookingEvent) -> _Written:
     data = event.data
     if isinstance(data, BookedPrompt):
         sequence = data.token_sequence
-        if isinstance(sequence, range):  # names of blocks that are nobody else's: below 0, which the wire has not
+        if isinstance(sequence, range):  # names of blocks that no other block has: below 0, which the wire has not
             data = msgspec.structs.replace(data, token_sequence=[block & _U64 for block in sequence])
         return _Written(event.request_id, event.worker, _AddRequest(data), event.router_id, event.lora_name)
     return _Written(event.request_id, event.worker, data, event.router_id, event.lora_name)

@@ -2,7 +2,7 @@
 
 A rank evicts what was used longest ago. Every n-th block of each prompt that is sent there stands for n blocks, so a few
 hundred entries per rank follow a cache of any size. A rank that would have to give up blocks used a moment ago is a worse
-place for a new prompt than one whose oldest blocks were not asked for in a long time.
+place for a new prompt than one whose oldest blocks were not used in a long time.
 """
 
 from __future__ import annotations

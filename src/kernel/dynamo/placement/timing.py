@@ -31,7 +31,7 @@ class RankTiming(msgspec.Struct, frozen=True, gc=False):
 
     prefill: TimeCurve  # x: uncached tokens in one pass
     decode: TimeCurve  # x: share of the cache that the contexts of the streams fill
-    output_tokens: float = 256.0  # that a request generates where nothing says otherwise
+    output_tokens: float = 256.0  # that a request generates where nothing else is known
     stream_ms: float = 0.0  # that each stream adds to a decode step
 
     def step_ms(self, fill: float, streams: float) -> float:

@@ -1,8 +1,8 @@
 """Learns how fast each rank is, from first tokens and ends of answers. Pure.
 
 A curve is fitted by least squares of relative errors with three unknowns. Old samples fade. Beside a rank's own samples
-stand a few of all ranks together, which decide while the rank has shown little, and the prior, which decides while nobody
-has shown anything. A sample that is far off counts for less, so one slow request moves little. And what a rank has shown is
+stand a few of all ranks together, which decide while the rank has shown little, and the prior, which decides while no
+rank has shown anything. A sample that is far off counts for less, so one slow request moves little. And what a rank has shown is
 believed only as far as chance would not have shown it.
 """
 
@@ -26,9 +26,9 @@ FITTED_EACH: Final = 8.0  # samples: up to so many each one is fitted at once
 SAMPLES_PER_FIT: Final = 8  # after that; a fit takes some 20 us, and one sample of fifty moves little
 UNSURE: Final = 5.0  # twice the error of a mean over a quarter of the samples, by their mean distance from it
 SAME_SPEED: Final = (
-    0.01  # a pool that moves less is taken to stand still: all its ranks would have to be looked at again
+    0.01  # a pool that moves less is taken to stand still: all its ranks would have to be computed again
 )
-LEAST_MS: Final = 0.05  # a shorter sample says nothing about an engine
+LEAST_MS: Final = 0.05  # a shorter sample shows nothing about an engine
 FEWEST_STEPS: Final = 8  # of an answer whose steps are measured
 OUTPUT_FADE: Final = 0.02  # how much a new answer's length counts, once there are many
 
@@ -98,7 +98,7 @@ class CurveFit:
         """Return the parts that the rank is taken to have: its own as far as they differ from those of all ranks by more than
         its samples leave in doubt.
 
-        Else chance looks like the speed of the rank that it happened to, and all requests go to the others until it happens to
+        Else chance would pass for the speed of the rank that it happened to, and all requests go to the others until it happens to
         those.
         """
         pool = self._pool
@@ -191,7 +191,7 @@ class _Unsettled(NamedTuple):
 class TimingLearner:
     """The speed of every rank. Bounded by the ranks: `keep` forgets those that are gone.
 
-    What one rank shows changes what is believed of the others; `moved` names them, for whoever keeps what `timing` said, and is
+    What one rank shows changes what is believed of the others; `moved` names them, for callers that keep what `timing` returned, and is
     emptied by its reader.
     """
 

@@ -1,4 +1,4 @@
-"""The policy `time`: what a placement costs in milliseconds, to the request and to everybody else.
+"""The policy `time`: what a placement costs in milliseconds, to the request and to all others.
 
 The cost of a rank is the sum of these parts. The first three are the request's own time to its first token, and count in
 full; the weights of the others are the parameters.
@@ -41,7 +41,7 @@ TYPE_NAME: Final = "time"
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 
 TRUSTED_SHARE: Final = {Trust.EXACT: 1.0, Trust.DEGRADED: 0.8, Trust.PREDICTED: 0.9, Trust.NONE: 0.0}
-"""How much of a reported prefix is counted on. An index that lost events still tells most of the truth; what was only
+"""How much of a reported prefix is counted on. An index that lost events is still right for most blocks; what was only
 predicted may have been evicted meanwhile."""
 
 _EXACT: Final = Trust.EXACT

@@ -83,7 +83,7 @@ class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PolicyFile:
-    """What a policy file says. Immutable."""
+    """The content of a policy file. Immutable."""
 
     __slots__ = ("_models", "_named", "_root", "_selectors", "router")
 

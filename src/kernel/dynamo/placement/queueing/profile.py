@@ -12,7 +12,7 @@ import msgspec
 from dynamo.placement.queueing.order import QueueOrder
 
 DEFAULT_CLASS: Final = "default"
-UNKNOWN_BATCH_TOKENS: Final = 10_000_000  # of a worker that has not said how many tokens it takes in one step
+UNKNOWN_BATCH_TOKENS: Final = 10_000_000  # of a worker that has not reported how many tokens it takes in one step
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -25,7 +25,7 @@ class InvalidPolicy(ValueError):
 
 
 class RankPrefill(msgspec.Struct, frozen=True, gc=False):
-    """What parking looks at of one rank."""
+    """The facts of one rank that decide about parking."""
 
     active_prefill_tokens: float
     max_num_batched_tokens: int | None = None
@@ -180,7 +180,7 @@ class PolicyProfile:
     def resolve(self, asked: str | None, uncached_tokens: int) -> PolicyClass:
         """Return the class of a request.
 
-        `asked` is the request's own word: the name of an explicit class, or a family. Any other word, also the name of a
+        `asked` is what the request names: the name of an explicit class, or a family. Any other word, also the name of a
         class that belongs to a family, counts as none. Within a family the uncached tokens decide.
         """
         if asked is not None and (found := self.classes.get(asked)) is not None and found.is_explicit:

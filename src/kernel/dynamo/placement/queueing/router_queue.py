@@ -88,14 +88,14 @@ class ClassLanes(Generic[R]):
 
 
 MAX_PARKED: Final = 100_000  # requests of one router, whatever the limits of its classes
-RECHECK_SECONDS: Final = 60.0  # read `ready` at least this often, as loads also change in ways that nobody reports
+RECHECK_SECONDS: Final = 60.0  # read `ready` at least this often, as loads also change in ways that are not reported
 OVERLAP_REFRESH_SECONDS: Final = 10.0  # the native router's default
 
 P = TypeVar("P")
 
 
 class QueueRequest(msgspec.Struct, Generic[P], frozen=True, gc=False):
-    """What a queue looks at of one request."""
+    """The facts of one request that a queue needs."""
 
     request_id: str
     payload: P
@@ -104,7 +104,7 @@ class QueueRequest(msgspec.Struct, Generic[P], frozen=True, gc=False):
     cached_tokens: int = 0
     """The most that an eligible rank holds of the prompt."""
     policy_class: str | None = None
-    """The class or family that the request asks for."""
+    """The class or family that the request names."""
     priority: float = 0
     strict_priority: int = 0
     pinned: WorkerRank | None = None
@@ -216,7 +216,7 @@ class RouterQueue(Generic[P]):
     def ready(self, ranks: EligibleRanks[P], now: float) -> Iterator[QueueRequest[P]]:
         """Yield the requests that may be dispatched now, each no longer parked.
 
-        Dispatch and book each one before asking for the next: the next decision reads the loads again.
+        Dispatch and book each one before taking the next: the next decision reads the loads again.
         """
         while self._parked:
             heads = {

@@ -89,7 +89,7 @@ class ConditionalPrefill:
     ) -> Bypass | None:
         """Return the request for the decode worker alone; None: its prompt goes to a prefill worker.
 
-        `request`: what the choice of the decode worker may look at. The verdict is noted in `record`. A decision that cannot
+        `request`: what the choice of the decode worker may use. The verdict is noted in `record`. A decision that cannot
         be made is not an error: the prompt goes to a prefill worker.
         """
         kv = self._decoders.kv
@@ -129,7 +129,7 @@ class ConditionalPrefill:
 
 
 def _state_of(worker: ChosenWorker) -> RankState | None:
-    """Return the load of the rank that was chosen; None where the choice did not look at it."""
+    """Return the load of the rank that was chosen; None where the choice did not use it."""
     placement = worker.placement
     if not isinstance(placement, KvPlaced):
         return None

@@ -38,7 +38,7 @@ class CourseState(StrEnum):
     """Where a course is."""
 
     STAGING = "staging"  # a stage before the worker that answers is at work
-    SEEKING = "seeking"  # only looks whether there is a worker, before a stage computes anything for it
+    SEEKING = "seeking"  # checks that there is a worker, before a stage computes anything for it
     SEEK_WAITING = "seek_waiting"  # the same, and there was none
     CHOOSING = "choosing"  # a worker is to be chosen
     WAITING = "waiting"  # for a worker in place of the last one
@@ -309,7 +309,7 @@ class Course:
         return NextStage(self._at_stages().number)
 
     def _no_worker(self, event: NoWorker) -> Instruction:
-        """Wait for a replacement where one is expected; else the last failure explains more than the want of workers."""
+        """Wait for a replacement where one is expected; else the last failure explains more than the lack of workers."""
         if not (event.is_expected and self._makes_room()):
             return self._fail(self.last or event.error)
         self.state = CourseState.SEEK_WAITING if self.state is CourseState.SEEKING else CourseState.WAITING
@@ -402,7 +402,7 @@ class Course:
         return Choose(frozenset(self._tried), self.last, state in _WAITS, state in _LOOKS)
 
     def _from_stages(self) -> Choose:
-        """Look for a worker before a stage computes anything for it; without stages, choose one at once."""
+        """Find out whether there is a worker before a stage computes anything for it; without stages, choose one at once."""
         self.state = CourseState.SEEKING if self._stages is not None else CourseState.CHOOSING
         return self._choose()
 

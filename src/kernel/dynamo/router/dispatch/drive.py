@@ -35,7 +35,7 @@ class Leg(Protocol):
     """What a course comes to at one group of workers."""
 
     def choose(self, order: Choose) -> Awaitable[Event]:
-        """Choose a worker and return `Chosen`, `WorkerFound` where `order` only looks for one, or `RequestCancelled`.
+        """Choose a worker and return `Chosen`, `WorkerFound` where `order` only checks that there is one, or `RequestCancelled`.
 
         Raises WorkerUnavailable where there is none, and why else the choice failed.
         """

@@ -144,7 +144,7 @@ class DispatchRequest:
         transfer: TransferRule | None = None,
         bound: WorkerRank | None = None,
     ) -> PlacementRequest:
-        """Return what the choice of a worker may look at."""
+        """Return what the choice of a worker may use."""
         routing = self.body.get("routing")
         if not routing:  # by position, which takes half as long
             return PlacementRequest(
@@ -204,7 +204,7 @@ class Failover:
     def placement(
         self, *, healthy_only: bool = False, excluded: Collection[WorkerKey] | None = None
     ) -> PlacementRequest:
-        """Return what the choice of the next worker may look at."""
+        """Return what the choice of the next worker may use."""
         bound = None if self.pool.pre_dispatch is None else self._bound_rank()
         if excluded is None:
             excluded = self.course.excluded
@@ -361,7 +361,7 @@ class Failover:
         given = self.given
         if given is not None and given.worker is not None:
             self.given = given._replace(worker=None)
-            if self._fits_session(given.worker):  # else the session was bound elsewhere since a stage looked at it
+            if self._fits_session(given.worker):  # else the session was bound elsewhere since a stage chose it
                 return given.worker
         return self._place(order)
 

@@ -1,9 +1,9 @@
 """Disaggregated serving, seen from the caller: have a prompt computed by a prefill worker, then pass its result to the decode worker
 where to fetch the result.
 
-Two ways, by what the prefill worker's card says. Where it advertises a bootstrap address, both requests get the same
-room number and run at once; the workers meet there. Otherwise the prefill request is awaited, and what its last chunk
-says in `disaggregated_params` goes into the decode request verbatim: the transfer is the engines' own business.
+Two ways, by the prefill worker's card. Where that advertises a bootstrap address, both requests get the same
+room number and run at once; the workers meet there. Otherwise the prefill request is awaited, and `disaggregated_params`
+of its last chunk go into the decode request verbatim: the transfer is the engines' own business.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CanReceive = Callable[[TransferRule], bool]
 
 HAND_OVER_SECONDS: Final = 5.0
 """How long a decode worker gets to fetch, and thereby free, the blocks of a request whose client has left. Longer than
-a transfer takes; a prefill worker that is never asked frees them by itself a while later."""
+a transfer takes; a prefill worker whose blocks are never fetched frees them by itself a while later."""
 
 NOT_NAMED: Final = (
     "Prefill worker ID required in Direct routing mode but none found in request. Expected prefill_worker_id to be set "
@@ -306,7 +306,7 @@ class PrefillRouter:
             "bootstrap_host": host,
             "bootstrap_port": port,
             "bootstrap_room": room,
-            # Not as text: each plane writes it as its readers want it.
+            # Not as text: each plane has its own form of it.
             "handoff_id": uuid.UUID(int=self._rng.getrandbits(128), version=4),
         }
 

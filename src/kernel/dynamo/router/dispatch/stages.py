@@ -37,7 +37,7 @@ class AnsweringWorkers(Protocol):
         ...
 
     def placement(self) -> PlacementRequest:
-        """Return what the choice of the next one may look at."""
+        """Return what the choice of the next one may use."""
         ...
 
     def check_room(self) -> None:
@@ -250,7 +250,7 @@ def _why_again(job: StageJob, handoff: Handoff, error: DynamoException) -> str |
     if (failure := handoff.failure) is not None:
         if is_named or not rule_of(failure).retryable:
             return None
-        return "the prefill failed"  # and a decode worker that failed for want of a prompt is as good as any
+        return "the prefill failed"  # and a decode worker that failed because it had no prompt is as good as any
     if handoff.is_concurrent and job.answering.may_move(error):
         return _DECODE_LOST
     rule = handoff.transfer

@@ -1,7 +1,7 @@
 """When a silent stream counts as stalled, and what moves it: judged by its own cadence and by its neighbours at the worker.
 
 Silence is counted in ticks of one timer for the whole frontend. A tick during which the frontend itself stood still is one
-tick, however long it was, so a suspended machine is never taken for a silent engine. The timer looks at numbers that are
+tick, however long it was, so a suspended machine is never taken for a silent engine. The timer reads numbers that are
 there anyway (how many tokens a stream has), so it costs nothing for a token and nothing for a wake-up.
 
 Two mistakes are possible, and they do not cost the same. To leave a worker that was only slow costs a computation, and the
@@ -62,7 +62,7 @@ class StallPolicy:
 
     @property
     def tick_seconds(self) -> float:
-        """How often to look."""
+        """How often to check."""
         limits = (self.floor_seconds or None, self.first_token_seconds, self.inter_token_seconds)
         return max(SHORTEST_TICK_SECONDS, min([one for one in limits if one is not None]) / TICKS_PER_FLOOR)
 
@@ -85,7 +85,7 @@ class TokenCadence:
         self.silence = 0  # ticks since the last token, or since the request was sent
 
     def tick(self, tokens: int, attempt: int, is_reading: bool) -> bool:
-        """Look at the stream once; return whether there are new tokens.
+        """Check the stream once; return whether there are new tokens.
 
         `tokens`: all there were so far. `attempt`: another number is another worker. `is_reading`: False while its client is
         behind with what has arrived already, which is not a silence of the engine.

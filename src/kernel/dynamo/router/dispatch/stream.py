@@ -154,7 +154,7 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
             stream.finish()
 
     def stop(self) -> None:
-        """Ask the worker to stop and read nothing more: the reader has found an end of its own."""
+        """Send the worker a stop and read nothing more: the reader has found an end of its own."""
         self._is_closed = True
         if self._stream is not None:
             self._stream.stop()

@@ -121,7 +121,7 @@ def router_options(settings: KvRouterSettings, *, is_prefill: bool = False) -> K
 
 
 def guesses_of(settings: KvRouterSettings) -> ApproximateIndex | EventlessGuesses | None:
-    """Return what guesses the workers' caches by where prompts went; None where caches are not looked at.
+    """Return what guesses the workers' caches by where prompts went; None where caches are ignored.
 
     Without events that is all there is to know. With them it is for what is on its way (`--router-predicted-ttl-secs`), or
     else for the workers that publish no events.

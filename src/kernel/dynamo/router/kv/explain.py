@@ -1,4 +1,4 @@
-"""A decision in words and figures, for whoever wonders why a request went where it went. Pure."""
+"""A decision in words and figures: why a request went where it went. Pure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ExplainedChoice(TypedDict):
 
 
 class ExplainedPlacement(TypedDict):
-    """Where a request went, in the modes that look at no caches."""
+    """Where a request went, in the modes that ignore caches."""
 
     summary: str
     policy: str
@@ -88,13 +88,13 @@ def explain_placement(placement: Placement) -> ExplainedChoice | ExplainedPlacem
 
 
 def trust_of(placement: Placement) -> str | None:
-    """Return how far it was known what the chosen worker holds; None in the modes that look at no caches."""
+    """Return how far it was known what the chosen worker holds; None in the modes that ignore caches."""
     return str(placement.selection.trust) if isinstance(placement, KvPlaced) else None
 
 
 def hit_rate_of(placement: Placement) -> float | None:
     """Return the share of the prompt's blocks, the unfinished one included, that the chosen worker had on its device as far as
-    the router knew; None in the modes that look at no caches."""
+    the router knew; None in the modes that ignore caches."""
     if not isinstance(placement, KvPlaced):
         return None
     state = placement.selection.state
@@ -165,7 +165,7 @@ def _candidate(cost: CandidateCost, record: RankState, match: RankMatch, chosen:
 
 
 def _summary(state: KvState, choice: KvChoice, costs: list[CandidateCost]) -> str:
-    """Describe the decision in two or three sentences, for a reader who knows neither router nor policy."""
+    """Describe the decision in two or three sentences, for readers without knowledge of router and policy."""
     chosen = next(each for each in costs if each.rank == choice.rank)
     others = [each for each in costs if each.rank != choice.rank]
     name = f"Chose worker {_name(choice.rank)}"

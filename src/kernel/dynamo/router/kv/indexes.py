@@ -31,7 +31,7 @@ class SizedIndex(Protocol):
 
 @runtime_checkable
 class VisibleIndex(Protocol):
-    """An index that a viewer can look into."""
+    """An index that can be shown."""
 
     def blocks_by_tier(self, rank: WorkerRank) -> dict[str, int]:
         """Return the blocks of one rank by tier."""
@@ -112,7 +112,7 @@ class KvIndexes:
 
     @property
     def visible(self) -> list[VisibleIndex]:
-        """The indexes that a viewer can look into."""
+        """The indexes that can be shown."""
         both: tuple[object, object] = (self.index, self._predicted)
         return [each for each in both if isinstance(each, VisibleIndex)]
 

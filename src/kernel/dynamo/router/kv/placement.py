@@ -41,7 +41,7 @@ from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream
 logger = logging.getLogger(__name__)
 
 HASHED_AT_ONCE: Final = 16_384  # tokens; about a millisecond. A longer prompt lets others run in between
-OUTPUT_SECONDS: Final = 0.1  # how often the output of running requests is looked at, where it counts as load
+OUTPUT_SECONDS: Final = 0.1  # how often the output of running requests is counted, where it counts as load
 
 _PINNED: Final = (PlacementReason("pinned"),)
 
@@ -131,7 +131,7 @@ class KvPlacement:
         decisions: DecisionLog | None = None,
     ) -> None:
         """`is_eagle`: the blocks of these engines also cover the token behind them. `tracks_output`: the tokens of running
-        answers count as load, and are looked at `OUTPUT_SECONDS` apart."""
+        answers count as load, and are counted `OUTPUT_SECONDS` apart."""
         self.router = router
         self.read_ranks: Callable[[], Mapping[WorkerRank, RankInfo]] = dict
         self.is_stale = False  # the ranks have changed since they were read
@@ -355,7 +355,7 @@ class KvPlacement:
         self._watcher.ended(running.counted, 0.0 if running.first_at is None else now - running.first_at)
 
     def _count_output(self, request_id: str, running: _Running, now: float) -> None:
-        """Tell the router how much a request has generated since the last time."""
+        """Report to the router how much a request has generated since the last time."""
         tokens = running.stream.tokens_taken
         if tokens > running.counted:
             self.router.output(request_id, tokens - running.counted, now)

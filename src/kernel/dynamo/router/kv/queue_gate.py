@@ -2,7 +2,7 @@
 
 A request that was just placed shows the gate its decision. Where every rank that could serve the request is above the threshold
 of its policy class, or requests of the class wait already, it waits for its turn and is placed anew. Turns are given when
-loads fall or workers change, one at a time: the next request is looked at after the one before it has been booked.
+loads fall or workers change, one at a time: the next request is considered after the one before it has been booked.
 
 While nothing waits, a gate costs four calls for each request and nothing for anything else.
 """
@@ -135,7 +135,7 @@ class QueueGate:
         classes = tuple(profile.classes.values())
         self._only = classes[0] if len(classes) == 1 and not classes[0].is_explicit else None
         self._serial = 0
-        self._is_due = False  # the next look at the queue is on its way
+        self._is_due = False  # the next check of the queue is scheduled
         self._recheck: asyncio.TimerHandle | None = None  # set while requests wait
 
     def __len__(self) -> int:
@@ -210,7 +210,7 @@ class QueueGate:
         return is_turn and not context.is_stopped()
 
     def changed(self) -> None:
-        """Look at the queue soon: a load has fallen, or the workers have changed."""
+        """Check the queue soon: a load has fallen, or the workers have changed."""
         if self._recheck is not None and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._give_turn)
@@ -268,7 +268,7 @@ class QueueGate:
             )
 
     def _give_turn(self) -> None:
-        """Give the next request its turn, if one may go, and look again once that one has been booked."""
+        """Give the next request its turn, if one may go, and check again once that one has been booked."""
         self._is_due = False
         for request in self._queue.ready(self, asyncio.get_running_loop().time()):
             self._left(request)
@@ -282,7 +282,7 @@ class QueueGate:
         self._recheck = asyncio.get_running_loop().call_later(RECHECK_SECONDS, self._look_again)
 
     def _look_again(self) -> None:
-        """Look without a reason: what was never freed expires, and a circuit closes, without a word."""
+        """Check without a reason: what was never freed expires, and a circuit closes, and neither is reported."""
         self._router.load.expire(asyncio.get_running_loop().time())
         self._arm()
         self.changed()

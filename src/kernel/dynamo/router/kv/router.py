@@ -192,7 +192,7 @@ class KvRouter:
         return is_new
 
     def learn(self, selection: Selection, now: float) -> None:
-        """Tell the indexes that guess by where prompts went of a prompt that goes where it was selected."""
+        """Report a prompt that goes where it was selected to the indexes that guess by where prompts went."""
         self.indexes.add(selection.rank, selection.lookup.sequence, now)
 
     def first_token(self, request_id: str, now: float) -> None:

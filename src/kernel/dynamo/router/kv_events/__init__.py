@@ -1,3 +1,3 @@
-"""The KV events of the workers, whole and in order, for whoever indexes them."""
+"""The KV events of the workers, whole and in order, for an index."""
 
 __all__: list[str] = []

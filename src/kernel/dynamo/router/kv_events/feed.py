@@ -162,7 +162,7 @@ class KvEventFeed:
             self._refuse(FAILED, message, error)
 
     def _refuse(self, reason: str, message: Event, error: Exception) -> None:
-        """Count what is not tried, and report it from time to time: whoever sends such things may send many."""
+        """Count what is not tried, and report it from time to time: the sender of such events may send many."""
         self._on_refused(reason)
         now = asyncio.get_running_loop().time()
         level = logging.WARNING if now >= self._next_warning else logging.DEBUG

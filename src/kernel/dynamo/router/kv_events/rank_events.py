@@ -366,7 +366,7 @@ class RankEvents:
         turns, next_id = Turns(), state.next_id
         for event in events:
             if is_dump or next_id is None or event.event.event_id >= next_id:
-                if state.has_answered:  # else it is history: its worker removed that before anybody looked
+                if state.has_answered:  # else it is history: its worker removed that before the question
                     state.counts.count(event)
                 for piece in pieces_of(event):
                     self._sink.apply(piece)

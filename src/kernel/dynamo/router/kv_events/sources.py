@@ -68,7 +68,7 @@ def read_source(record: bytes) -> EventSource:
 
 
 class SourceClients:
-    """Asks event sources for what was lost."""
+    """Requests from event sources what was lost."""
 
     def __init__(self, runtime: DistributedRuntime, slots: asyncio.Semaphore | None = None) -> None:
         """`slots`: shared by feeds that recover side by side."""

@@ -14,7 +14,7 @@ _GROUP: Final = "cluster"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusySettings:
-    """The limits of every model; None: not looked at."""
+    """The limits of every model; None: ignored."""
 
     # fmt: off
     active_decode_blocks_threshold: float | None = setting(None, "DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", number(0, 1),

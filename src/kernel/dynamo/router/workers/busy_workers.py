@@ -20,7 +20,7 @@ MAX_RANKS: Final = 4_096  # of one worker: as many as its card can name
 
 
 class BusyThresholds(msgspec.Struct, frozen=True):
-    """Limits of one model; a rank above any of them is busy. None: not looked at."""
+    """Limits of one model; a rank above any of them is busy. None: ignored."""
 
     model: str
     active_decode_blocks_threshold: float | None = None  # a part of the KV blocks of a rank
@@ -130,7 +130,7 @@ class BusyWorkers:
         self._mark(load.worker_id)
 
     def reports_of(self, worker: int) -> list[LoadReport]:
-        """Return the last report of each rank of a worker; empty: none was heard, or loads are not followed."""
+        """Return the last report of each rank of a worker; empty: none has come, or loads are not followed."""
         return list(self._reports.get(worker, {}).values())
 
     def thresholds_changed(self) -> None:

@@ -293,7 +293,7 @@ class ModelPool(HeldWorkers):
         return self.holds.apply(found, asyncio.get_running_loop().time()) if self.holds.by_worker else found
 
     def listed(self) -> list[Candidate]:
-        """Return the members that discovery lists, whatever an operator says of them."""
+        """Return the members that discovery lists, held by an operator or not."""
         found: list[Candidate] = []
         for endpoint, ids in self._members.items():
             if (client := self._clients.get(endpoint)) is not None:
