@@ -26,6 +26,9 @@ class Notes(RequestListener):
         self.outputs: list[int] = []
         self.refuses = ""
 
+    def arrived(self, exchange: Exchange) -> None:
+        self._refuse("arrived")
+
     def began(self, exchange: Exchange, resolved: Resolved) -> None:
         exchange.keep(NOTE, resolved.model.name)
         self._refuse("began")
@@ -102,7 +105,9 @@ async def test_a_failure_is_one_outcome_whether_the_stream_has_begun(
     assert house.frontend.admission.in_flight == 0
 
 
-@pytest.mark.parametrize(("hook", "reached"), [("began", Reached.RESOLVED), ("planned", Reached.ADMITTED)])
+@pytest.mark.parametrize(
+    ("hook", "reached"), [("arrived", Reached.DOOR), ("began", Reached.RESOLVED), ("planned", Reached.ADMITTED)]
+)
 async def test_a_listener_may_refuse_a_request(house: Cluster, notes: Notes, hook: str, reached: Reached) -> None:
     await house.worker(say("a"))
     notes.refuses = hook

@@ -81,11 +81,11 @@ class Call:
         Raises only what `sink` raises, and `CancelledError`.
         """
         pipeline = self._pipeline
-        for arrived in pipeline.hooks.arrived:
-            arrived(exchange)
         try:
+            for arrived in pipeline.hooks.arrived:
+                arrived(exchange)
             pipeline.admission.enter()
-        except (NotReady, Overloaded) as error:
+        except (NotReady, Overloaded, RequestRejected) as error:
             # Before anything was parsed: a request that is shed must cost next to nothing.
             await self.refuse(exchange, error, sink)
             return
