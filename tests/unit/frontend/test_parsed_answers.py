@@ -461,7 +461,7 @@ async def test_a_required_call_guides_the_engine_and_reads_its_json(house: Clust
 
 async def test_a_named_call_guides_with_its_parameters_and_streams_its_arguments(house: Cluster) -> None:
     await house.worker(byte_by_byte('{"city": "Köln"}'), **parsers())
-    assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).said == ("", "", [WEATHER], "tool_calls")
+    assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).said == ("", "", [WEATHER], "stop")
     assert guidance(house) == {"json": CLOSED, **TIGHT}
     streamed = await house.client.chat("hi", tools=TOOLS, tool_choice=NAMED, stream=True)
     deltas = [call for chunk in streamed.chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
@@ -560,10 +560,10 @@ async def test_guidance_waits_for_reasoning_and_a_json_answer_is_none(house: Clu
     template.write_text(THINKING_TEMPLATE)
     worker = await house.worker(say('a</think>{"city": "Köln"}'), custom_template_path=template, **parsers())
     heard = await hear(house, tools=TOOLS, tool_choice=NAMED)
-    assert heard.said == ("", "a", [WEATHER], "tool_calls")
+    assert heard.said == ("", "a", [WEATHER], "stop")
     assert worker.requests[-1]["require_reasoning"] is True
     worker.script = say('{"city": "Köln"}')  # from an engine that guides its output from the first token on
-    assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).said == ("", "", [WEATHER], "tool_calls")
+    assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).said == ("", "", [WEATHER], "stop")
     assert (await hear(house, response_format={"type": "json_object"})).content == '{"city": "Köln"}'
     await house.client.chat("hi", response_format={"type": "json_object"}, thinking=False)
     assert "require_reasoning" not in worker.requests[-1]

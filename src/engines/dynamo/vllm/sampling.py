@@ -68,7 +68,9 @@ def read_sampling(request: Mapping[str, Any], limits: VllmLimits) -> dict[str, A
         found["allowed_token_ids"] = list(more["allowed_token_ids"])
     if more.get("logprob_token_ids"):
         found |= {"logprob_token_ids": list(more["logprob_token_ids"]), "logprobs": None}
-    if more.get("bad_words_token_ids"):
+    if more.get("bad_words"):
+        found["bad_words"] = list(more["bad_words"])
+    elif more.get("bad_words_token_ids"):
         raise InvalidArgument("bad_words_token_ids is not built for vLLM, which has no public way to take token ids")
     return {name: value for name, value in found.items() if value is not None}
 

@@ -392,6 +392,8 @@ class FrontendSettings(BusySettings, FromEnvironment):
         "What `/v1/models` says instead of the model's context length")
     max_output_tokens: int | None = setting(None, "DYN_MAX_OUTPUT_TOKENS", integer(1),
         "`max_output_tokens` in `/v1/models`")
+    completions_max_tokens: int = setting(16, "DYN_COMPLETIONS_MAX_TOKENS", integer(0),
+        "How long an answer of `/v1/completions` may get whose request has no `max_tokens`; 0: as the context allows")
     disable_nvext: bool = setting(False, "DYN_DISABLE_FRONTEND_NVEXT", switch, "Ignore `nvext`")
     force_include_usage: bool = setting(False, "DYN_ENABLE_FORCE_INCLUDE_USAGE", switch, "Every stream ends with usage")
     metadata_header_prefix: str = setting("x-dynamo-meta-", "DYN_METADATA_HEADER", SettingReader(str.lower),

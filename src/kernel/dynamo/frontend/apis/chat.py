@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.pipeline.api import Answer, GenerationApi, Renderer, RenderOptions
+from dynamo.frontend.pipeline.api import PROMPT_LOGPROBS, Answer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import Plan
@@ -65,7 +65,8 @@ class _ChatRenderer(Renderer):
         super().__init__(answer, options)
         dispatches = options.dispatches_calls or options.dispatches_reasoning
         self._dispatch = DispatchEvents(options) if dispatches else None
-        self._is_plain = not (options.continuous_usage or answer.wants_nvext or dispatches)
+        self._is_plain = not (options.continuous_usage or answer.wants_nvext or answer.wants_members or dispatches)
+        self._has_begun = False
         self._is_spliced = self._is_plain and not answer.wants_logprobs and answer.work.plan.parsing is None
         self._chunks: ChatStream | None = None
         self._calls: dict[int, int] = {}  # how many began, by choice
@@ -113,7 +114,15 @@ class _ChatRenderer(Renderer):
             answer.usage(),
             nvext=self._collected_nvext(collected),
             reasoning_field=self._options.reasoning_field,
+            beside=self._collected_members(collected),
         )
+
+    def _collected_members(self, collected: CollectedAnswer) -> dict[str, Any]:
+        """Return vLLM's members of the whole answer, which are about its prompt."""
+        members = self._prompt_members(0)
+        if self._answer.request.prompt_logprobs is not None:
+            members[PROMPT_LOGPROBS] = (collected.choices[0].engine_data or {}).get(PROMPT_LOGPROBS)
+        return members
 
     def _choice(self, index: int, choice: CollectedChoice) -> FinishedChoice:
         found = choice.joined()
@@ -121,11 +130,20 @@ class _ChatRenderer(Renderer):
         return FinishedChoice(
             index,
             found.content or ("" if is_all_text else None),
-            None if choice.finished is None else choice.finished.reason,
+            None if choice.finished is None else self._reason(choice.finished),
             logprobs=self._logprobs(choice.logprobs),
             reasoning_content=found.reasoning or None,
             tool_calls=[tool_call(call.id or "", call.name, call.arguments) for call in found.calls] or None,
+            beside=self._members(choice.token_ids, choice.finished),
         )
+
+    def _reason(self, finished: Finished) -> str:
+        """Return the word for the end. A function that was named ends with "stop", as at OpenAI and vLLM: it was no choice
+        of the model's to call it.
+        """
+        request = self._answer.request
+        is_named = isinstance(request, ChatRequest) and bool(request.forced_choice)
+        return "stop" if is_named and finished.reason == "tool_calls" else finished.reason
 
     def _opened(self) -> ChatStream:
         """Return the chunks' fixed bytes; made late, as a model that takes text brings its own id."""
@@ -159,14 +177,25 @@ class _ChatRenderer(Renderer):
                     token_ids=output.token_ids if is_first else None,
                     engine_data=output.engine_data if is_first else None,
                 )
+            members_beside = self._members(
+                output.token_ids if is_first else (),
+                finished if is_end else None,
+                output.engine_data if is_first else None,
+            )
+            behind = {} if self._has_begun else self._prompt_members(output.choice)
+            if (scores := members_beside.pop(PROMPT_LOGPROBS, None)) is not None:
+                behind[PROMPT_LOGPROBS] = scores
+            self._has_begun = True
             written.append(
                 chunks.members(
                     output.choice,
                     members,
-                    finish_reason=finished.reason if is_end and finished is not None else None,
+                    finish_reason=self._reason(finished) if is_end and finished is not None else None,
                     logprobs=logprobs if is_first else None,
                     usage=usage,
                     nvext=nvext,
+                    beside=_joined_members(members_beside),
+                    behind=_joined_members(behind),
                 )
             )
         return b"".join(written)
@@ -226,6 +255,11 @@ class _ChatRenderer(Renderer):
             return json_line(_merged(ready, self._answer.request.requested_logprobs or 0))
         items = [item for each in found for item in self._answer.logprob_items(each)]
         return chat_logprobs(items) if items else None
+
+
+def _joined_members(members: Mapping[str, Any]) -> bytes:
+    """Return members as they stand behind others in an object."""
+    return b"," + json_line(members)[1:-1] if members else b""
 
 
 def _call_members(piece: dict[str, Any]) -> bytes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.frontend.apis.echo import PROMPT_LOGPROBS, EchoedPrompts
+from dynamo.frontend.apis.echo import EchoedPrompts
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.pipeline.api import Answer, GenerationApi, Renderer, RenderOptions
+from dynamo.frontend.pipeline.api import PROMPT_LOGPROBS, Answer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import Plan
@@ -55,7 +55,9 @@ class _CompletionRenderer(Renderer):
 
     def __init__(self, answer: Answer, options: RenderOptions) -> None:
         super().__init__(answer, options)
-        self._is_plain = not (options.continuous_usage or answer.wants_nvext or answer.wants_logprobs)
+        wants_more = answer.wants_nvext or answer.wants_logprobs or answer.wants_members
+        self._is_plain = not (options.continuous_usage or wants_more)
+        self._begun: set[int] = set()  # choices that have named the tokens of their prompt
         self._chunks: CompletionStream | None = None
         self._echo: EchoedPrompts | None = None
         request = answer.request
@@ -88,7 +90,10 @@ class _CompletionRenderer(Renderer):
                 self._echoed.add(output.choice)
                 text = self._echo.text(output.choice) + text
         if self._is_plain and logprobs is None:
-            return self._opened().delta(output.choice, text, finish_reason=reason) if text or reason else b""
+            if not text and reason is None:
+                return b""
+            beside = b"" if finished is None else _joined_members(self._members((), finished))
+            return self._opened().delta(output.choice, text, finish_reason=reason, beside=beside)
         if not text and finished is None and logprobs is None:
             self._hold(output)
             return b""
@@ -124,8 +129,18 @@ class _CompletionRenderer(Renderer):
                 engine_data=output.engine_data,
             )
         usage = self._usage() if self._options.continuous_usage else None
+        members = self._members(output.token_ids, finished, output.engine_data)
+        if output.choice not in self._begun:
+            self._begun.add(output.choice)
+            members |= self._prompt_members(output.choice)
         return self._opened().delta(
-            output.choice, text, finish_reason=reason, logprobs=logprobs, usage=usage, nvext=nvext
+            output.choice,
+            text,
+            finish_reason=reason,
+            logprobs=logprobs,
+            usage=usage,
+            nvext=nvext,
+            beside=_joined_members(members),
         )
 
     def splice(self) -> tuple[bytes, bytes] | None:
@@ -153,7 +168,9 @@ class _CompletionRenderer(Renderer):
                 reason = "length" if echo.drops_answer else reason
                 items = [item for each in choice.logprobs for item in answer.logprob_items(each)]
                 logprobs = echo.logprobs(index, choice.engine_data, items)[0] if answer.wants_logprobs else None
-            choices.append(FinishedChoice(index, text, reason, logprobs=logprobs))
+            members = self._members(choice.token_ids, choice.finished, choice.engine_data)
+            beside = members | self._prompt_members(index)
+            choices.append(FinishedChoice(index, text, reason, logprobs=logprobs, beside=beside))
         nvext = self._collected_nvext(collected)
         return completion_body(answer.id, answer.created, answer.model_name, choices, self._usage(), nvext=nvext)
 
@@ -180,6 +197,11 @@ class _CompletionRenderer(Renderer):
         offset = self._text_offsets.get(choice, 0)
         self._text_offsets[choice] = offset + sum(len(item.token) for item in items)
         return completion_logprobs(items, text_offset=offset)
+
+
+def _joined_members(members: Mapping[str, Any]) -> bytes:
+    """Return members as they stand behind others in an object."""
+    return b"," + json_line(members)[1:-1] if members else b""
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,17 +6,13 @@ This is how the likelihood of a given text is measured: the text is the prompt, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-from dynamo.frontend.pipeline.api import Answer
+from dynamo.frontend.pipeline.api import PROMPT_LOGPROBS, Answer
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.requests import CompletionRequest
 from dynamo.protocol.openai.responses import TokenLogprob, finite
-
-PROMPT_LOGPROBS: Final = "prompt_logprobs"
-"""The member of an engine's `engine_data` (of the last chunk): for each prompt token what could have stood there, as
-{"<token id>": {"logprob", "rank"?, "decoded_token"?}}; None for the first, before which nothing stands."""
 
 
 class EchoedPrompts:

@@ -34,6 +34,14 @@ class LengthLimits(NamedTuple):
         if self.prompt is not None and longest >= self.prompt:
             raise PromptTooLong(self.prompt, str(longest), is_chat=is_chat)
 
+    def cut(self, ids: list[int], count: int, answer: int | None) -> list[int]:
+        """Return the last `count` tokens of a prompt; with -1 as many as leave room for the `answer`."""
+        if count == -1:
+            if self.prompt is None:
+                return ids
+            count = max(1, self.prompt - max(1, answer or 1))
+        return ids[-count:]
+
     def clamp(self, stops: dict[str, Any], prompt_tokens: int) -> None:
         """Cut the token limit of a request to what the model has left behind the prompt."""
         limits = [limit for limit in (self.context, self.combined) if limit is not None]

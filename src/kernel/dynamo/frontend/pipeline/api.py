@@ -17,7 +17,7 @@ from msgspec import Struct
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
-from dynamo.frontend.pipeline.events import ChoiceOutput, Logprobs
+from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
@@ -34,6 +34,10 @@ from dynamo.protocol.openai.sse import nvext_json, usage_json
 from dynamo.runtime.calls.context import Context
 
 R = TypeVar("R", bound=Any)
+
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
+"""The member of an engine's `engine_data` (of the last chunk): for each prompt token what could have stood there, as
+{"<token id>": {"logprob", "rank"?, "decoded_token"?}}; None for the first, before which nothing stands."""
 
 _MILLISECONDS: Final = 1000.0
 
@@ -65,6 +69,9 @@ class Answer:
     ) -> None:
         """`explains_routing`: the answer says why its worker was chosen."""
         self.exchange, self.request, self.model, self.work = exchange, request, model, work
+        if request.request_id is not None:  # the client's own name behind the prefix of the API
+            prefix = exchange.response_id.partition("-")[0]
+            exchange.response_id = f"{prefix}-{request.request_id}"
         self.id = exchange.response_id
         self.received_at = time.time() - (exchange.now() - exchange.arrival.at)  # seconds since the epoch
         self.created = int(self.received_at)
@@ -88,6 +95,11 @@ class Answer:
     def has_alternatives(self) -> bool:
         """Whether log probabilities show other tokens: a chat has to ask for some, as at OpenAI."""
         return not (isinstance(self.request, ChatRequest) and self.request.requested_logprobs == 0)
+
+    @property
+    def wants_members(self) -> bool:
+        """Whether parts of the answer have members of vLLM's beside the text: token ids, or those of the prompt."""
+        return self.request.return_token_ids is True or self.request.prompt_logprobs is not None
 
     @property
     def wants_nvext(self) -> bool:
@@ -214,7 +226,7 @@ class Renderer(ABC):
 
     def _hold(self, output: ChoiceOutput) -> None:
         """Keep the token ids and engine data of an output that shows nothing, for the next one that does."""
-        if self._answer.wants_nvext:
+        if self._answer.wants_nvext or self._answer.wants_members:
             self._held[output.choice] = self._with_held(output)
 
     def _with_held(self, output: ChoiceOutput) -> ChoiceOutput:
@@ -223,6 +235,26 @@ class Renderer(ABC):
             return output
         token_ids = [*held.token_ids, *output.token_ids]
         return ChoiceOutput(output.choice, output.events, token_ids, merged(held.engine_data, output.engine_data))
+
+    def _members(
+        self, token_ids: Sequence[int], finished: Finished | None, engine_data: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return vLLM's members of one part of a choice: why it stopped, and what its client has asked for."""
+        request, members = self._answer.request, dict[str, Any]()
+        if finished is not None and finished.stop_reason is not None:
+            members["stop_reason"] = finished.stop_reason
+        if request.return_token_ids is True:
+            members["token_ids"] = token_ids
+        if request.prompt_logprobs is not None and PROMPT_LOGPROBS in (engine_data or {}):
+            members[PROMPT_LOGPROBS] = (engine_data or {})[PROMPT_LOGPROBS]
+        return members
+
+    def _prompt_members(self, choice: int) -> dict[str, Any]:
+        """Return the tokens of a choice's prompt, where its client has asked for them."""
+        answer = self._answer
+        if answer.request.return_token_ids is not True:
+            return {}
+        return {"prompt_token_ids": answer.work.plan.prompts[choice // answer.work.plan.choices]}
 
     def _collected_nvext(self, collected: CollectedAnswer) -> bytes | None:
         if not self._answer.wants_nvext:

@@ -12,15 +12,17 @@ from dynamo.text.output import Joined, joined
 class CollectedChoice:
     """One choice of the answer."""
 
-    __slots__ = ("engine_data", "finished", "logprobs", "outputs")
+    __slots__ = ("engine_data", "finished", "logprobs", "outputs", "token_ids")
 
     def __init__(self) -> None:
         self.outputs: list[Sequence[Event]] = []  # of each wake-up, in the order in which they came
         self.finished: Finished | None = None
         self.logprobs: list[Logprobs] = []
+        self.token_ids: list[int] = []
         self.engine_data: dict[str, Any] | None = None
 
     def add(self, output: ChoiceOutput) -> None:
+        self.token_ids += output.token_ids
         if output.engine_data is not None:
             self.engine_data = merged(self.engine_data, output.engine_data)
         for event in output.events:
@@ -41,20 +43,23 @@ class CollectedChoice:
 class CollectedAnswer:
     """All choices of the answer."""
 
-    __slots__ = ("choices", "engine_data", "stop_reason", "token_ids")
+    __slots__ = ("choices", "engine_data", "stop_reason")
 
     def __init__(self, choices: int) -> None:
         self.choices = [CollectedChoice() for _ in range(choices)]
-        self.token_ids: list[int] = []  # of all choices, in order of arrival: only asked for where there is one
         self.engine_data: dict[str, Any] | None = None
         self.stop_reason: str | int | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of all choices."""
+        return [token for choice in self.choices for token in choice.token_ids]
 
     def add(self, outputs: Sequence[ChoiceOutput]) -> None:
         """Take over the events of one wake-up."""
         for output in outputs:
             choice = self.choices[output.choice]
             choice.add(output)
-            self.token_ids += output.token_ids
             if choice.finished is not None:
                 self.stop_reason = choice.finished.stop_reason
             if output.engine_data is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Final
@@ -83,7 +83,9 @@ class Preprocessor:
         if ids is None:
             prompt = await self._prompt(request, options, model, overhead)
             text = prompt.text
-            ids = await self._encode(model, prompt, overhead, limits.context, is_chat=True)
+            ids = await self._encode(model, prompt, overhead, _context(request, model), is_chat=True)
+        if request.truncate_prompt_tokens is not None:
+            ids = limits.cut(ids, request.truncate_prompt_tokens, request.output_limit)
         limits.check([ids], is_chat=True)
         if request.is_large:  # which is looked through
             plan = await self._offload(partial(self._plan, request, effects, model, [ids]))
@@ -128,23 +130,30 @@ class Preprocessor:
         self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
     ) -> tuple[Plan, str | None]:
         """Prepare a batch of prompts as `chat` does, without a template; the text is that of a single prompt."""
+        is_unbound = request.max_tokens is None and self._settings.completions_max_tokens > 0
+        if is_unbound:
+            request.max_tokens = max(self._settings.completions_max_tokens, request.min_tokens or 0)
         if model.takes_text:
             empty: list[list[int]] = [[] for _ in text_prompts(request)]
             return text_plan(request, self._plan(request, effects, model, empty)), None
         began = perf_counter()
         sources = request.prompts()
         prompts = [
-            await self._encode(model, RenderedPrompt(prompt), overhead, model.length_limits.context, is_chat=False)
+            await self._encode(model, RenderedPrompt(prompt), overhead, _context(request, model), is_chat=False)
             if isinstance(prompt, str)
             else prompt
             for prompt in sources
         ]
         limits = model.length_limits
+        if request.truncate_prompt_tokens is not None:
+            prompts = [limits.cut(ids, request.truncate_prompt_tokens, request.max_tokens) for ids in prompts]
         limits.check(prompts, is_chat=False)
         if request.is_large:
             plan = await self._offload(partial(self._plan, request, effects, model, prompts))
         else:
             plan = self._plan(request, effects, model, prompts)
+        if is_unbound:
+            limits.clamp(plan.body["stop_conditions"], max(map(len, plan.prompts)))
         if limits.combined is not None:
             limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=False)
         self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
@@ -252,6 +261,9 @@ class Preprocessor:
             check_ranks(request, model.ranks, model.prefill_ranks)
         if model.text.vocabulary_size is not None and not model.takes_text:
             check_token_ids(request, model.text.vocabulary_size)
+        if request.bad_words and not model.takes_text:
+            own = request.bad_words_token_ids or []
+            request.bad_words_token_ids = [*own, *_spellings(request.bad_words, model.text.tokenizer)]
         body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
         self._check_guided(body)
         if (guided := body["sampling_options"]["guided_decoding"]) is not None:
@@ -288,6 +300,25 @@ class Preprocessor:
         raise RequestRejected(
             400, f"Validation: guided decoding: `{excess.member}` {excess.detail}", param=f"guided_{excess.member}"
         )
+
+
+def _context(request: ChatRequest | CompletionRequest, model: ServedModel) -> int | None:
+    """Return how long a prompt may be before it is tokenised; None for one that is cut afterwards."""
+    return model.length_limits.context if request.truncate_prompt_tokens is None else None
+
+
+def _spellings(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of words at the beginning of a text and behind a space, as vLLM finds them."""
+    found: list[list[int]] = []
+    for word in words:
+        bare = tokenizer.encode_unlocked(word.lstrip())
+        spaced = tokenizer.encode_unlocked(" " + word.lstrip())
+        found.append(bare)
+        if (
+            len(spaced) == len(bare) and spaced[0] != bare[0]
+        ):  # else the space is a token of its own, before the bare word
+            found.append(spaced)
+    return found
 
 
 def _encoder(model: ServedModel, prompt: RenderedPrompt) -> Callable[[], list[int]]:

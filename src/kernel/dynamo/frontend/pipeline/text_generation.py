@@ -28,7 +28,13 @@ from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
 from dynamo.text.stops import StopStrings
 
-_TOKEN_ONLY: Final = ("prompt_logprobs", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids")
+_TOKEN_ONLY: Final = (
+    "prompt_logprobs",
+    "return_token_ids",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words_token_ids",
+)
 
 
 class TextTally(Tally):

@@ -184,6 +184,7 @@ class FinishedChoice(Struct):
     logprobs: bytes | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    beside: Mapping[str, Any] | None = None  # further members
 
 
 def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -200,8 +201,12 @@ def chat_body(
     *,
     nvext: bytes | None = None,
     reasoning_field: str = "reasoning_content",
+    beside: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the body of a unary chat answer; `usage` from `usage_json`, `nvext` from `sse.nvext_json`."""
+    """Return the body of a unary chat answer; `usage` from `usage_json`, `nvext` from `sse.nvext_json`.
+
+    `beside` are further members.
+    """
     body: dict[str, Any] = {
         "id": id,
         "choices": [
@@ -210,12 +215,14 @@ def chat_body(
                 "message": _message(choice, reasoning_field),
                 "finish_reason": choice.finish_reason,
                 "logprobs": _raw(choice.logprobs),
+                **(choice.beside or {}),
             }
             for choice in choices
         ],
         "created": created,
         "model": model,
         "object": "chat.completion",
+        **(beside or {}),
     }
     return json_line(_with(body, usage=usage, nvext=nvext))
 
@@ -247,6 +254,7 @@ def completion_body(
                 "index": choice.index,
                 "logprobs": _raw(choice.logprobs),
                 "finish_reason": choice.finish_reason,
+                **(choice.beside or {}),
             }
             for choice in choices
         ],

@@ -374,6 +374,11 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     allowed_token_ids: list[U32] | None = None
     bad_words_token_ids: list[list[U32]] | None = None
     logprob_token_ids: list[U32] | None = None
+    # of vLLM
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: I64 | None = None  # the last so many tokens of the prompt are kept; -1: as many as fit
+    return_token_ids: bool | None = None
+    request_id: str | None = None  # what the answer's id ends in
 
     def free_form(self) -> tuple[Any, ...]:
         """Return the members that may hold any JSON value, and so may nest."""

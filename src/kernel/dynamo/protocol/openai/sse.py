@@ -113,8 +113,13 @@ class ChatStream:
         usage: bytes | None = None,
         token_ids: Sequence[int] | None = None,
         nvext: bytes | None = None,
+        beside: bytes = b"",
+        behind: bytes = b"",
     ) -> bytes:
-        """Return a delta of other members (`"reasoning_content":"..."`, `"tool_calls":[...]`), as JSON without braces."""
+        """Return a delta of other members (`"reasoning_content":"..."`, `"tool_calls":[...]`), as JSON without braces.
+
+        `beside` are further members of the choice, and `behind` those of the chunk, each with its comma.
+        """
         if not self.has_role(index):
             members = members + b',"role":"assistant"' if members else b'"role":"assistant"'
             self._first[index] = self._plain
@@ -126,9 +131,11 @@ class ChatStream:
                 _reason(finish_reason),
                 b',"logprobs":',
                 logprobs or b"null",
+                beside,
                 b"}",
                 self._tail,
                 _extras(usage, token_ids, nvext),
+                behind,
                 b"}\n\n",
             )
         )
@@ -175,18 +182,23 @@ class CompletionStream:
         usage: bytes | None = None,
         token_ids: Sequence[int] | None = None,
         nvext: bytes | None = None,
+        beside: bytes = b"",
     ) -> bytes:
-        """Return the next piece of choice `index`; as `ChatStream.delta`, with `responses.completion_logprobs`."""
+        """Return the next piece of choice `index`; as `ChatStream.delta`, with `responses.completion_logprobs`.
+
+        `beside` are further members of the choice, each with its comma.
+        """
         if (
             finish_reason is None
             and logprobs is None
             and usage is None
             and nvext is None
             and token_ids is None
+            and not beside
             and text
         ):
             return self._head + (_encode(text) if text.isascii() else json_text(text)) + self._plain[index]
-        if not text and finish_reason is None and logprobs is None:
+        if not text and finish_reason is None and logprobs is None and not beside:
             return b""
         return b"".join(
             (
@@ -196,6 +208,7 @@ class CompletionStream:
                 logprobs or b"null",
                 b',"finish_reason":',
                 _reason(finish_reason),
+                beside,
                 b"}",
                 self._tail,
                 usage or b"null",

@@ -34,6 +34,8 @@ MAX_CHOICES: Final = 128  # n, and batch x n
 MAX_STOPS: Final = 32
 MAX_TOP_LOGPROBS: Final = 20
 MAX_COMPLETION_LOGPROBS: Final = 20  # OpenAI has 5; engines give 20, and refuse what they do not
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD: Final = 256  # characters
 MAX_TOOLS: Final = 1536
 MAX_SUFFIX_CHARACTERS: Final = 10_000
 MAX_GRAMMAR_NESTING: Final = 500
@@ -50,6 +52,7 @@ NOT_STORED: Final = (
 MAX_LISTED_STRINGS: Final = 1024  # annotations, extra fields, taints: lists that only name things
 
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
 
 T = TypeVar("T")
@@ -82,6 +85,7 @@ def validate_chat(request: ChatRequest) -> None:
     if request.unsupported:
         check_supported(request.unsupported)
     _check_store(request)
+    _check_vllm_members(request)
     _check_messages(request.messages)
     _check_model(request)
     _check_output_limit(request.max_tokens, "max_tokens")
@@ -118,6 +122,7 @@ def validate_completion(request: CompletionRequest) -> None:
     _check_stream_options(request)
     check_supported(request.unsupported)
     _check_store(request)
+    _check_vllm_members(request)
     _check_model(request)
     prompts = _check_prompt(request)
     if not (request.max_tokens == 0 and request.echo):  # then the prompt is the answer
@@ -166,6 +171,20 @@ def check_supported(names: Sequence[str]) -> None:
 def _check_store(request: CommonRequest) -> None:
     if request.store is True:
         _invalid(NOT_STORED, "store")
+
+
+def _check_vllm_members(request: CommonRequest) -> None:
+    if (words := request.bad_words) is not None:
+        if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD for word in words):
+            _invalid(f"Bad_words takes up to {MAX_BAD_WORDS} texts of up to {MAX_BAD_WORD} characters", "bad_words")
+        if not all(map(str.strip, words)):
+            _invalid("Bad_words cannot be empty", "bad_words")
+    if request.truncate_prompt_tokens is not None and (
+        request.truncate_prompt_tokens < -1 or request.truncate_prompt_tokens == 0
+    ):
+        _invalid("Truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens")
+    if request.request_id is not None and _REQUEST_ID.fullmatch(request.request_id) is None:
+        _invalid("Request_id may hold up to 128 letters, digits, '.', '_', ':' and '-'", "request_id")
 
 
 def _check_model(request: CommonRequest) -> None:

@@ -202,6 +202,7 @@ def _extra_args(request: CommonRequest, completion: CompletionRequest | None) ->
         "logit_bias": request.logit_bias,
         "detokenize": request.detokenize,
         "allowed_token_ids": request.allowed_token_ids,
+        "bad_words": request.bad_words,
         "bad_words_token_ids": request.bad_words_token_ids,
         "logprob_token_ids": request.logprob_token_ids,
         "suffix": completion.suffix if completion is not None else None,
