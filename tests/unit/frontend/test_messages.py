@@ -165,7 +165,7 @@ async def test_thinking_that_is_not_wanted_in_the_answer_is_left_empty(house: Cl
 @pytest.mark.parametrize(
     ("fields", "status", "kind", "text"),
     [
-        ({"model": "nope"}, 404, "not_found_error", "Model 'nope' not found"),
+        ({"model": "nope"}, 404, "not_found_error", "Model 'nope' not found; served here: 'm'"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens: must be greater than 0"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: field required"),
         ({"messages": []}, 400, "invalid_request_error", "messages: field required"),

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from dynamo.protocol.dialect import Dialect, RateStatus
-from dynamo.protocol.openai.errors import ABORTED_CODE, MAX_NAME, RequestRejected, missing_model
+from dynamo.protocol.openai.errors import ABORTED_CODE, MAX_NAME, RequestRejected, served_here
 from dynamo.protocol.openai.escaping import json_text
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -66,7 +66,7 @@ class MessagesDialect(Dialect):
         )
 
     def unknown_model(self, model: str, served: Sequence[str] = ()) -> RequestRejected:
-        text = f"Model '{model[:MAX_NAME]}' not found{missing_model(model, served)}"
+        text = f"Model '{model[:MAX_NAME]}' not found{served_here(served)}"
         return RequestRejected(404, text, param="model", code="model_not_found")
 
 

@@ -177,17 +177,17 @@ MAX_NAME: Final = 128  # characters of a model's name in a message
 
 def model_not_found(model: str = "", served: Sequence[str] = ()) -> RequestRejected:
     """Return the 404 for a model that is not served to this client; `served` are those that are."""
-    return RequestRejected(404, f"Model not found{missing_model(model, served)}", param="model", code="model_not_found")
+    named = f": '{model[:MAX_NAME]}'{served_here(served)}" if model else ""
+    return RequestRejected(404, f"Model not found{named}", param="model", code="model_not_found")
 
 
-def missing_model(model: str, served: Sequence[str]) -> str:
-    """Return the end of a sentence about a model that is not there: its name, and what there is instead."""
-    if not model:
-        return ""
+def served_here(served: Sequence[str]) -> str:
+    """Return the end of a sentence about a model that is not there: what there is instead."""
+    if not served:
+        return "; no model is served here"
     named = ", ".join(f"'{name[:MAX_NAME]}'" for name in served[:MAX_NAMED_MODELS])
     more = f" and {len(served) - MAX_NAMED_MODELS} more" if len(served) > MAX_NAMED_MODELS else ""
-    there = f"; served here: {named}{more}" if served else "; no model is served here"
-    return f": '{model[:MAX_NAME]}'{there}"
+    return f"; served here: {named}{more}"
 
 
 def model_not_ready(model: str) -> RequestRejected:
