@@ -2,7 +2,7 @@
 
     DynamoException                    anything; on its own it means "unknown, do not retry"
     ├── InvalidArgument                the caller's fault: do not retry          400
-    ├── Cancelled                      the client or operator wanted it         499
+    ├── Cancelled                      a client or operator cancelled it        499
     ├── Unknown                        the engine's fault: do not retry          500
     ├── RequestKillsWorkers            workers died on the request: refuse it    422
     ├── CannotConnect                  nothing was sent: try another worker      503
@@ -46,7 +46,7 @@ class RequestKillsWorkers(DynamoException):
 class InvalidArgument(DynamoException):
     """The request cannot be served as it is; the message reaches the client verbatim (400).
 
-    With `public` False the message was not written for clients (a builtin ValueError, say): HTTP shows a generic text.
+    With `public` False the message was not written for clients (such as a builtin ValueError): HTTP shows a generic text.
     """
 
     public: bool = True
@@ -248,7 +248,7 @@ def rule_of(error: BaseException) -> Rule:
     return RULES[kind_of(error)]
 
 
-_LEAVING: Final = (EngineShutdown, StreamIncomplete)  # what a worker says itself when it should be left alone
+_LEAVING: Final = (EngineShutdown, StreamIncomplete)  # what a worker reports when it accepts no further requests
 
 
 def inhibits(error: BaseException) -> bool:

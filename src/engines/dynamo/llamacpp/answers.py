@@ -30,7 +30,7 @@ def completion_body(asked: GenerationRequest, grammar: str | None, context_lengt
         "presence_penalty": asked.presence_penalty,
         "frequency_penalty": asked.frequency_penalty,
         "repeat_penalty": asked.repetition_penalty,
-        "repeat_last_n": context_length,  # penalties look at the whole of it
+        "repeat_last_n": context_length,  # penalties cover the whole of it
         "dry_multiplier": 0.0,
         "n_probs": 0 if asked.logprobs is None else max(asked.logprobs, 1),  # 0 is off
     }

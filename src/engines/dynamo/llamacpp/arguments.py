@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROGRAM: Final = "dynamo.llamacpp"
 SLOTS: Final = 4
 CONTEXT: Final = 8192  # tokens of one request, where the model was trained for more: each slot has memory for so many
-UNKNOWN_CONTEXT: Final = 4096  # tokens, where neither flag nor file says anything
+UNKNOWN_CONTEXT: Final = 4096  # tokens, where neither flag nor file gives it
 LAST_TOKEN: Final = 3  # llama.cpp's number of the pooling
 VECTORS: Final = "embedding"
 _EPILOG: Final = """\

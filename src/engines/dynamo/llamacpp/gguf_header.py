@@ -13,7 +13,7 @@ from dynamo.errors import InvalidArgument
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 MAX_ENTRIES: Final = 100_000  # of metadata; files have a few dozen
-MAX_KEY_BYTES: Final = 65_535  # as the format says
+MAX_KEY_BYTES: Final = 65_535  # a limit of the format
 MAX_TEXT_BYTES: Final = 16 * 2**20  # a chat template may have 20 kB
 MAX_ITEMS: Final = 50_000_000  # of one list; vocabularies have up to a million
 STRING, ARRAY, BOOL = 8, 9, 7
@@ -30,7 +30,7 @@ class GgufHeader:
     has_chat_template: bool
     parts: int  # files the model is split into
     part: int  # which of them this file is, from 0
-    has_pooling: bool  # the file says how the states of its tokens become one vector
+    has_pooling: bool  # the file names how the states of its tokens become one vector
 
 
 def is_gguf(path: Path) -> bool:

@@ -23,7 +23,7 @@ def main() -> None:
         _answer(answers, {"error": f"{type(error).__name__}: {error}"})
         os._exit(1)
     _answer(answers, {"ready": True})
-    sys.stdin.read()  # the worker has ended, or wants this process to
+    sys.stdin.read()  # the worker has ended, or this process is to end
     del server
     os._exit(0)
 

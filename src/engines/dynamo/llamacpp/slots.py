@@ -32,7 +32,7 @@ SOCKET: Final = "llama.sock"
 
 
 class LlamaProcess:
-    """One running llama.cpp. It listens on a socket in a private directory, and wants a key besides."""
+    """One running llama.cpp. It listens on a socket in a private directory, and requires a key besides."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -107,7 +107,7 @@ CLIENT_STATUSES: Final = range(400, 500)
 
 @dataclass(frozen=True, slots=True)
 class LoadedLlama:
-    """What llama.cpp says of the model it has loaded."""
+    """What llama.cpp reports of the model it has loaded."""
 
     context_length: int  # tokens of one slot
     vocab_size: int
@@ -115,7 +115,7 @@ class LoadedLlama:
 
 
 class LlamaSlots:
-    """One llama.cpp, and who may use it."""
+    """One llama.cpp, and the requests that use it."""
 
     def __init__(self, arguments: LlamaArguments) -> None:
         self._arguments = arguments

@@ -56,7 +56,7 @@ def _constraint(constraint: OutputConstraint) -> dict[str, Any]:
 
 
 def logprob_arguments(asked: GenerationRequest) -> dict[str, Any]:
-    """Return the arguments of `async_generate` that ask for log probabilities; {} for none."""
+    """Return the arguments of `async_generate` that request log probabilities; {} for none."""
     if asked.logprobs is None:
         return {}
     return {"return_logprob": True, "top_logprobs_num": asked.logprobs}

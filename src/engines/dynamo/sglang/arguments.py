@@ -43,7 +43,7 @@ class SglangArguments:
     model: str
     served_name: str
     sglang: Sequence[str]  # SGLang's own flags, of which its arguments are made once it is imported
-    is_kv_routed: bool = False  # whether anyone takes KV events
+    is_kv_routed: bool = False  # whether a router takes KV events
     embeds: bool = False  # makes vectors, and generates nothing
 
 

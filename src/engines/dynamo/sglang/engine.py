@@ -43,7 +43,7 @@ from dynamo.sglang.vectors import inputs_of, vector_of
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "allowed_token_ids", "lora", "cache_salt"})
-HEALTH_SECONDS: Final = 0.5  # how often SGLang's processes are looked at
+HEALTH_SECONDS: Final = 0.5  # how often SGLang's processes are checked
 END_SECONDS: Final = 2.0  # for SGLang to end its processes; what is left is killed
 
 

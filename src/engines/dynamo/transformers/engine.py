@@ -38,7 +38,7 @@ from dynamo.worker.hub import fetch_model
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "lora", "cache_salt"})
-HEALTH_SECONDS: Final = 0.25  # how often the generating thread is looked at
+HEALTH_SECONDS: Final = 0.25  # how often the generating thread is checked
 STOP_SECONDS: Final = 2.0  # for the generating thread to finish its step
 
 
@@ -194,7 +194,7 @@ class _Grammars:
         assert asked.constraint is not None
         if self._tokenizer is None:
             self.markers = read_thought_markers(self._directory)
-        # Thoughts are told by their tokens, which a grammar cannot name: the sampler leaves them out.
+        # Thoughts are marked by their tokens, which a grammar cannot name: the sampler leaves them out.
         grammar = grammar_of(replace(asked.constraint, after_reasoning=False))
         import llguidance  # `grammar_of` has reported where it is missing
 
@@ -231,7 +231,7 @@ def _add_logprobs(chunk: GenerateChunk, sampling: RowSampling, sent: int, wanted
 
 
 def _drop_stray(manager: Any) -> None:
-    """Drop results that came after their request was cancelled: transformers keeps them for somebody to ask."""
+    """Drop results that came after their request was cancelled: transformers keeps them for a later read."""
     stray = manager.output_router.output_queue
     while True:
         try:

@@ -18,7 +18,7 @@ from dynamo.transformers.row_sampling import ARGUMENT, RowSampler, RowSampling
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_CONTEXT: Final = 4096  # tokens, where the model's configuration says nothing
+UNKNOWN_CONTEXT: Final = 4096  # tokens, where the model's configuration has none
 BATCHING_LOG: Final = "ContinuousBatchingLogger"
 BATCHING_SECONDS: Final = 120.0  # for the thread that generates to allocate its cache
 
@@ -150,7 +150,7 @@ def _start_batching(model: Any, arguments: TransformersArguments, config: Any, d
     from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
     torch.set_grad_enabled(False)
-    # The worker says how many blocks there are: what transformers cannot find out about the memory is no error.
+    # The worker sets how many blocks there are: what transformers cannot find out about the memory is no error.
     logging.getLogger(BATCHING_LOG).addFilter(lambda record: "psutil" not in record.getMessage())
     # Our sampler runs Python for each row: no graphs, and no step ahead of the tokens that it draws.
     batching = ContinuousBatchingConfig(

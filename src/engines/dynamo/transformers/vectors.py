@@ -61,7 +61,7 @@ class TransformersVectors:
             leave(True)
             for each in waiting:
                 if not each.cancelled():
-                    each.exception()  # looked at: that of the first one was raised
+                    each.exception()  # marked as retrieved: that of the first one was raised
 
     async def close(self) -> None:
         """End what waits, and wait for the batch that runs. Safe twice."""
@@ -86,7 +86,7 @@ class _Batches:
         self._is_running = False
 
     def add(self, inputs: Sequence[Sequence[int]], finish: Callable[[Any], Any]) -> list[asyncio.Future[Any]]:
-        """Return what will hold the vectors. Cancel those that nobody wants any more. Raises EngineShutdown once closed."""
+        """Return what will hold the vectors. Cancel those that no request waits for any more. Raises EngineShutdown once closed."""
         if self._work.is_closed:
             raise EngineShutdown("transformers is not running")
         loop = asyncio.get_running_loop()

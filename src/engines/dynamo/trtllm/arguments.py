@@ -69,7 +69,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TrtllmArguments, 
 
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return arguments of `LLM`. What `--override-engine-args` says goes before the YAML file, and that before the flags."""
+    """Return arguments of `LLM`. The values of `--override-engine-args` go before the YAML file, and that before the flags."""
     found: dict[str, Any] = {
         "tensor_parallel_size": args.tensor_parallel_size,
         "pipeline_parallel_size": args.pipeline_parallel_size,

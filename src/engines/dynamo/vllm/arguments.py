@@ -44,7 +44,7 @@ class Arguments:
     served_name: str | None
     aliases: tuple[str, ...]
     has_kv_events_config: bool  # the operator set whether and where KV events are published
-    is_kv_routed: bool  # whether anyone takes the KV events
+    is_kv_routed: bool  # whether a router takes the KV events
     vllm: Any  # vLLM's `AsyncEngineArgs`
     role: VllmRole
     worker: WorkerConfig

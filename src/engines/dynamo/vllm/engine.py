@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEALTH_SECONDS: Final = 0.25  # how often the engine core is looked at: vLLM's own monitor only sets a flag
+HEALTH_SECONDS: Final = 0.25  # how often the engine core is checked: vLLM's own monitor only sets a flag
 SHUTDOWN_SECONDS: Final = 1.0  # for vLLM's processes to end by themselves; what is left is killed
 
 
@@ -306,7 +306,7 @@ class _HeldBlocks:
         self.are_settled = False
 
     async def decline(self) -> None:
-        """Tell the prefill worker to free them, if there are any that are not settled. Releases of vLLM before 0.24 cannot."""
+        """Let the prefill worker free them, if there are any that are not settled. Releases of vLLM before 0.24 cannot."""
         if self.are_settled or self._transfer is None:
             return
         self.are_settled = True

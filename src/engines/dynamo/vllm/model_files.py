@@ -19,7 +19,7 @@ def is_local(model: str) -> bool:
 
 
 def check_model(model: str) -> None:
-    """Raise InvalidArgument for a path at which no model is; names for a hub pass, as vLLM looks them up."""
+    """Raise InvalidArgument for a path at which no model is; names for a hub pass, as vLLM resolves them."""
     if not is_local(model):
         return
     path = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""What an operator may do with a running vLLM: halt it, take its memory, empty its cache, change its weights, look inside."""
+"""What an operator may do with a running vLLM: halt it, take its memory, empty its cache, change its weights, read its state."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ IPC: Final = "ipc://"
 
 
 class LoadReports:
-    """Takes vLLM's statistics, once for each of its steps, and publishes snapshots to whoever is attached."""
+    """Takes vLLM's statistics, once for each of its steps, and publishes snapshots to the publisher that is attached."""
 
     def __init__(self) -> None:
         self.publisher: SnapshotPublisher | None = None

@@ -122,7 +122,7 @@ def worker_config_from(
 ) -> WorkerConfig:
     """Make the `WorkerConfig` of parsed arguments. `overrides` are fields of it and win over the command line.
 
-    Its `runtime_settings` hold what the flags say of the runtime (TLS, request limits, fault injection), and for the rest
+    Its `runtime_settings` hold what the flags set of the runtime (TLS, request limits, fault injection), and for the rest
     the variables of `environ`, the process's own by default.
     """
     merged: WorkerFields = {

@@ -286,14 +286,14 @@ class WorkerConfig:
         "Look a model name that is not a directory up on the hub; without it only `hub:NAME` is, and no other name "
         "leaves the machine",
         flag="--allow-download", group=_OPERATION)
-    """Look a model name that is not a directory up on the hub; without it only `hub:NAME` is."""
+    """Resolve a model name that is not a directory on the hub; without it only `hub:NAME` is."""
     loras: tuple[str, ...] = setting((), "DYN_LORAS", _adapters,
         "Adapter to load at start, `NAME=PATH` or `NAME=URI` with `file:///` or `hf://`; may be repeated, or separated by "
         "commas. For engines that [load adapters](adapters.md)",
         flag="--lora", dest="loras", group=_OPERATION, repeats=True)
     """Adapters to load at start, each `NAME=PATH` or `NAME=URI`."""
     runtime_settings: RuntimeSettings | None = field(default=None, compare=False, repr=False)
-    """What the runtime is told beside the planes above. None: what the environment says."""
+    """Settings of the runtime beside the planes above. None: those of the environment."""
     # fmt: on
 
     def __post_init__(self) -> None:

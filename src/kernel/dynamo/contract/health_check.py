@@ -63,7 +63,7 @@ def load_health_check_from_env(
 
 
 def with_marker(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `payload` that an engine can tell from a client's request."""
+    """Return a copy of `payload` that an engine can distinguish from a client's request."""
     return {**payload, HEALTH_CHECK_KEY: True}
 
 

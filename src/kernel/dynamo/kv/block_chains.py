@@ -60,7 +60,7 @@ class BlockChains:
                 _sequence_hash(event), stored.blocks[0].block_hash
             )
         events: list[PublishedEvent] = []
-        known: dict[WorkerRank, dict[int, int]] = {}  # names of the blocks that were told already
+        known: dict[WorkerRank, dict[int, int]] = {}  # names of the blocks that were reported already
         for (rank, tier, domain), names in sorted(by_place.items(), key=_by_rank_and_tier):
             told = known.setdefault(rank, {})
             for parent, blocks in self._runs(names, told):

@@ -232,7 +232,7 @@ def _tokens_of(values: Sequence[object]) -> list[int]:
         tokens = cast("list[int]", values)
         if min(tokens) >= 0 and max(tokens) < 2**32:
             return tokens
-    return [_token(value) for value in values]  # says which one is wrong
+    return [_token(value) for value in values]  # its error names the wrong one
 
 
 def _token(value: object) -> int:

@@ -71,7 +71,7 @@ class KvAnswer(msgspec.Struct, frozen=True):
 
     kind: str  # "Events", "TreeDump", "TooNew", "InvalidRange", "Error"
     events: list[object] = []  # to be read one by one with `read_answered`: there may be a rank's whole cache
-    last_event_id: int = 0  # of a TooNew: the newest there is; -1: it does not say
+    last_event_id: int = 0  # of a TooNew: the newest there is; -1: not reported
     text: str = ""  # of an Error
 
 
@@ -164,7 +164,7 @@ def blocks_of(event: RouterEvent) -> int:
 
 
 def pieces_of(event: RouterEvent) -> Iterator[RouterEvent]:
-    """Yield events of at most `PIECE_BLOCKS` blocks that together say the same as a long one."""
+    """Yield events of at most `PIECE_BLOCKS` blocks that together equal a long one."""
     data = event.event.data
     if isinstance(data, str) or blocks_of(event) <= PIECE_BLOCKS:
         yield event

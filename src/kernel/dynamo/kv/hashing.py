@@ -77,7 +77,7 @@ def extend_sequence(parent: int | None, hashes: Sequence[int], *, seed: int = SE
         for block_hash in hashes:
             before = hash64(pack(before, block_hash), seed)
             append(before)
-    except struct.error:  # signed hashes are rare, so they are not looked for beforehand
+    except struct.error:  # signed hashes are rare, so there is no check beforehand
         unsigned = [to_unsigned(block_hash) for block_hash in hashes]
         return extend_sequence(to_unsigned(parent), unsigned, seed=seed)
     return chained

@@ -13,7 +13,7 @@ import msgspec
 from dynamo.kv.holders import BlockHolders, HeldRun, RankBits
 from dynamo.kv.overlap import WorkerRank
 
-EXAMINED_RUNS: Final = 8000  # some five milliseconds; of a larger index a part is looked at
+EXAMINED_RUNS: Final = 8000  # some five milliseconds; of a larger index a part is examined
 MAX_STEPS: Final = 512  # from a block back to the beginning of its prompt, in runs
 
 
@@ -25,7 +25,7 @@ class HeldPrefix(msgspec.Struct, frozen=True):
     depth: int  # blocks from the beginning of a prompt to its end
     parent: int | None  # sequence hash of the block before it; None: it begins a prompt, or what is before it is gone
     ranks: tuple[WorkerRank, ...]  # that hold it
-    hits: int  # of the prompts that were asked about, those that begin with some of it
+    hits: int  # of the prompts that were queried, those that begin with some of it
 
 
 class HeldPrefixes(msgspec.Struct, frozen=True):

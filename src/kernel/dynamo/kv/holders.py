@@ -149,7 +149,7 @@ class BlockHolders:
         return added
 
     def add_unheld(self, bit: RankMask, sequence: Sequence[int], parent: int | None = None) -> bool:
-        """Book blocks as `add` does, if nobody holds one of them; return whether that was so."""
+        """Book blocks as `add` does, if no rank holds one of them; return whether that was so."""
         if not self._runs.keys().isdisjoint(sequence):
             return False
         if sequence:
@@ -178,7 +178,7 @@ class BlockHolders:
         return [block for run in self._each if run.mask & bit for block in run.blocks]
 
     def is_held(self, bit: RankMask, block: int) -> bool:
-        """Tell whether the rank with this bit holds a block."""
+        """Return whether the rank with this bit holds a block."""
         run = self._runs.get(block)
         return run is not None and bool(run.mask & bit)
 
@@ -203,7 +203,7 @@ class BlockHolders:
         return (HeldRun(run.blocks[-1], len(run.blocks), run.parent, run.mask) for run in self._each)
 
     def run_of(self, block: int) -> tuple[HeldRun, int] | None:
-        """Return the run that a block is in, and which of its blocks it is, from 1 on; None: nobody holds the block."""
+        """Return the run that a block is in, and which of its blocks it is, from 1 on; None: no rank holds the block."""
         run = self._runs.get(block)
         if run is None:
             return None
@@ -212,7 +212,7 @@ class BlockHolders:
     def depths(self, sequence: Sequence[int]) -> list[tuple[int, RankMask]]:
         """Return how many blocks from the first one on the ranks hold without a gap, with the ranks of each depth.
 
-        One look at the map per run: where a run's last block is in the sequence, all blocks of the run are.
+        One lookup in the map per run: where a run's last block is in the sequence, all blocks of the run are.
         """
         found: list[tuple[int, RankMask]] = []
         get = self._runs.get
@@ -239,7 +239,7 @@ class BlockHolders:
         return found
 
     def _add_new(self, bit: RankMask, blocks: list[int], parent: int | None) -> None:
-        """Book blocks that nobody holds."""
+        """Book blocks that no rank holds."""
         run = None if parent is None else self._runs.get(parent)
         if run is not None and run.mask == bit and run.blocks[-1] == parent and len(run.blocks) < _LONGEST_RUN:
             run.blocks += blocks
@@ -266,7 +266,7 @@ class BlockHolders:
         return len(distinct)
 
     def _change(self, run: _Run, start: int, end: int, mask: RankMask) -> None:
-        """Give the blocks from `start` to `end` of a run other holders; 0: nobody holds them any more."""
+        """Give the blocks from `start` to `end` of a run other holders; 0: no rank holds them any more."""
         blocks = run.blocks
         piece = blocks[start:end]
         rest = blocks[end:]
@@ -316,7 +316,7 @@ def _fits(run: _Run, mask: RankMask, count: int) -> bool:
 
 
 def _goes_on(run: _Run, parent: int | None, mask: RankMask, count: int) -> bool:
-    """Tell whether blocks behind `parent` can lengthen the run that holds `parent`."""
+    """Return whether blocks behind `parent` can lengthen the run that holds `parent`."""
     return run.blocks[-1] == parent and _fits(run, mask, count)
 
 

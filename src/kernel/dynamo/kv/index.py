@@ -38,9 +38,9 @@ STATUSES: Final = (
 )
 """What can become of an event."""
 
-# A rank whose worker has said nothing of its size may hold this many blocks in each tier, some 100 MB of this process.
+# A rank whose worker has reported no size may hold this many blocks in each tier, some 100 MB of this process.
 DEFAULT_CAPACITY: Final = 1_000_000
-MAX_CAPACITY: Final = 4_000_000  # of a rank and tier, whatever its worker says: 64 million tokens in blocks of 16
+MAX_CAPACITY: Final = 4_000_000  # of a rank and tier, whatever its worker reports: 64 million tokens in blocks of 16
 MAX_RANKS: Final = 16_384
 
 _U64: Final = 2**64 - 1
@@ -120,7 +120,7 @@ class _RankBlocks:
         return is_complete
 
     def fits(self, blocks: Sequence[HeldBlock]) -> bool:
-        """Tell whether there is room for blocks."""
+        """Return whether there is room for blocks."""
         if self.count + len(blocks) <= self.capacity:
             return True
         if len(blocks) > self.capacity:  # each has a name of its own
@@ -181,7 +181,7 @@ class PrefixIndex:
         self._places: dict[Place, _PlaceBlocks] = {_DEVICE: self._device}  # further ones as they are needed
         self._capacities: dict[tuple[tuple[int, int], str], int] = {}
         self._degraded: frozenset[WorkerRank] = frozenset()
-        # What an event's four words lead to, so that most events need one look; emptied whenever a rank is.
+        # What an event's four words lead to, so that most events need one lookup; emptied whenever a rank is.
         self._routes: dict[tuple[int, int, str, str | msgspec.UnsetType | None], _RankBlocks] = {}
 
     @property
@@ -281,7 +281,7 @@ class PrefixIndex:
     def dump(self) -> list[RouterEvent]:
         """Return events that make an index of this package hold the same blocks, the same for the same blocks.
 
-        The index keeps no hashes of a block's own tokens. Each block is therefore told as the first one of a sequence,
+        The index keeps no hashes of a block's own tokens. Each block is therefore reported as the first one of a sequence,
         where both hashes are one: `tokens_hash` is its sequence hash, and it has no parent.
         """
         rows = sorted(

@@ -1,6 +1,6 @@
 """What one publisher has published of its blocks, so that it can answer queries and publishes nothing twice.
 
-The answers to questions are the native ones to the letter: `Events` where the events asked for are still there, `TreeDump`
+The answers to questions are the native ones to the letter: `Events` where the requested events are still there, `TreeDump`
 (every block held now, parents first, numbered afresh) where they are not.
 """
 
@@ -37,7 +37,7 @@ class KvLedger:
     def __init__(self, wrap: Wrap, *, max_events: int = MAX_EVENTS, max_blocks: int = MAX_BLOCKS) -> None:
         self._wrap = wrap
         self._events: deque[PublishedEvent] = deque(maxlen=max_events)
-        self._next_id = 1  # a last id of 0 in an answer says that nothing was said yet
+        self._next_id = 1  # a last id of 0 in an answer means that nothing was published yet
         self._tiers: dict[str, dict[int, _Block]] = {}
         self._blocks = 0
         self._max_blocks = max_blocks

@@ -124,7 +124,7 @@ class RadixTree:
         """Return how many blocks each rank holds of a prompt, given by block hashes (not chained).
 
         `early_exit`: stop at the block where one rank is left; its score is then a lower bound, which may be lower than
-        the native one, because that tree looks further within a compressed edge.
+        the native one, because that tree matches further within a compressed edge.
         """
         scores: dict[WorkerRank, int] = {}
         node: _Node | None = self._root

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from dynamo.errors import InvalidArgument
 
-LONGEST_GAP_SECONDS: Final = 5.0  # between samples; what was before a longer one, nobody saw
+LONGEST_GAP_SECONDS: Final = 5.0  # between samples; what was before a longer one is not known
 TREND_SECONDS: Final = 60.0
 LEAST_TREND_SAMPLES: Final = 10
 TRUSTED_ERRORS: Final = 3.0  # a slope counts when it is so many times its own standard error
@@ -56,7 +56,7 @@ class ScaleRules:
 class ScaleState:
     """What a decision is made from."""
 
-    aimed: int  # workers that serve or are being started: what the last decision asked for
+    aimed: int  # workers that serve or are being started: the target of the last decision
     samples: Sequence[LoadSample] = ()  # in order of time
     starting: int = 0  # of `aimed`: those that do not serve yet
     start_seconds: float | None = None  # how long the last start took; None: not known
@@ -71,7 +71,7 @@ class ScaleReason(enum.StrEnum):
     HOLD = "hold"
     BELOW_MINIMUM = "below_minimum"
     ABOVE_MAXIMUM = "above_maximum"
-    FIRST_REQUEST = "first_request"  # there is no worker, and somebody waits
+    FIRST_REQUEST = "first_request"  # there is no worker, and a request waits
     FULL = "full"  # for so long that it is no blip
     PILED_UP = "piled_up"  # more work waits than a new worker would have done while it started
     TREND = "trend"  # full by the time that a worker started now would serve
@@ -218,7 +218,7 @@ def _allowed(wanted: Decision, state: ScaleState, rules: ScaleRules, now: float)
 
 
 def _fewer(state: ScaleState, rules: ScaleRules, samples: Sequence[LoadSample], now: float) -> Decision | None:
-    """Return the decision for one worker less; None: all are needed, or it is too early to tell."""
+    """Return the decision for one worker less; None: all are needed, or it is too early to decide."""
     aimed, seconds = state.aimed, rules.down_after_seconds
     if aimed <= rules.min_workers or state.starting or not samples:
         return None

@@ -8,7 +8,7 @@ from typing import Final
 
 from dynamo.scaling.decide import TREND_SECONDS, Decision, LoadSample, ScaleRules, ScaleState, decide
 
-MAX_SAMPLES: Final = 2_000  # of the longest spell looked at, once a second
+MAX_SAMPLES: Final = 2_000  # of the longest spell considered, once a second
 
 
 class ScaleFollower:

@@ -15,14 +15,14 @@ from typing import Final, Literal, NamedTuple
 QUEUE_AGE_TARGET_SECONDS: Final = 1.0
 """A queue alone counts as up to a whole load more, which it does once a request has waited so long for its first token."""
 
-SMOOTHING_SECONDS: Final = 15.0  # of what outside autoscalers read, so that a single look does not decide
+SMOOTHING_SECONDS: Final = 15.0  # of what outside autoscalers read, so that a single sample does not decide
 
 Part = Literal["none", "running", "waiting", "kv_blocks", "prefill_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """What the workers of one role of a model have to do, added up over them. None: they did not say."""
+    """What the workers of one role of a model have to do, added up over them. None: they did not report it."""
 
     ready: int  # workers that are there
     running: int = 0  # requests that are with them, or wait for one of them
@@ -35,9 +35,9 @@ class RoleLoad:
     prefill_budget: int | None = None  # tokens of one step, of all workers together
 
     def __add__(self, other: RoleLoad) -> RoleLoad:
-        """Return the load of the same workers as two processes see it: each has its own requests, and hears the same reports.
+        """Return the load of the same workers as two processes see it: each has its own requests, and receives the same reports.
 
-        What the workers are, `self` says.
+        The facts of the workers are those of `self`.
         """
         return RoleLoad(
             self.ready,
@@ -72,7 +72,7 @@ def _parts(load: RoleLoad) -> Iterator[Saturation]:
             yield Saturation(load.running / load.limit, "running")
         if load.waiting and load.queue_age_seconds > 0 and (load.limit is None or load.running > load.limit):
             age = load.queue_age_seconds / QUEUE_AGE_TARGET_SECONDS
-            # Without a limit nobody knows whether a request waits for others or for its own prompt: a short wait is no queue.
+            # Without a limit it is not known whether a request waits for others or for its own prompt: a short wait is no queue.
             if load.limit is not None or age > 1:
                 yield Saturation(1.0 + min(1.0, age), "waiting")
     if load.kv_blocks and load.total_kv_blocks:

@@ -52,13 +52,13 @@ def choices_of(action: argparse.Action) -> tuple[str, ...]:
 
 
 def help_text(made: Setting) -> str:
-    """Return what --help says of a setting: its meaning without Markdown, its default, unit and variable."""
+    """Return the --help text of a setting: its meaning without Markdown, its default, unit and variable."""
     meaning = _plain(made.meaning)
     if made.status is Status.KEPT:
         meaning = f"{meaning} (for engines that read it)"
     shown = _plain(made.shown_default)
     if made.read.is_switch and shown == "off":
-        shown = ""  # its plain form says so
+        shown = ""  # its plain form shows it
     default = f" (default: {shown}{_unit(made, shown)})" if shown else ""
     return f"{meaning}{default}{f' [{made.variable}]' if made.variable else ''}"
 

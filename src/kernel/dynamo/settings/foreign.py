@@ -1,4 +1,4 @@
-"""Variables that belong to others and that this package reads, too: what each means is theirs to say, what we do with it ours."""
+"""Variables that belong to others and that this package reads, too: they define what each means, and this package defines its use."""
 
 from __future__ import annotations
 

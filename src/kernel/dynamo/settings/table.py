@@ -159,7 +159,7 @@ def metadata_of(made: Setting) -> Mapping[str, Any]:
 
 
 def settings_of(kind: type, *, sections: bool = True) -> Iterator[tuple[str, Setting]]:
-    """Walk a table, and its sections unless told otherwise: each field's name with its setting; inherited ones last."""
+    """Walk a table, and its sections, unless `sections` is false: each field's name with its setting; inherited ones last."""
     own = inspect.get_annotations(kind)
     for entry in sorted(dataclasses.fields(kind), key=lambda entry: entry.name not in own):
         if _SECTION in entry.metadata:

@@ -252,7 +252,7 @@ class SupervisedProcess:
         self._times.started_at = asyncio.get_running_loop().time()
         self._on_start(self)
         try:
-            if self._stopping.is_set():  # asked while it was being started
+            if self._stopping.is_set():  # stopped while it was being started
                 process.terminate()
             return await process.follow(), list(process.last_lines)
         finally:

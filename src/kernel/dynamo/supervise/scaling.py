@@ -19,7 +19,7 @@ LOOK_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LoadReading:
-    """What the frontend says of the workers' load."""
+    """What the frontend reports of the workers' load."""
 
     load: float  # in workers
     running: dict[int, int] = field(default_factory=dict)  # requests by instance id
@@ -51,7 +51,7 @@ class Scaling:
         *,
         is_advice_only: bool = False,
     ) -> None:
-        """`read_load`: None while the frontend does not answer. `is_advice_only`: say what would be done, and do nothing."""
+        """`read_load`: None while the frontend does not answer. `is_advice_only`: log what would be done, and do nothing."""
         self._pool, self._newcomers, self._read_load, self._log = pool, newcomers, read_load, log
         self._is_advice_only = is_advice_only
         self._follower = ScaleFollower(rules, len(pool.workers))
@@ -59,7 +59,7 @@ class Scaling:
         self._said: tuple[int, ScaleReason] | None = None
 
     async def run(self) -> None:
-        """Look at the load, decide, act. Never returns."""
+        """Read the load, decide, act. Never returns."""
         loop = asyncio.get_running_loop()
         while True:
             reading = await self._read_load()
@@ -104,7 +104,7 @@ class Scaling:
         self._log(f"scale: {would}{aimed} -> {decision.target} {noun} ({decision.reason}): {decision.text}")
 
     def _say_why_not(self, decision: Decision) -> None:
-        """Say once, for each spell of it, that more workers are needed and not to be had."""
+        """Log once, for each spell of it, that more workers are needed and not to be had."""
         what = decision.target, decision.reason
         if decision.reason in (ScaleReason.COOLDOWN, ScaleReason.AT_MAXIMUM):
             if self._said != what:

@@ -27,7 +27,7 @@ def crash() -> None:
 
 
 def drain() -> None:
-    """Send this process the signal of an orchestrator that wants it to stop."""
+    """Send this process the signal with which an orchestrator stops it."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

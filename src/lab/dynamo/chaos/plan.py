@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 
-MAX_FAULTS: Final = 1000  # each request looks through all that have not fired
+MAX_FAULTS: Final = 1000  # each request checks all that have not fired
 MAX_NUMBER: Final = 2**31 - 1
 MAX_TEXT: Final = 1024
 MAX_SECONDS: Final = 86_400.0
@@ -35,7 +35,7 @@ class FaultKind(enum.StrEnum):
     PARTITION = "partition"  # nothing arrives, in one direction or both; both ends give up after the ping limit
     CRASH = "crash"  # a worker process is killed, and another is started later
     FREEZE = "freeze"  # a worker process neither computes nor answers for a while
-    STALL = "stall"  # an engine says nothing more for one request
+    STALL = "stall"  # an engine sends nothing more for one request
     ENGINE_ERROR = "engine-error"  # an engine raises
     DRAIN = "drain"  # a worker receives a SIGTERM, and another takes its place
     LEASE = "lease"  # a lease is lost, and taken again

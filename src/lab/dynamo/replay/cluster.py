@@ -229,7 +229,7 @@ class ReplayCluster:
         self._watch_exactness(now_ms, now_ms)
 
     def _watch_exactness(self, since_ms: float, now_ms: float) -> None:
-        """Look again and again whether every index is true, and keep the longest time that it took."""
+        """Check again and again whether every index is true, and keep the longest time that it took."""
         if self.entrances.is_exact:
             self.exact_after_ms = max(self.exact_after_ms or 0.0, now_ms - since_ms)
         elif self._heap:

@@ -45,17 +45,17 @@ class Entrances:
         return all(feed.is_exact for feed in self.feeds)
 
     def join(self, worker: ReplayWorker) -> None:
-        """Tell every frontend of a new worker."""
+        """Report a new worker to every frontend."""
         for feed in self.feeds:
             feed.join(worker)
 
     def leave(self, worker: ReplayWorker) -> None:
-        """Tell every frontend that a worker is gone."""
+        """Report to every frontend that a worker is gone."""
         for feed in self.feeds:
             feed.leave(worker)
 
     def set_workers(self, worker_ids: Sequence[int]) -> None:
-        """Tell every frontend which workers are there."""
+        """Report the present workers to every frontend."""
         for feed in self.feeds:
             feed.frontend.set_workers(worker_ids)
 
@@ -80,13 +80,13 @@ class Entrances:
         return routed.worker_id
 
     def first_token(self, flight: Flight, now_ms: float) -> None:
-        """Tell the frontends of a first token."""
+        """Report a first token to the frontends."""
         own, booking_id = self.feeds[flight.frontend].frontend, flight.booking_id
         own.first_token(booking_id, now_ms)
         self._sync(own, lambda other, then_ms: other.first_token(booking_id, then_ms))
 
     def end(self, flight: Flight, now_ms: float) -> None:
-        """Tell the frontends of the end of a request, or of a try."""
+        """Report the end of a request, or of a try, to the frontends."""
         own, booking_id = self.feeds[flight.frontend].frontend, flight.booking_id
         own.end(booking_id, now_ms)
         self._sync(own, lambda other, then_ms: other.end(booking_id, then_ms))

@@ -31,7 +31,7 @@ class ReplaySetup(msgspec.Struct, frozen=True):
     answer_ms: float = 20.0  # until a worker has answered a router that missed events
     replica_sync_ms: float | None = 1.0  # until the other frontends know of a booking; None: they never do
     restarts: tuple[Restart, ...] = ()
-    compares_frontends: bool = False  # ask the other frontends, too, what they would choose
+    compares_frontends: bool = False  # compute, too, what the other frontends would choose
 
     def check(self) -> None:
         """Raise InvalidArgument, naming the member."""

@@ -1,7 +1,7 @@
 """Simulated schedulers and KV caches: pure, without a clock, for the mock engine and for replays in virtual time.
 
 `make_core(options, timing)` makes one rank of one engine. Submit `ScheduledRequest`s, then alternate `begin_pass(now_ms)`,
-which says how long the pass takes, and `end_pass()`, which returns what it brought: tokens, ends, rejections and changes
+which gives how long the pass takes, and `end_pass()`, which returns what it brought: tokens, ends, rejections and changes
 of the cache. Times are in ms. `core` shows the loop; `RankGroup` runs several ranks in step.
 
 A `ScheduledRequest` has either tokens (`ScheduledRequest.of_tokens`) or only the identities of its blocks: chained

@@ -6,7 +6,7 @@
         now_ms += plan.duration_ms           # or wait for as long
         result = core.end_pass()             # what the pass brought is seen now, and not before
 
-A pass decides at its beginning; a request that is submitted while a pass runs is looked at when the next one begins.
+A pass decides at its beginning; a request that is submitted while a pass runs is considered when the next one begins.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SchedulerCore(ABC):
         """Fill `_planned` with the requests of this pass, each with its `scheduled` tokens and the blocks they need."""
 
     def _measured(self) -> PassPlan:
-        """Sum up what was planned, and ask the timing model."""
+        """Sum up what was planned, and apply the timing model."""
         options, timing = self.options, self._timing
         prefills = inputs = prefixes = decodes = context = 0
         is_decode = options.role == "decode"

@@ -83,7 +83,7 @@ class PrefixPool:
         return True
 
     def name(self, identities: Sequence[int], first: int, last: int, duplicates: set[int]) -> list[tuple[int, int]]:
-        """Give private blocks their identities; return the runs [begin, end) of blocks that nobody had before.
+        """Give private blocks their identities; return the runs [begin, end) of blocks that are new.
 
         A block whose identity is resident already stays private, and its number is added to `duplicates`.
         """

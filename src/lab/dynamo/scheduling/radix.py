@@ -117,7 +117,7 @@ class SglangCore(SchedulerCore):
         return self.pool.match(request.identities, limit) if limit else (0, 0)
 
     def _sort_by_prefix(self) -> None:
-        """Put the longest cached prefix first, and whoever waits for another one's prefix last."""
+        """Put the longest cached prefix first, and a request that waits for another one's prefix last."""
         block_size = self.options.block_size
         shared = -(-LPM_SHARED_TOKENS // block_size) - 1  # number of the page in which the shared tokens end
         begun = [request for request in self.waiting if request.held]

@@ -29,7 +29,7 @@ class ScheduledRequest:
     output: Iterator[int] | None = None
     """The output's token ids, at least `max_output`; needed where `tail` is set."""
     owner: object = None
-    """Whatever the caller wants to find here."""
+    """A value of the caller's, kept for it."""
     lora_name: str | None = None
     cache_salt: str | None = None
     prompt_arrives: bool = True

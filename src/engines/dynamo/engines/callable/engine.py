@@ -367,7 +367,7 @@ async def _in_thread(call: Callable[[], Any], threads: ThreadPoolExecutor) -> As
     finally:
         is_left.set()
         room.release()
-        if not job.cancel():  # it runs: wait for its `finally`; how long at most is the worker's to say
+        if not job.cancel():  # it runs: wait for its `finally`; the worker bounds how long
             await asyncio.shield(asyncio.wrap_future(job))
 
 

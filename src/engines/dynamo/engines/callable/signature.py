@@ -1,6 +1,6 @@
 """How a Python callable is called for a request: read from its signature, once, before anything is served.
 
-The names of its parameters say what it wants. One of them is the prompt: `messages` (the conversation, a list of dicts),
+The names of its parameters define what it receives. One of them is the prompt: `messages` (the conversation, a list of dicts),
 `prompt` (text) or `token_ids` (a list of ints); a first parameter of another name counts by its annotation. `context` is
 the request's `Context`. Every other parameter is an option of the request, by its OpenAI name; `**options` takes all that
 are set.
@@ -135,7 +135,7 @@ class CallPlan:
 
 
 def plan_call(function: Callable[..., Any], name: str) -> CallPlan:
-    """Read the signature. Raises InvalidArgument saying which parameter is not understood, and what would be."""
+    """Read the signature. Raises InvalidArgument naming which parameter is not understood, and what would be."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

@@ -35,7 +35,7 @@ class RecordedRequest(Struct):
     received_ms: float = 0.0
     path: str = ""
     model: str = ""
-    status: int | None = None  # None: the file does not say what became of it
+    status: int | None = None  # None: the file does not record how it ended
     error: str = ""  # what went wrong, in the server's words
     body: dict[str, Any] | None = None
     is_whole: bool = False  # `body` is what the client sent, and not a description of it

@@ -39,7 +39,7 @@ class _Removed:
     block_hashes: list[int]
 
 
-_Change = _Stored | _Removed | None  # None: wake up and look whether to stop
+_Change = _Stored | _Removed | None  # None: wake up and check whether to stop
 
 
 class SampleKvCache:

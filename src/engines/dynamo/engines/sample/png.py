@@ -95,7 +95,7 @@ def _chunks(data: bytes) -> dict[bytes, bytes]:
 
 
 def _unfiltered(raw: bytes, stride: int, channels: int) -> bytes:
-    """Undo what each row says of itself: what was subtracted from its bytes."""
+    """Undo the filter that each row names: what was subtracted from its bytes."""
     rows = bytearray()
     before = bytes(stride)
     for start in range(0, len(raw), stride + 1):

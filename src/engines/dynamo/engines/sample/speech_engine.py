@@ -1,4 +1,4 @@
-"""A raw engine that speaks in tones: what it says, the sample transcription engine hears again, to the letter.
+"""A raw engine that makes speech of tones, which the sample transcription engine turns back into the same text.
 
 python -m dynamo.engines.sample.speech_engine --discovery-backend file
 """

@@ -1,6 +1,6 @@
 """Text as tones, and tones as text: each half of a byte of its UTF-8 is one of sixteen tones, so that nothing is lost.
 
-A sound begins with a gap as long as one tone, which tells how fast it is, and with the lowest tone, which tells how high.
+A sound begins with a gap as long as one tone, which gives its speed, and with the lowest tone, which gives its pitch.
 """
 
 from __future__ import annotations

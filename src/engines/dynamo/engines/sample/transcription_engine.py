@@ -1,4 +1,4 @@
-"""A raw engine that hears what the sample speech engine says, to the letter, and translates some German words.
+"""A raw engine that turns the tones of the sample speech engine back into text, and translates some German words.
 
 python -m dynamo.engines.sample.transcription_engine --discovery-backend file
 """

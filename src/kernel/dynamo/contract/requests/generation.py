@@ -1,7 +1,7 @@
 """A token request in typed values, for engines that have their own samplers.
 
 `read_generation` checks what every engine would check and names the field of a mistake. What an engine does not have it
-declares (`unsupported`), so that a request that needs it is refused and never answered as if it had not asked.
+declares (`unsupported`), so that a request that needs it is refused and never answered as if it did not.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class _Options:
         return self._values.get(name)
 
     def wanted(self, name: str, feature: Feature | None, neutral: Any = None) -> Any:
-        """Return a value. Raises InvalidArgument where it asks for something that the engine has not."""
+        """Return a value. Raises InvalidArgument where it needs something that the engine does not have."""
         value = self.get(name)
         asks = value is not None and value is not False and value != neutral
         if asks and feature in self._limits.unsupported:

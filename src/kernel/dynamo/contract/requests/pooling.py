@@ -1,6 +1,6 @@
 """How the vectors of a model are made: from the files of `sentence-transformers` where the directory has them.
 
-These are `modules.json` and `1_Pooling/config.json`; `config.json` says whether vectors may be shortened.
+These are `modules.json` and `1_Pooling/config.json`; `config.json` states whether vectors may be shortened.
 """
 
 from __future__ import annotations

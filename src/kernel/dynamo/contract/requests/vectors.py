@@ -9,7 +9,7 @@ from dynamo.contract.embedding import EmbedRequest
 from dynamo.errors import InvalidArgument
 
 EMBED: Final = "embed"
-"""The task that a request without one asks for."""
+"""The task of a request that names none."""
 
 
 def inputs_within(request: EmbedRequest, context_length: int, vocab_size: int) -> list[list[int]]:
@@ -24,7 +24,7 @@ def inputs_within(request: EmbedRequest, context_length: int, vocab_size: int) -
 
 
 def task_among(request: EmbedRequest, tasks: Sequence[str]) -> str:
-    """Return what is asked for. Raises InvalidArgument for what the model cannot do."""
+    """Return the task of a request. Raises InvalidArgument for what the model cannot do."""
     task = request.get("task") or EMBED
     if task not in tasks:
         raise InvalidArgument(f"task is {task!r}; this model's tasks are {', '.join(sorted(tasks))}")

@@ -16,7 +16,7 @@ full; the weights of the others are the parameters.
   streams has steps as well, as soon as it has this request. It weighs little, because the next placements even the loads out
   again.
 - `eviction`: the rank must give up blocks to hold the new ones. A block is worth what it costs to compute it again, less if
-  the rank's oldest blocks were not used for longer than those of other ranks. So a prompt that nobody holds goes where the
+  the rank's oldest blocks were not used for longer than those of other ranks. So a prompt that no rank holds goes where the
   least is lost, and a prefix is not copied to a second rank unless the first one is much slower.
 - `room`: what does not fit beside the active requests must wait until some of them end.
 """

@@ -34,7 +34,7 @@ class _GetFree(BaseException):
 
 
 class LoopWatch:
-    """A thread that looks whether the loop still turns. `check` raises once it has found that it did not."""
+    """A thread that checks whether the loop still turns. `check` raises once it has found that it did not."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""What the items of a stream must look like; each check takes the items one by one, so that it ends with the first bad one."""
+"""The required form of the items of a stream; each check takes the items one by one, so that it ends with the first bad one."""
 
 from __future__ import annotations
 

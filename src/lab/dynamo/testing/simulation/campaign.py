@@ -144,7 +144,7 @@ def _tell_from_processes(work: _Work, jobs: int) -> Generator[Told, None, None]:
 
 def _job(results: Connection, work: _Work) -> None:
     """Run the part of one process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, and ends this process
     with closing(_tell(work)) as told:
         for each in told:
             try:

@@ -117,7 +117,7 @@ class WorkerProcess(Process):
         self.cluster.cut_store(self, seconds)
         asyncio.get_running_loop().call_later(seconds, self.thawed.set)
 
-    # -- what the engine says ----------------------------------------------------------------------------------------
+    # -- what the engine reports ----------------------------------------------------------------------------------------
 
     def began(self, step: Step) -> None:
         conduct = Conduct(self.name, step)
@@ -211,7 +211,7 @@ class Cluster:
         self.conducts: list[Conduct] = []
         self.workers: list[WorkerProcess] = []
         self.frontends: list[FrontendProcess] = []
-        self.outages: list[list[Process]] = []  # of the whole store: who is cut off by it
+        self.outages: list[list[Process]] = []  # of the whole store: the processes cut off by it
         self.lease_seconds = self.rng("lease").choice((0.0, 3.0, 10.0))
         self.network = Network(
             self.rng("network"),
@@ -252,7 +252,7 @@ class Cluster:
         loop.call_later(seconds, process.discovery.reconnect)
 
     def stop_store(self) -> list[Process]:
-        """Nobody can reach the store any more; returns whom to reconnect. Whoever starts meanwhile joins them."""
+        """Cut every process off the store; return those to reconnect. A process that starts meanwhile joins them."""
         outage: list[Process] = [*self.workers, *self.frontends]
         for process in outage:
             process.discovery.cut_off()

@@ -47,9 +47,9 @@ class Step:
 
     def __init__(self, prompt: list[int], seed: int, context: Context) -> None:
         self.prompt, self.seed, self.context = prompt, seed, context
-        # The client's own prompt: behind it stands what another worker had said before it was lost.
+        # The client's own prompt: behind it stands what another worker had sent before it was lost.
         self.origin = bytes(prompt[: context.prompt_tokens])
-        self.tokens = 0  # said so far
+        self.tokens = 0  # sent so far
 
 
 class Observer(Protocol):

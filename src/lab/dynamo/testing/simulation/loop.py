@@ -45,7 +45,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._clock_resolution = 1e-6  # coarser than a double's step even after years, or a timer might never be due
         self._shuffle = shuffle
         self._thread = threading.get_ident()
-        self._selector = self  # BaseEventLoop asks it how long to sleep
+        self._selector = self  # BaseEventLoop gets from it how long to sleep
         self.turns = 0  # of the loop; two runs of one seed agree on it
         self.complaints: list[dict[str, Any]] = []  # what reached the exception handler
         self.set_exception_handler(lambda _, context: self.complaints.append(context))

@@ -35,7 +35,7 @@ LOST_CONNECTIONS: Final = frozenset(
 HARMLESS: Final = frozenset(
     {FaultKind.SLOW_CLIENT, FaultKind.VANISH, FaultKind.DRAIN, FaultKind.LEASE, FaultKind.DELAY}
 )
-# Beyond that, these may end a request with a typed error: nobody is left, or the fault is not the worker's.
+# Beyond that, these may end a request with a typed error: no worker is left, or the fault is not the worker's.
 LOSSY: Final = frozenset(FaultKind) - {
     FaultKind.SLOW_CLIENT,
     FaultKind.VANISH,
@@ -75,7 +75,7 @@ class Promises:
 
     def _check_excuse(self, visit: Visit, answer: Answer) -> None:
         """Check an error: it needs a reason among the faults that really happened."""
-        # Inside a stream the status is already sent; the event says what it would have been.
+        # Inside a stream the status is already sent; the event carries what it would have been.
         status = answer.error["code"] if answer.error and visit.status == 200 else visit.status
         kinds = {fault.kind for fault in self._record.fired}
         if visit.status in (503, 529) and not 1 <= int(visit.headers.get(b"retry-after", b"0")) <= 60:
@@ -89,7 +89,7 @@ class Promises:
         if status == 529 and visit.plan.number not in self._record.dispatched and self._was_crowded(visit):
             return
         if status == 422 and answer.error and "workers died while they served it" in str(answer.error):
-            # A request that was unlucky twice, before its first token, looks like a query of death.
+            # A request that was unlucky twice, before its first token, resembles a query of death.
             if sum(fault.kind in LOST_CONNECTIONS for fault in self._record.fired) < MAX_DEATHS:
                 self._record.breach(
                     "error", f"request {visit.plan.number} was blamed for deaths that were none: {answer.error}"
@@ -158,7 +158,7 @@ class Promises:
     def _check_text(self, visit: Visit, answer: Answer) -> None:
         plan = visit.plan
         prompt = self._record.prompts.get(plan.number)
-        if prompt is None:  # a chat: the template is the product's, so ask the engines what they were given
+        if prompt is None:  # a chat: the template is the product's, so the engines report what they were given
             seen = {
                 c.step.origin
                 for c in self._cluster.conducts
@@ -203,7 +203,7 @@ class Promises:
                 )
 
     def check_conduct(self) -> None:
-        """Aborts, and engines that ran on for nobody."""
+        """Aborts, and engines that ran on without a client."""
         slack = CANCEL_SECONDS + sum(
             fault.seconds for fault in self._record.fired if fault.kind is not FaultKind.VANISH
         )

@@ -279,7 +279,7 @@ class _Run(logging.Handler):
         due = self._take(number, self._items[number], _CLUSTER_KINDS, wire.worker, wire.caller)
         for fault in due:
             if fault.kind not in _ITEM_FAULTS:
-                # Not inside the worker's own call: what happens to a connection is heard of at the next turn.
+                # Not inside the worker's own call: what happens to a connection is noticed at the next turn.
                 asyncio.get_running_loop().call_soon(self._inflict, fault, wire)
         return next((_ITEM_FAULTS[fault.kind] for fault in due if fault.kind in _ITEM_FAULTS), None)
 

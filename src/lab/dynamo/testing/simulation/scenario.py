@@ -30,7 +30,7 @@ class RequestPlan:
     wants_usage: bool
     can_push: bool  # the listener offers `dynamo.push`
     body_parts: int
-    priority: int = 0  # what the client says in `nvext`
+    priority: int = 0  # what the client sends in `nvext`
 
 
 @dataclass(frozen=True, slots=True)
