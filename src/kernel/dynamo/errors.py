@@ -2,7 +2,7 @@
 
     DynamoException                    anything; on its own it means "unknown, do not retry"
     ├── InvalidArgument                the caller's fault: do not retry          400
-    ├── Cancelled                      a client or operator cancelled it        499
+    ├── Cancelled                      a client or operator cancelled it         499
     ├── Unknown                        the engine's fault: do not retry          500
     ├── RequestKillsWorkers            workers died on the request: refuse it    422
     ├── CannotConnect                  nothing was sent: try another worker      503

@@ -136,7 +136,7 @@ class DistributedRuntime:
         self._life.is_connected = True
 
     def shutdown(self) -> None:
-        """Ask for a graceful end: leave discovery, let streams end, disconnect. Returns at once; any thread; idempotent.
+        """Request a graceful end: leave discovery, let streams end, disconnect. Returns at once; any thread; idempotent.
 
         `serve_endpoint` returns when its endpoint has drained; `aclose` waits for all of it.
         """

@@ -3,7 +3,7 @@
     OPEN ──SHUTDOWN──> DRAINING ──DISCONNECT──> CLOSING ──DISCONNECTED──> CLOSED
       └────────────────DISCONNECT──────────────────^
 
-A shutdown may be asked for at any time and by several at once: an event without a row is ignored.
+A shutdown may be requested at any time and by several callers at once: an event without a row is ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RuntimeState(Enum):
 class RuntimeEvent(Enum):
     """What moves a runtime."""
 
-    SHUTDOWN = "shutdown"  # a graceful end was asked for
+    SHUTDOWN = "shutdown"  # a graceful end was requested
     DISCONNECT = "disconnect"  # about to leave the planes
     DISCONNECTED = "disconnected"
 

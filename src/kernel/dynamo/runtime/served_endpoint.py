@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUEUE_LOOK_SECONDS: Final = 0.01  # how often `wait_idle` looks at requests that were admitted and not yet begun
+QUEUE_LOOK_SECONDS: Final = 0.01  # how often `wait_idle` checks requests that were admitted and not yet begun
 
 
 class RequestsInFlight:

@@ -1,4 +1,4 @@
-"""A LoRA adapter in discovery: its base model's card under the adapter's name, so that clients ask for it as a model."""
+"""A LoRA adapter in discovery: its base model's card under the adapter's name, so that clients request it as a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def publish_adapter(
 
     `source`: of the update's body. One that a frontend manages is written into the card, so that workers that come later get it.
 
-    Raises InvalidArgument where no base model is registered, or where the name cannot be told from another model's.
+    Raises InvalidArgument where no base model is registered, or where the name cannot be distinguished from another model's.
     """
     base = await endpoint.published_model(None)
     if base is None:
@@ -109,7 +109,7 @@ class AdapterRequests:
         self._routes = routes
 
     async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
-        """Answer one request: its member `operation` says what, the others are those of the admin route."""
+        """Answer one request: its member `operation` names it, the others are those of the admin route."""
         operation = body.get("operation") if isinstance(body, Mapping) else None
         route = self._routes.get(f"update/{operation}") if operation in OPERATIONS else None
         if route is None:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 KILL_GRACE_SECONDS: Final = 0.05
 """A killed request's generator may see `is_stopped()` and end by itself for this long; then it is closed where it
-stands, so that a vanished client frees its KV blocks now. R10 asks for 100 ms in all."""
+stands, so that a vanished client frees its KV blocks now. R10 requires 100 ms in all."""
 
 STOP_GRACE_SECONDS: Final = 30.0  # a stop is graceful; an engine that ignores one for this long is closed all the same
 CLOSE_SECONDS: Final = 5.0  # how long a generator's `finally` may take before we go on without it

@@ -92,7 +92,7 @@ def choice_count(request: Mapping[str, Any]) -> int:
 
 
 def checked_ids(ids: Any) -> list[int]:
-    """Return a fresh list of u32s from a list, tuple or array. Raises TypeError saying what is wrong."""
+    """Return a fresh list of u32s from a list, tuple or array. Raises TypeError naming what is wrong."""
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     if not isinstance(ids, list | tuple):

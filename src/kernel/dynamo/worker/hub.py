@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def served_name(model: str) -> str:
-    """Return what a model is called where nobody named it: a directory by its own name, one of the hub without `hub:`."""
+    """Return what a model is called that has no given name: a directory by its own name, one of the hub without `hub:`."""
     here = Path(model).expanduser()
     return here.resolve().name if here.is_dir() else model.removeprefix(HUB_PREFIX)
 
@@ -39,8 +39,8 @@ def served_name(model: str) -> str:
 async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
     """Return the local directory of a model: `remote_name` itself if it is one, else the hub's copy.
 
-    A copy in the local cache is used without a question to anybody. The hub is only asked for `hub:NAME`, or where
-    DYN_ALLOW_DOWNLOAD is set. Raises CannotConnect when it was not to be asked, does not answer, or does not know the name.
+    A copy in the local cache is used without any request. The hub is only contacted for `hub:NAME`, or where
+    DYN_ALLOW_DOWNLOAD is set. Raises CannotConnect when it was not to be contacted, does not answer, or does not have the name.
     """
     name = remote_name.removeprefix(HUB_PREFIX)
     if name == remote_name and (here := local_path(name)) is not None:

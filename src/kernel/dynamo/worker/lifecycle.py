@@ -32,8 +32,8 @@ class State(Enum):
     INIT = "init"  # start() was never entered: no cleanup
     STARTING = "starting"  # start() runs
     PREPARING = "preparing"  # the engine runs; metrics, card and handler are being set up
-    STOPPING_START = "stopping start"  # stop was asked for while start() runs; it gets most of the time there is
-    STOPPING_SETUP = "stopping setup"  # stop was asked for during the set-up; its current step may finish
+    STOPPING_START = "stopping start"  # a stop was requested while start() runs; it gets most of the time there is
+    STOPPING_SETUP = "stopping setup"  # a stop was requested during the set-up; its current step may finish
     SERVING = "serving"
     DRAINING = "draining"  # unregistered: grace, in-flight streams, drain()
     CLEANING = "cleaning"  # cleanup() runs, exactly once
@@ -132,7 +132,7 @@ class Lifecycle:
 
 
 CLEANUP_RESERVE_SECONDS: Final = 5.0  # kept of the deadline for drain() and cleanup()
-FORCED_EXIT_CODE: Final = 911  # what operators of the native system look for in the log
+FORCED_EXIT_CODE: Final = 911  # what operators of the native system search for in the log
 FORCED_EXIT_STATUS: Final = FORCED_EXIT_CODE & 0xFF  # 143: what the process really returns, as POSIX keeps 8 bits
 
 

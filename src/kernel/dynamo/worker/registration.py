@@ -99,7 +99,7 @@ class ModelAssets:
     artefacts: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # card member -> {kind: FILE}
     architectural_context_length: int | None = None
     legacy_context_length: int | None = None  # the tokenizer's figure; used when nothing better is known
-    image_processor: Mapping[str, Any] = field(default_factory=dict)  # what tells how many tokens an image becomes
+    image_processor: Mapping[str, Any] = field(default_factory=dict)  # what gives how many tokens an image becomes
 
 
 def read_model_directory(directory: Path) -> ModelAssets:
@@ -149,7 +149,7 @@ def read_context_lengths(name: str) -> ModelAssets | None:
 
 def file_record(path: Path) -> dict[str, Any]:
     """Build the card's FILE of a local file: absolute path, content hash, size."""
-    path = path.absolute()  # links stay: a hub cache names its blobs by hash, without the suffix readers look at
+    path = path.absolute()  # links stay: a hub cache names its blobs by hash, without the suffix readers need
     digest = blake3().update_mmap(path).hexdigest() if path.stat().st_size else blake3().hexdigest()
     return {"path": str(path), "checksum": f"blake3:{digest}", "size": path.stat().st_size}
 
@@ -205,7 +205,7 @@ def _legacy_context_length_of(tokenizer_config: Mapping[str, Any]) -> int | None
 async def resolve_assets(name: str, *, allow_download: bool = False, fetch: Fetch = fetch_model) -> ModelAssets | None:
     """Return the files behind a path, `hub:NAME` or a name; None for a name that leads to none.
 
-    A hub is asked for `hub:NAME`, and for any name with `allow_download`; else no name leaves the machine. Raises
+    A hub is contacted for `hub:NAME`, and for any name with `allow_download`; else no name leaves the machine. Raises
     InvalidArgument for a path that does not exist or is not a model (a path is never meant as a mere name), CannotConnect
     when `hub:NAME` cannot be fetched.
     """
@@ -436,7 +436,7 @@ async def register_model(
 ) -> None:
     """Publish a model at an endpoint, so that frontends serve it.
 
-    `model_path` is a directory, `hub:NAME` (fetched from the hub) or a mere name; `model_name` is what clients ask for
+    `model_path` is a directory, `hub:NAME` (fetched from the hub) or a mere name; `model_name` is what clients request
     (default: the path as given). An adapter is registered with `lora_name` and `base_model_path` together, beside its base model. `ignore_weights` is
     accepted for compatibility: a card never needs them. `worker_type` is required, and `needs` for every role but an
     aggregated worker's: what it cannot serve without, as alternatives (any of) of lists (all of). Raises InvalidArgument

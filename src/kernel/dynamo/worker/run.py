@@ -126,7 +126,7 @@ async def _start(
     except InvalidArgument:
         raise  # its message is for the operator, and `run` prints it
     except DynamoException:
-        traceback.print_exc()  # `run` prints one line for these, and an author wants to see where it came from
+        traceback.print_exc()  # `run` prints one line for these, and an author needs to see where it came from
         raise
     worker = Worker(engine, config) if force_exit is None else Worker(engine, config, force_exit=force_exit)
     beside = Background()  # not as a block: a failure of the callback is logged and does not end the worker

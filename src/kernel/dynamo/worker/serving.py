@@ -85,7 +85,7 @@ class TokenServing:
         """`validate`: also fail streams that go on after their terminal chunk (DYN_BACKEND_VALIDATE).
 
         `map_builtin_errors`: give Python's own exceptions the categories the native system gives them
-        (DYN_BACKEND_MAP_BUILTIN_ERRORS); otherwise all but `TimeoutError` are `Unknown`, as the guide says.
+        (DYN_BACKEND_MAP_BUILTIN_ERRORS); otherwise all but `TimeoutError` are `Unknown`, as the guide requires.
         """
         self._engine = engine
         self._mode = mode

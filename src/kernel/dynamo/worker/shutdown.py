@@ -84,7 +84,7 @@ class Shutdown:
         self._stop = stop
         self.parts = parts
         self.skip_waiting = False  # streams in flight are cut at once
-        self.engine_died: EngineShutdown | None = None  # nothing more is asked of it but its clean-up
+        self.engine_died: EngineShutdown | None = None  # nothing is called on it any more but its clean-up
         self.cancelled: asyncio.CancelledError | None = None  # `run` was cancelled on its way down
 
     async def drain(self, *, owns_runtime: bool) -> None:

@@ -130,7 +130,7 @@ class SignalGuard:
             signal.signal(number, relay)
             return
         # The loop's own handler only wakes the loop. Ours goes in front of it: an engine that loads its weights in one
-        # blocking call keeps the loop from hearing anything, and the deadline has to run all the same.
+        # blocking call keeps the loop from receiving anything, and the deadline has to run all the same.
         behind = signal.getsignal(number)
 
         def handle(received: int, frame: FrameType | None) -> None:
@@ -139,7 +139,7 @@ class SignalGuard:
                 behind(received, frame)
 
         signal.signal(number, handle)
-        # signal.signal() asked for interrupted system calls; the loop had asked for none.
+        # signal.signal() enables interrupted system calls; the loop had disabled them.
         if hasattr(signal, "siginterrupt"):
             signal.siginterrupt(number, False)
 

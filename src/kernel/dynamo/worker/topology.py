@@ -59,7 +59,7 @@ VARIABLES: Final = (
 async def describe_place(
     record: ModelRuntimeConfig, env: Mapping[str, str], *, wait_seconds: float = WAIT_SECONDS
 ) -> None:
-    """Add to `record` where this worker is, if it is to say so.
+    """Add to `record` where this worker is, if it is to report it.
 
     Raises InvalidArgument when the domain is not named, or its file cannot be read or has not come in time.
     """

@@ -149,7 +149,7 @@ class Worker:
 
     @cached_property
     def _runtime_settings(self) -> RuntimeSettings:
-        """What the runtime is told: by the command line, or else by the environment of this moment."""
+        """The settings of the runtime: of the command line, or else of the environment of this moment."""
         if self._shared_runtime is not None:
             return self._shared_runtime.settings
         return self._config.runtime_settings or RuntimeSettings.from_env()

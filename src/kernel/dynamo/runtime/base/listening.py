@@ -10,7 +10,7 @@ async def start_listening(made: Awaitable[asyncio.Server]) -> asyncio.Server:
     """Return a server that accepts connections. `made`: it, with `start_serving=False`.
 
     `create_server` by itself waits once after it has begun to listen, and forgets the server where it is cancelled there: its
-    socket goes on listening, and nobody can close it.
+    socket goes on listening, and no code can close it.
     """
     server = await made
     try:

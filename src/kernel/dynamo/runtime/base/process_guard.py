@@ -4,7 +4,7 @@ ended.
 A process that is killed cannot end its children. So a second, small process, the guard, watches it: this file, run as a
 program, which imports the standard library only. It notes the descendants of its parent while the parent lives. When
 the parent is gone it kills those that are left, whatever process group or session they are in. A descendant that was
-started since the last look is found by what it inherited: a mark in the environment, or the descriptor of a pipe where it
+started since the last scan is found by what it inherited: a mark in the environment, or the descriptor of a pipe where it
 was forked and runs no other program.
 
 The helper processes with which Python's `multiprocessing` removes shared memory get a moment to do so. What is left then
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 MARK: Final = "DYNAMO_GUARD_MARK"  # in the environment of this process's children: their start was guarded
 PROC: Final = Path("/proc")
-LOOK_SECONDS: Final = 2.0  # between two looks; what was started since is found by what it inherited
-LONGEST_LOOK_SECONDS: Final = 60.0  # each look that finds nothing new doubles the time to the next one, up to this
-LOOK_SECONDS_WITHOUT_PROC: Final = 3.0  # each look is a `ps` then
+LOOK_SECONDS: Final = 2.0  # between two scans; what was started since is found by what it inherited
+LONGEST_LOOK_SECONDS: Final = 60.0  # each scan that finds nothing new doubles the time to the next one, up to this
+LOOK_SECONDS_WITHOUT_PROC: Final = 3.0  # each scan is a `ps` then
 SWEEP_SECONDS: Final = 10.0  # a process that is stuck in the kernel cannot be killed; the guard does not wait longer
 HELPER_SECONDS: Final = 2.0  # for `multiprocessing.resource_tracker`, once all others have ended
 HELPER: Final = b"multiprocessing.resource_tracker"
@@ -59,7 +59,7 @@ COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class _Mark(NamedTuple):
-    """What all guards of a process look for."""
+    """What all guards of a process search for."""
 
     process: int
     text: str  # in the environment of children and in the names of private directories
@@ -69,7 +69,7 @@ class _Mark(NamedTuple):
 _guard: subprocess.Popen[bytes] | None = None
 _mark: _Mark | None = None
 _keeper: threading.Thread | None = None
-_pipe: int | None = None  # never used; whoever holds it was forked by this process
+_pipe: int | None = None  # never used; a process that holds it was forked by this one
 
 
 def guard_this_process() -> None:
@@ -147,7 +147,7 @@ def descendants(of: int) -> Started:
 def private_directory(name: str) -> Path:
     """Make a directory for temporary files and sockets; `name` becomes part of its own.
 
-    Whoever asks for it removes it. Once this process is gone its guard removes it, if there is a guard.
+    The caller removes it. Once this process is gone its guard removes it, if there is a guard.
     """
     is_guarded = _mark is not None and _mark.process == os.getpid()
     mark, parent = (_mark.text, _mark.temporary) if _mark is not None and is_guarded else ("unguarded", None)
@@ -189,7 +189,7 @@ def shared_memory_of(processes: Iterable[int]) -> set[str]:
 def note_shared_memory(directory: Path, processes: Iterable[int]) -> None:
     """Write down in a private directory which shared memory the processes have mapped: the guard removes that, too.
 
-    The guard looks by itself, and sees what was made since its last look while the processes live. Some engines'
+    The guard scans by itself, and finds what was made since its last scan while the processes live. Some engines'
     processes die at the same moment as this one.
     """
     (directory / SHARED_LIST).write_text("\n".join(sorted(shared_memory_of(processes))))

@@ -368,7 +368,7 @@ class EtcdSettings(FromEnvironment):
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSettings(FromEnvironment):
-    """Who this process is in its cluster: the downward API's files, or variables of the same meaning."""
+    """The identity of this process in its cluster: the downward API's files, or variables of the same meaning."""
 
     # fmt: off
     pod_name: str | None = setting(None, "POD_NAME", text,
@@ -414,7 +414,7 @@ class KubernetesSettings(FromEnvironment):
 def discovery_store(backend: str, etcd_endpoints: str | None) -> str:
     """Return the store of a discovery backend's name: "auto" and "etcd" are files until an etcd is named.
 
-    The guide's own engine asks for "etcd" unless an operator chooses. Where no etcd is named, the file store lets its
+    The guide's own engine selects "etcd" unless an operator chooses. Where no etcd is named, the file store lets its
     commands run as printed on one machine; a deployment that has an etcd sets ETCD_ENDPOINTS.
     """
     name = backend.lower()
@@ -546,7 +546,7 @@ TEMPORARY: Final = declared("TMPDIR", text, "Only for the default of `DYN_FILE_K
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSettings(FromEnvironment):
-    """Everything that a runtime is told: its planes, and how its parts behave (times in seconds)."""
+    """All settings of one runtime: its planes, and how its parts behave (times in seconds)."""
 
     # fmt: off
     discovery_backend: str = setting("auto", "DYN_DISCOVERY_BACKEND", one_of(*DISCOVERY_BACKENDS),
@@ -587,7 +587,7 @@ class RuntimeSettings(FromEnvironment):
     chaos: ChaosSettings = section(ChaosSettings)
 
     def settle(self, env: Mapping[str, str]) -> Self:
-        """Put the file store below TMPDIR where nothing else is said."""
+        """Put the file store below TMPDIR where nothing else is set."""
         if self.file_root != _FILE_ROOT:
             return self
         return replace(self, file_root=Path(TEMPORARY.value(env)) / _FILE_ROOT.name)

@@ -66,7 +66,7 @@ class Background:
         await self.close()
         if self._crash is not None and (error is None or isinstance(error, asyncio.CancelledError)):
             if isinstance(error, asyncio.CancelledError) and owner is not None and owner.uncancel() > 0:
-                return  # someone else cancelled the block, too: that goes first
+                return  # the block was cancelled from outside, too: that goes first
             raise self._crash
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class AttemptCancelled(Exception):
 
 
 class SingleFlight(Generic[Key, T]):
-    """One attempt for each key at a time: all who ask for it while it runs wait for the same result."""
+    """One attempt for each key at a time: all callers that need it while it runs wait for the same result."""
 
     __slots__ = ("_attempts", "_work")
 
@@ -159,7 +159,7 @@ class SingleFlight(Generic[Key, T]):
     def _ended(self, key: Key, attempt: asyncio.Task[T]) -> None:
         del self._attempts[key]
         if not attempt.cancelled():
-            attempt.exception()  # retrieved: who waits sees it, and an attempt that nobody waits for any more is fine
+            attempt.exception()  # retrieved: a waiting caller gets it, and an attempt without one may fail
 
     def cancel(self) -> None:
         """Cancel every attempt and begin no other; idempotent."""

@@ -1,6 +1,6 @@
 """TLS of listeners and callers: from files to contexts, and to new contexts when the files change.
 
-Files are looked at again when a connection begins, at most once a second, so a certificate that is replaced serves the next
+Files are checked again when a connection begins, at most once a second, so a certificate that is replaced serves the next
 connection; no signal is needed. A replacement that cannot be read leaves the old one in service and is an error in the log.
 Connections that are open keep what they began with.
 """
@@ -154,7 +154,7 @@ def _load_pair(context: ssl.SSLContext, certificate: TlsFile, key: TlsFile) -> N
     for file in (certificate, key):
         _check_readable(file)
     try:
-        # A password would be asked for on the terminal.
+        # OpenSSL would prompt for a password on the terminal.
         context.load_cert_chain(certificate.path, key.path, password="")
     except (OSError, ValueError) as error:
         raise InvalidArgument(

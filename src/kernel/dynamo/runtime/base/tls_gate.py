@@ -1,6 +1,6 @@
 """The gate of a TLS listener: it accepts connections itself, and knows those whose handshake has not ended.
 
-A server that asyncio starts with `ssl=` says nothing of these, so they could be neither counted nor limited.
+A server that asyncio starts with `ssl=` does not report these, so they could be neither counted nor limited.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class TlsGate:
             if isinstance(error, ssl.SSLError) or is_late:
                 self._refused("handshake_time" if is_late else "handshake")
                 self._complain(error)
-            else:  # a probe that only connects, or a client that does not accept our certificate: asyncio's say no more
+            else:  # a probe that only connects, or a client that does not accept our certificate: asyncio's report no more
                 setting = self._tls.certificate.setting
                 text = "a client left during its TLS handshake; it may not accept the certificate of %s"
                 self._say(logging.INFO, text, setting)

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class WriteBatch:
     """The writes of one event loop that wait for the end of a frame.
 
-    Whoever hands a frame out sets `is_open` before, and calls `flush` after it in the same turn of the loop, on every path.
-    Meanwhile others may append to `pending`, and nobody else writes to those transports: only callbacks run that were called
+    The code that hands a frame out sets `is_open` before, and calls `flush` after it in the same turn of the loop, on every path.
+    Meanwhile others may append to `pending`, and no other code writes to those transports: only callbacks run that were called
     by the one who hands out.
     """
 

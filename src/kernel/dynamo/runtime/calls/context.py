@@ -125,7 +125,7 @@ class Context:
         return self._killed
 
     def stop_generating(self) -> None:
-        """Ask for a graceful end."""
+        """Request a graceful end."""
         if not self._stopped:
             self._stopped = True
             self._fire(killed=False)
@@ -199,7 +199,7 @@ class Context:
     @property
     def metadata(self) -> ContextMetadata:
         found = self._metadata
-        if not isinstance(found, ContextMetadata):  # most requests never look, so it is built on first use
+        if not isinstance(found, ContextMetadata):  # most requests never use it, so it is built on first use
             found = self._metadata = ContextMetadata(found)
         return found
 
@@ -209,7 +209,7 @@ class Context:
 
     @property
     def has_metadata(self) -> bool:
-        """Whether there is any metadata; cheaper than looking, since most requests have none."""
+        """Whether there is any metadata; cheaper than building it, since most requests have none."""
         return bool(self._metadata)
 
     # -- trace ---------------------------------------------------------------------------------------------------

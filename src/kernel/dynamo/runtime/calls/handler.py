@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PythonHandler = Callable[..., Any]
 """`async def handler(request)` or `(request, context)` with `yield`; a coroutine that returns an async iterator also."""
 
-CANCEL_GRACE_SECONDS: Final = 1.0  # a handler whose caller has gone may look at its context and clean up for this long
+CANCEL_GRACE_SECONDS: Final = 1.0  # a handler whose caller has gone may read its context and clean up for this long
 CLOSE_SECONDS: Final = 5.0  # how long a generator's `finally` may take before we go on without it
 ITEMS_PER_TURN: Final = 64  # a handler that never waits hands the loop to the others after this many items
 
@@ -106,7 +106,7 @@ async def _pump(stream: AsyncIterator[Any], context: Context, sink: ResponseSink
         sink.send_object(envelope(item))
         if sink.ended and not context.is_killed():
             return
-        # Killed, lost or cut: what follows is dropped, and the handler has its grace to look at its context.
+        # Killed, lost or cut: what follows is dropped, and the handler has its grace to read its context.
         burst += 1
         if burst == ITEMS_PER_TURN:
             burst = 0
@@ -168,7 +168,7 @@ async def _close(stream: AsyncIterator[Any], context: Context) -> None:
 
 
 def takes_context(handler: PythonHandler) -> bool:
-    """Return whether a handler wants `(request, context)`: its second parameter has no default, or is called
+    """Return whether a handler takes `(request, context)`: its second parameter has no default, or is called
     `context`.
     """
     try:

@@ -154,7 +154,7 @@ CANCEL_SECONDS: Final = 1.0  # for a cancelled handler to unwind; an engine that
 
 
 class Canary:
-    """Asks an idle endpoint for one small answer, through its own handler, and writes the result into `HealthState`.
+    """Requests one small answer of an idle endpoint, through its own handler, and writes the result into `HealthState`.
 
     The first item without an error makes the endpoint ready (after a failure: the first whole answer). An error, an empty stream or `timeout_seconds` without
     progress (also after the first item: an engine that stalls after its first token is not healthy) make it notready.

@@ -161,7 +161,7 @@ def _options(settings: NatsSettings, wanted_by: str) -> dict[str, Any]:
         options["nkeys_seed_str"] = settings.nkey
     elif settings.credentials_file is not None:
         options["user_credentials"] = settings.credentials_file
-    else:  # as the native system does; a server without accounts does not look
+    else:  # as the native system does; a server without accounts ignores it
         options |= {"user": "user", "password": "user"}
     if settings.wants_tls:
         try:

@@ -1,7 +1,7 @@
 """Whether the work of this process goes on: the running requests, for how long none has sent anything, the lag of the event loop.
 
 One timer a second, and only while requests run, so an idle process pays nothing and a token nothing at all: every response
-counts what was sent anyway, and the timer looks at these counts.
+counts what was sent anyway, and the timer reads these counts.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ CANCELLATION: Final = "request cancellation received"
 class WorkerRequestLog:
     """Logs one request of an endpoint; it belongs to the task that serves the request.
 
-    What the engine's stream looked like is added with `annotate_log_span` by the code that read it.
+    What the engine's stream was like is added with `annotate_log_span` by the code that read it.
     """
 
     __slots__ = ("_context", "_level", "_withdraw")

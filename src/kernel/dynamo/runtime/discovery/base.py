@@ -7,7 +7,7 @@ by one set of contract tests over all backends:
   and at most `ttl + 1` seconds (memory: at once) after the process died.
 * `put_new` creates or leaves alone; `put` overwrites (only keys of one's own).
 * A watch first delivers a snapshot, then every later change in order; nothing between the two is lost. After a failure of
-  the store it delivers the difference between what it had said and what is true.
+  the store it delivers the difference between what it had delivered and what is true.
 * Prefixes match whole segments: `a/b` matches `a/b` and `a/b/c`, not `a/bc`.
 * Losing the store never stops a watch or a process: the last view stays, keys are put again when the store is back.
 """

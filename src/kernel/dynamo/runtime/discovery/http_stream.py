@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 LINE_LIMIT_BYTES: Final = 64 * 1024 * 1024  # one message; the servers send a few MiB at most
 
-# A peer that vanished without a word is noticed by the kernel: after this idle time it asks, this often.
+# A peer that vanished without a word is noticed by the kernel: after this idle time it probes, this often.
 _TCP_KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 
 
@@ -42,5 +42,5 @@ def watch_over(response: aiohttp.ClientResponse) -> None:
         return
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in _TCP_KEEPALIVE:
-        if hasattr(socket, name):  # as far as this system can be told
+        if hasattr(socket, name):  # as far as this system has the option
             raw.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)

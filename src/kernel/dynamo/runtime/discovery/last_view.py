@@ -1,8 +1,8 @@
 """What was reported to the watchers of one bucket, and which part may be missing only because the store was. No I/O.
 
 A store that was frozen, restarted or wiped comes back without the records of workers that are alive and well: their
-leases ran out while nobody could renew them. For one lease period after such a loss nothing that is missing counts as
-gone; whoever lives has put its records again by then.
+leases ran out while no process could renew them. For one lease period after such a loss nothing that is missing counts as
+gone; a process that lives has put its records again by then.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class HttpConnection(asyncio.Protocol):
         if watch.phase is _BODY:
             request.raw_bytes += len(data)
         try:
-            while True:  # as many requests of one read may ask for another protocol as `pipeline_limit` lets wait
+            while True:  # as many requests of one read may request another protocol as `pipeline_limit` lets wait
                 try:
                     self._parser.feed_data(data)
                     break

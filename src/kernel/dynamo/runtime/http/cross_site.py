@@ -1,6 +1,6 @@
-"""Recognises requests that a page of another site makes through the browser of somebody on this machine.
+"""Recognises requests that a page of another site makes through a browser on this machine.
 
-An address of loopback is no protection from them: a browser sends what any page asks it to send, and a page whose name was made to
+An address of loopback is no protection from them: a browser sends what any page requests, and a page whose name was made to
 resolve to 127.0.0.1 may even read the answer.
 """
 
@@ -16,7 +16,7 @@ def cross_site_reason(headers: Iterable[tuple[bytes, bytes]], listens_at: str) -
     """Return why a request may come from a page of another site; None: it does not.
 
     `headers`: names in lower case. `listens_at`: the address that the listener is bound to; one that is open to a network may have
-    any name, so there only the Origin tells.
+    any name, so there only the Origin decides.
     """
     found = dict(headers)
     host = found.get(b"host", b"").decode("latin-1").strip().lower()

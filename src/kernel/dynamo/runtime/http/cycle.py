@@ -91,7 +91,7 @@ class Cycle:
             self._connection.transport.close()
 
     def _cut(self) -> None:
-        self._leave = None  # nobody has left
+        self._leave = None  # no client has left
         self._connection.transport.close()
         self.disconnect()
 

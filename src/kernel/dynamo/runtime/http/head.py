@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Final
 
-CHUNKED: Final = None  # instead of a number of bytes: each piece of the body says how long it is
+CHUNKED: Final = None  # instead of a number of bytes: each piece of the body carries its length
 TO_THE_END: Final = -1  # likewise: the end of the connection is the end of the body
 
 _BAD_NAME: Final = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")

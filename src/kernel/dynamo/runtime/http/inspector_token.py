@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 MAX_FILE_BYTES: Final = 16 * 1024
-MAX_SWEPT: Final = 1_000  # files that a start looks at
+MAX_SWEPT: Final = 1_000  # files that a start examines
 
 
 class InspectorAccess(Struct, frozen=True):
@@ -77,7 +77,7 @@ def publish_access(port: int, access: InspectorAccess, environment: Mapping[str,
 
 
 def find_access(port: int, environment: Mapping[str, str] = os.environ) -> InspectorAccess | None:
-    """Return how the inspector at a port is reached; None: no file of this user says so.
+    """Return how the inspector at a port is reached; None: no file of this user has it.
 
     A file of another user, or one that others can write, is not believed: it could send a key to a stranger's address.
     """

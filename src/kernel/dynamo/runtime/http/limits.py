@@ -17,7 +17,7 @@ SPARE_CONNECTIONS: Final = (
 
 
 class RenderRejection(Protocol):
-    """Writes a rejection as the answers of an application look."""
+    """Writes a rejection in the form of the application's answers."""
 
     def __call__(
         self, rejection: Rejection, request_headers: Sequence[tuple[bytes, bytes]]

@@ -12,7 +12,7 @@ from dynamo.runtime.http.limits import LINGER_SECONDS
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
 
-LOOKS_PER_LIMIT: Final = 4  # how many times within the write stall limit a connection is looked at
+LOOKS_PER_LIMIT: Final = 4  # how many times within the write stall limit a connection is checked
 
 
 class ConnectionPhase(enum.Enum):
@@ -37,7 +37,7 @@ class Watch:
         self.phase = ConnectionPhase.WAITING
         self._began = self._unread_since = self._loop.time()
         self._paused_at: float | None = None  # since when the client has not read enough
-        self._unread = 0  # bytes in the write buffer at the last look
+        self._unread = 0  # bytes in the write buffer at the last check
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, phase: ConnectionPhase) -> None:

@@ -35,9 +35,9 @@ class LogSite:
     def log(self, level: int, fields: Mapping[str, Any]) -> None:
         """Log the message with these fields, like `Logger.log` with `extra`; no field may have a name of `LogRecord`'s own.
 
-        The caller has asked `isEnabledFor`.
+        The caller has checked `isEnabledFor`.
         """
-        if logging.getLogRecordFactory() is not logging.LogRecord:  # somebody wants records of their own
+        if logging.getLogRecordFactory() is not logging.LogRecord:  # another library makes records of its own
             self._logger.log(level, self._message, extra=fields)
             return
         handler = _only_handler(self._logger, level)

@@ -54,7 +54,7 @@ _DIRECTIVE: Final = re.compile(r"^([\w.:\-]*)(?:\[([\w.\-]*)(?:\{([^}]*)\})?\])?
 
 @dataclass(frozen=True, slots=True)
 class _Selector:
-    """A directive that looks into a record's fields: `target[span{field=value}]=level`."""
+    """A directive that matches a record's fields: `target[span{field=value}]=level`."""
 
     target: str
     span: str
@@ -158,7 +158,7 @@ def _covers(prefix: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoggingVariables(FromEnvironment):
-    """What an operator says about the log. `LoggingSettings` is what follows from it."""
+    """What an operator sets for the log. `LoggingSettings` is what follows from it."""
 
     # fmt: off
     directives: str = setting("", "DYN_LOG", text,
@@ -319,7 +319,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def target_of(record: logging.LogRecord) -> str:
-    """Return the logger's name, which is the path of a module by convention: where a reader and `DYN_LOG` look for it."""
+    """Return the logger's name, which is the path of a module by convention: where a reader and `DYN_LOG` expect it."""
     return record.module if record.name == "root" else record.name
 
 
@@ -499,7 +499,7 @@ class LogHandler(logging.Handler):
     def write_plain(self, name: str, level: int, message: str, fields: Mapping[str, Any]) -> bool:
         """Write what a record of the logger `name` with this message and these fields would be, without making the record.
 
-        Return False, and write nothing, where only the record can tell what is to be written.
+        Return False, and write nothing, where only the record can decide what is to be written.
         """
         settings = self._settings
         chosen = settings.filter

@@ -1,7 +1,7 @@
 """Reports code that blocks the event loop: where it stands, for how long, how often.
 
 The loop stamps the time every `TICK_SECONDS`. A thread sleeps until the last stamp is older than the threshold; only then
-does it look at the loop's stack. So a healthy process pays ten timestamps and about one wake-up a second.
+does it read the loop's stack. So a healthy process pays ten timestamps and about one wake-up a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1
-LOOK_SECONDS: Final = 0.1  # while a block lasts: how often the thread looks whether it is over, and answers probes
+LOOK_SECONDS: Final = 0.1  # while a block lasts: how often the thread checks whether it is over, and answers probes
 LOG_INTERVAL_SECONDS: Final = 10.0  # an engine that blocks at every token must not fill the disk
 STANDSTILL_SECONDS: Final = 0.5  # the thread itself woke up this late: perhaps the whole process stood still
 
@@ -174,7 +174,7 @@ class LoopWatchdog:
         elif now - ticked_at >= self._threshold_seconds and cpu - self._ticked_cpu > (now - ticked_at) / 2:
             self._end_block(
                 LoopBlock(now - ticked_at, None)
-            )  # it held the interpreter's lock: the thread could not look
+            )  # it held the interpreter's lock: the thread could not check
         self._ticked_at, self._ticked_cpu = now, cpu
         self._tick_later(loop)
 

@@ -1,6 +1,6 @@
 """The metrics of several processes as one: a snapshot travels, and adds up with others.
 
-Counters and histograms are summed. So are gauges, which say how much of something there is here, except those that state
+Counters and histograms are summed. So are gauges, which report how much of something there is here, except those that state
 a fact all processes know alike (a model's context length): of these the highest counts.
 """
 

@@ -250,7 +250,7 @@ class RequestSpan(ExportedSpan):
 
 @dataclass(frozen=True, slots=True)
 class TracingVariables(FromEnvironment):
-    """What an operator says about tracing. `TracingSettings` is what follows from it."""
+    """What an operator sets for tracing. `TracingSettings` is what follows from it."""
 
     # fmt: off
     is_enabled: bool = setting(False, "OTEL_EXPORT_ENABLED", switch, "Export spans")

@@ -1,6 +1,6 @@
-"""The last KV event, published again after a silence: whoever lost it, and all before it, sees so within a second.
+"""The last KV event, published again after a silence: a router that lost it, and all before it, notices within a second.
 
-Routers find a loss by the next event id. Behind the last event there is no next one, so the last one is said again. A router
+Routers find a loss by the next event id. Behind the last event there is no next one, so the last one is published again. A router
 that has it ignores it, native ones as well: its id is an old one. Nothing is published before the first event.
 """
 

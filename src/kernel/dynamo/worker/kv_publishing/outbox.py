@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES: Final = 4096
 """Messages that wait while the event loop is busy. An engine that blocks the loop for seconds fills it; what no longer
-fits is dropped and counted, and the gap in the event ids makes routers ask for a fresh view."""
+fits is dropped and counted, and the gap in the event ids makes routers fetch a fresh view."""
 
 
 class EventChannel(Protocol):
@@ -57,7 +57,7 @@ class Outbox:
                 self._waiting.append(payload)
                 if not self._is_scheduled:
                     self._is_scheduled = True
-                    is_here = threading.get_ident() == self._loop_thread  # then nobody has to be woken
+                    is_here = threading.get_ident() == self._loop_thread  # then no thread has to be woken
                     try:
                         (self._loop.call_soon if is_here else self._loop.call_soon_threadsafe)(self._flush)
                     except RuntimeError:  # the loop is closed: the process is on its way out

@@ -1,6 +1,6 @@
 """Lost KV events can be requested again: from an endpoint beside each publisher, which a record names.
 
-A router that sees a gap in the event ids of a worker asks `worker_kv_query_source_<publisher>` for what it missed.
+A router that sees a gap in the event ids of a worker requests what it missed from `worker_kv_query_source_<publisher>`.
 """
 
 from __future__ import annotations
@@ -144,5 +144,5 @@ class BackgroundRecovery:
         await self._background.close()
 
     def count_quarantined(self) -> int:
-        """Return 0: it calls nobody."""
+        """Return 0: it makes no calls."""
         return 0

@@ -6,7 +6,7 @@ Promises, held by one set of contract tests over all planes:
 * What was lost (a full queue, a lost connection) shows as `missed` on the next message of that publisher. It is up to the
   reader to repair it, with a snapshot from wherever the truth is.
 * Publishing never blocks and never fails for want of readers. A slow reader loses messages; it does not delay others.
-* A subscriber hears the publishers there are and those that come later; what was said before it subscribed is gone.
+* A subscriber receives from the publishers there are and those that come later; what was published before is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Protocol
 from urllib.parse import quote
 
 MAX_QUEUED: Final = 100_000  # messages of one subscriber (DYN_ZMQ_EVENT_SUBSCRIBER_CHANNEL_CAPACITY)
-MAX_PUBLISHERS: Final = 100_000  # whose sequence a subscriber remembers; the one not heard of for longest goes first
+MAX_PUBLISHERS: Final = 100_000  # whose sequence a subscriber keeps; the one that is silent for longest goes first
 PUBLISHER_ID_BITS: Final = 53  # safe in JSON
 
 
@@ -99,7 +99,7 @@ class Event:
 
 
 class EventPublisher(Protocol):
-    """Says things under one scope and topic. Not thread-safe."""
+    """Publishes under one scope and topic. Not thread-safe."""
 
     @property
     def publisher_id(self) -> int: ...

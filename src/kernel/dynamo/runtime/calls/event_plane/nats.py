@@ -121,7 +121,7 @@ class NatsEventPlane:
         )
         self._inboxes.add(inbox)
         try:
-            if self._connection.is_connected:  # what is said from here on is heard
+            if self._connection.is_connected:  # what is published from here on is received
                 await client.flush(SUBSCRIBE_SECONDS)
             yield inbox
         finally:

@@ -1,7 +1,7 @@
 """Events over ZeroMQ: without a broker, publishers found through discovery; or through one, where one is configured.
 
-Without a broker every publisher binds a PUB socket and says where in a channel record; a subscriber watches the records of
-its scope and topic and connects to whom it finds. With one, publishers and subscribers connect to the broker and nobody is
+Without a broker every publisher binds a PUB socket and puts its address in a channel record; a subscriber watches the records of
+its scope and topic and connects to those it finds. With one, publishers and subscribers connect to the broker and no peer is
 recorded. Sockets are driven from the event loop by their file descriptor: nothing polls.
 """
 
@@ -141,7 +141,7 @@ class ZmqEventPlane:
         reader = SocketReader(socket, lambda parts: self._take(inbox, topic, subject, parts))
         self._inboxes.add(inbox)
         try:
-            # A topic is also matched by those that begin with it: `_take` looks again.
+            # A topic is also matched by those that begin with it: `_take` compares again.
             socket.subscribe(topic if broker is None else subject)
             if broker is not None:
                 for endpoint in broker.xpub:
@@ -216,7 +216,7 @@ class ZmqEventPlane:
                         if isinstance(change, Put) and (found := zmq_broker(change.value)) is not None:
                             return ZmqBroker(*found)
         except TimeoutError:
-            pass  # said below, as for a store that was closed
+            pass  # logged below, as for a store that was closed
         raise CannotConnect(
             "DYN_ZMQ_BROKER_ENABLED is set, but no broker has announced itself in discovery; start one, say where it is with "
             "DYN_ZMQ_BROKER_URL, or leave it out: the event plane needs no broker"
@@ -341,7 +341,7 @@ class SocketReader:
         for _ in range(BURST):
             try:
                 is_readable = int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE
-                if not is_readable:  # cheaper to ask than the exception of a read in vain
+                if not is_readable:  # cheaper to check than the exception of a read in vain
                     return
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -31,7 +31,7 @@ seldom credit frames travel; 1024 tokens of a stalled stream are a few KiB."""
 
 FINISH_SECONDS: Final = 5.0
 """How long a worker may take from its terminal chunk to the END: a generator's `finally` runs in between where a bare
-handler serves, and a request that is done must not look cancelled to it."""
+handler serves, and a request that is done must not appear cancelled to it."""
 
 OBJECT_CREDIT_BYTES: Final = 64  # an object item costs one credit per started 64 bytes of its encoding
 
@@ -91,7 +91,7 @@ class ResponseSink(Protocol):
 class RequestStream(AsyncIterator[Any]):
     """The requests of one call to a bidirectional endpoint, as they come. Iterate over it once.
 
-    Its end is no cancellation: the caller has said all it wants, and reads on. A caller that is lost kills the context.
+    Its end is no cancellation: the caller has sent everything, and reads on. A caller that is lost kills the context.
     """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class RequestStream(AsyncIterator[Any]):
 
 Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]
 """Serve one request: (decoded body, context, sink). Returning ends the stream cleanly; an exception ends it with that
-error. The server runs one task per request and cancels it only when the process shuts down or the handler asked for it."""
+error. The server runs one task per request and cancels it only when the process shuts down or the handler requested it."""
 
 
 class TokenLane(Protocol):
@@ -165,10 +165,10 @@ class ResponseStream(Protocol):
         """What the stream ended with; None: it has not failed so far."""
 
     def stop(self) -> None:
-        """Ask the worker to finish gracefully; keep reading."""
+        """Request a graceful end from the worker; keep reading."""
 
     def kill(self) -> None:
-        """Tell the worker the reader is gone; nothing more is delivered."""
+        """Report to the worker that the reader is gone; nothing more is delivered."""
 
     def finish(self) -> None:
         """Release the stream without a kill: the reader has the terminal chunk, and the END is on its way.

@@ -326,7 +326,7 @@ class ServerCore:
         self.shares.ended(request.connection)
         if request.timer is not None:
             request.timer.cancel()
-        if task.cancelled():  # perhaps before its first step, when `run` had no chance to say so
+        if task.cancelled():  # perhaps before its first step, when `run` had no chance to report it
             request.sink.end(EngineShutdown("the worker is shutting down"))
         self._start_waiting()
 
@@ -410,7 +410,7 @@ def typed_error(error: Exception) -> DynamoException:
 
 
 def _ignore(*_: object) -> None:
-    """Nobody observes."""
+    """Do nothing: there is no observer."""
 
 
 def _expire(context: Context, sink: ResponseSink) -> None:

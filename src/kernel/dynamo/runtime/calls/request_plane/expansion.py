@@ -1,7 +1,7 @@
 """How much memory a message takes once it is decoded, counted before it is decoded.
 
 A msgpack array of empty arrays has one byte for each of them and takes 64 in memory: 32 MiB on the wire are 2 GiB. The count
-is an upper bound, made by counting bytes; only a message that may exceed the limit is looked at more closely.
+is an upper bound, made by counting bytes; only a message that may exceed the limit is examined more closely.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ LIMITS: Final = (
 """The names under which refusals are counted."""
 
 NATIVE_WIRE: Final = "dynamo.runtime.calls.request_plane.native.server"  # loaded by name
-SPARE_CONNECTIONS: Final = 64  # beyond the limit, for as many callers at once to be told so; the rest is just closed
+SPARE_CONNECTIONS: Final = (
+    64  # beyond the limit, for as many callers at once to get the reason; the rest is just closed
+)
 SPARE_DESCRIPTORS: Final = 128  # for files, logs and the store
 GOODBYE_SECONDS: Final = 1.0  # how long a rejected caller may take to show its wire, and to read
 TLS_BEGINS: Final = b"\x16\x03"  # on the native wire: a path of 5,635 bytes
@@ -251,7 +253,7 @@ class Listener:
 
 
 class _Sniffer(asyncio.Protocol):
-    """An accepted connection until its first bytes tell the wire.
+    """An accepted connection until its first bytes identify the wire.
 
     `MAGIC` begins with 0xFF: on the native wire that would be a path of more than 65,000 bytes.
     """

@@ -232,7 +232,7 @@ class MemorySink(SinkRecord):
         count = len(token_ids)
         self._credit -= count or 1
         offset = self._offsets.advance(index, count)
-        # stream_id 0: there is nothing to tell streams apart by. The ids are copied, as a wire would.
+        # stream_id 0: there is nothing to distinguish streams by. The ids are copied, as a wire would.
         stream.deliver(StreamItem(0, index, offset, list(token_ids), finish_reason, extra))
 
     def send_token(self, token_id: int) -> bool:

@@ -1,10 +1,10 @@
 """The shared secret of `mux`: both sides prove that they know it, and it never travels.
 
-Each side sends a nonce of its own in its HELLO. A proof is the HMAC-SHA256, under the secret, of the role of who proves and
+Each side sends a nonce of its own in its HELLO. A proof is the HMAC-SHA256, under the secret, of the role of the prover and
 both nonces; so it is good for this connection and this direction only. The worker proves first (in its HELLO), which keeps a
-caller from handing its requests to whoever took a worker's address; then the caller does (AUTH).
+caller from handing its requests to a process that took a worker's address; then the caller does (AUTH).
 
-The secret says who is there. It neither hides nor protects what follows: where the network is not trusted, use TLS.
+The secret authenticates the peer. It neither hides nor protects what follows: where the network is not trusted, use TLS.
 """
 
 from __future__ import annotations

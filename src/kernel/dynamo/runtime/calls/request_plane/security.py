@@ -1,4 +1,4 @@
-"""Who may talk to whom on the request plane: TLS, mutual TLS and the shared secret, from settings to what the wires use."""
+"""Authentication of the request plane: TLS, mutual TLS and the shared secret, from settings to what the wires use."""
 
 from __future__ import annotations
 

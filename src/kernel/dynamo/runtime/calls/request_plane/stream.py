@@ -321,11 +321,11 @@ class StreamBuffer(ABC):
 
     @abstractmethod
     def _send_stop(self) -> None:
-        """Ask the worker to finish."""
+        """Request the end from the worker."""
 
     @abstractmethod
     def _send_kill(self) -> None:
-        """Tell the worker that the reader is gone, and let go of the stream's place on the connection."""
+        """Report to the worker that the reader is gone, and let go of the stream's place on the connection."""
 
     @abstractmethod
     def _grant(self, credits: int) -> None:

@@ -43,7 +43,9 @@ AUTHENTICATE_SECONDS: Final = (
 
 _TRY_ANOTHER: Final = frozenset({1, 4, 8, 14})
 
-_HAS_LEADER: Final = {"Grpc-Metadata-hasleader": "true"}  # a member that lost its cluster ends the stream, and says so
+_HAS_LEADER: Final = {
+    "Grpc-Metadata-hasleader": "true"
+}  # a member that lost its cluster ends the stream with that reason
 
 T = TypeVar("T")
 
@@ -332,7 +334,7 @@ class EtcdClient:
             sent["Authorization"] = self._token
         return await self._session.post(
             f"{where}/v3/{path}",
-            data=msgspec.json.encode(body),  # bytes become base64, as the gateway wants them
+            data=msgspec.json.encode(body),  # bytes become base64, as the gateway requires
             headers=sent,
             allow_redirects=False,
         )
@@ -348,7 +350,7 @@ class EtcdClient:
         return EtcdError(answer.code, answer.message or answer.error)
 
     def _give_up(self, endpoint: int) -> None:
-        """Ask the next one from now on, and move the watches that hang on this one."""
+        """Use the next one from now on, and move the watches that hang on this one."""
         if endpoint != self._current or len(self.endpoints) == 1:
             return
         self._current = (endpoint + 1) % len(self.endpoints)
@@ -425,7 +427,7 @@ def _is_pem(value: str) -> bool:
 
 @contextmanager
 def _as_file(value: str) -> Iterator[str]:
-    """Provide a PEM text as a file for the one call that wants a file; a path stays as it is."""
+    """Provide a PEM text as a file for the one call that needs a file; a path stays as it is."""
     if not _is_pem(value):
         yield value
         return

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # One process's lease, records and views in etcd. Owned by the event loop of a thread that `etcd.py` gives it.
 #
-# Three loops work towards what this process wants, and never give up: one keeps the lease alive (`lease.py`), one
+# Three loops work towards the records of this process, and never give up: one keeps the lease alive (`lease.py`), one
 # puts right what the store lacks (`records.py`), one for each bucket follows its changes (`views.py`).
 
 
@@ -104,7 +104,7 @@ T = TypeVar("T")
 class EtcdDiscovery:
     """`base.Discovery` on an etcd that the native system's `etcd` backend can share.
 
-    While etcd does not answer, `put` and `delete` note what is wanted, watches stay open, and `get_prefix` answers with the
+    While etcd does not answer, `put` and `delete` note the intended records, watches stay open, and `get_prefix` answers with the
     last view of a watched bucket; `put_new`, and `get_prefix` of any other, raise `CannotConnect`.
     """
 
@@ -263,4 +263,4 @@ class EtcdDiscovery:
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
-            raise RuntimeError("this discovery store is closed") from None  # while it was asked
+            raise RuntimeError("this discovery store is closed") from None  # while the request ran

@@ -35,7 +35,7 @@ class EtcdHealth:
 
     @property
     def level_of_refusals(self) -> int:
-        """The log level of a refused write: a store without space has said so once already."""
+        """The log level of a refused write: a store without space was reported once already."""
         return logging.DEBUG if self.is_full else logging.WARNING
 
     def on_answer(self) -> None:

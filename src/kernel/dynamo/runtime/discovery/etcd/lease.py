@@ -60,7 +60,7 @@ class EtcdLease:
         for delay in Delays():
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._client.check_access(f"{INSTANCES}/")  # a lease is granted to anybody
+                    await self._client.check_access(f"{INSTANCES}/")  # a lease needs no permission
                     return await self._client.grant(self.id, self._settings.lease_ttl_seconds)
             except CannotConnect as error:
                 why = str(error)

@@ -1,4 +1,4 @@
-"""What this process wants to be in etcd, and the work towards it: writes, and the repair of what the store lacks."""
+"""The records that this process intends to have in etcd, and the work towards it: writes, and the repair of what the store lacks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class OwnRecords:
         self._repair_wanted.set()
 
     def on_revision(self, revision: int) -> None:
-        """Look for records that were taken away, when the store has changed since the last look."""
+        """Search for records that were taken away, when the store has changed since the last search."""
         if revision != self._repaired_revision:
             self._repaired_revision = revision
             self._repair_wanted.set()

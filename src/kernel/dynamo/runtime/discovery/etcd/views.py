@@ -1,4 +1,4 @@
-"""The buckets of etcd that this process follows, and what their watchers were told of each."""
+"""The buckets of etcd that this process follows, and what their watchers received of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bucket of the file store as last seen: its scans, what they found changed, and who counts as gone."""
+"""One bucket of the file store as last seen: its scans, what they found changed, and which process counts as gone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Entry:
 
 
 class FileBucket:
-    """One directory as last seen, and when to look again although it seems unchanged (monotonic seconds).
+    """One directory as last seen, and when to scan again although it seems unchanged (monotonic seconds).
 
     `own` are the records of this process in all buckets, as they are now: what of them is missing is written again.
     """
@@ -132,7 +132,7 @@ class FileBucket:
             self._missed(name, now, changes)
         if dead:
             self._bury(dead, changes)
-        # Nothing can expire before its TTL is over, so that is when to look next. The floor bounds the work while a
+        # Nothing can expire before its TTL is over, so that is when to scan next. The floor bounds the work while a
         # file is past its time but not trusted to be dead.
         ttl = self._clocks.ttl_seconds
         self._scan_at = now + max(oldest + ttl - wall + 0.05, ttl / 10)

@@ -27,7 +27,7 @@ class LeaseClocks:
         self._compared_at = self.monotonic()
 
     def compare(self) -> bool:
-        """Return whether all files may look old because the clock jumped, the machine was suspended or this process
+        """Return whether all files may appear old because the clock jumped, the machine was suspended or this process
         frozen. Their owners then get time to renew them.
         """
         now = self.monotonic()

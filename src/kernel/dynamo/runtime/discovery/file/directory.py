@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_ATTEMPTS: Final = 100
 LOCK_RETRY_SECONDS: Final = 0.01
-"""A lock is held for milliseconds by whoever keeps the store's rules, so one that is held for longer than these attempts is
+"""A lock is held for milliseconds by a process that keeps the store's rules, so one that is held for longer than these attempts is
 another program's, or its holder hangs. Then the store goes on without it: every write is one rename, link or unlink, so the lock
 only saves work."""
 

@@ -2,7 +2,7 @@
 
 Synchronous and owned by one thread; `file.py` gives it that thread. The layout is the native one:
 `ROOT/{bucket}/{percent-encoded key}`, written to `.tmp_*` and renamed, mutations under an exclusive `flock` of the bucket's
-directory (`directory.py`). A file lives as long as its modification time is renewed (`clocks.py`); whoever uses
+directory (`directory.py`). A file lives as long as its modification time is renewed (`clocks.py`); a process that uses
 the bucket removes the dead ones (`bucket.py`).
 """
 

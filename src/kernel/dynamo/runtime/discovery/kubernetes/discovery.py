@@ -41,7 +41,7 @@ class KubernetesDiscovery:
     """`base.Discovery` on the custom resources that the native system's `kubernetes` backend can share.
 
     Two promises are narrower than elsewhere: values are JSON, and `delete` removes one's own keys only, as a resource has
-    one owner. While the API server does not answer it is as with etcd: `put` and `delete` note what is wanted, watches stay
+    one owner. While the API server does not answer it is as with etcd: `put` and `delete` note the intended records, watches stay
     open, and `get_prefix` answers with the last view.
     """
 

@@ -1,4 +1,4 @@
-"""The custom resource of this process: what it shall hold, writing it, and writing it again when somebody removed it."""
+"""The custom resource of this process: what it shall hold, writing it, and writing it again when it was removed."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class OwnResource:
     # -- repair --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Request a repair when somebody removed the resource, or records in it."""
+        """Request a repair when the resource, or records in it, were removed."""
         if not self._own or self._writing.locked() or self._resources.version < self._applied_version:
             return  # what was seen last is older than what we wrote last
         found = records_of(self._resources.objects.get(self.name, {}))

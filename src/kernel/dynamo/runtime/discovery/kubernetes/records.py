@@ -27,7 +27,7 @@ FIELDS: Final[Mapping[str, str]] = {
 }
 
 SELECTOR: Final = "nvidia.com/dynamo-discovery-backend=kubernetes,nvidia.com/dynamo-discovery-enabled=true"
-"""Which EndpointSlices and pods are looked at; the operator puts the labels on the service, or on the pods."""
+"""Which EndpointSlices and pods are watched; the operator puts the labels on the service, or on the pods."""
 
 _MASK: Final = (1 << 64) - 1
 _ID_BITS: Final = 53  # ids stay exact in JSON readers that only know doubles
@@ -81,7 +81,7 @@ def ready_by_slices(slices: Iterable[Mapping[str, Any]]) -> set[str]:
     for each in slices:
         for endpoint in each.get("endpoints") or ():
             target = endpoint.get("targetRef") or {}
-            # "unknown" counts as ready, as the API's documentation asks of its readers.
+            # "unknown" counts as ready, as the API's documentation requires of its readers.
             if target.get("kind") == "Pod" and (endpoint.get("conditions") or {}).get("ready") is not False:
                 ready.add(target.get("name", ""))
     return ready

@@ -1,4 +1,4 @@
-"""The Prometheus text format: what a name, a label and a number look like, and foreign text sorted into ours."""
+"""The Prometheus text format: the form of a name, a label and a number, and foreign text sorted into ours."""
 
 from __future__ import annotations
 

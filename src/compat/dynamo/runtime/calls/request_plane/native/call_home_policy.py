@@ -1,6 +1,6 @@
 """Where a worker may bring the answer of a native request: to the caller's own machine, unless an operator allows more.
 
-The native wire names the address in the request. Without a check anybody who reaches a worker could make it connect to any
+The native wire names the address in the request. Without a check any process that reaches a worker could make it connect to any
 host and port that the worker reaches.
 """
 

@@ -42,7 +42,7 @@ BUSY_REQUESTS: Final = (
 MAX_QUEUED_BYTES: Final = 256 * 1024 * 1024  # requests waiting for a full socket, per connection
 
 Waited = Callable[[float], object]
-"""Told how many seconds a request waited for a connection; 0 where there was one."""
+"""Called with how many seconds a request waited for a connection; 0 where there was one."""
 
 
 class PreparedCall:
@@ -314,7 +314,7 @@ class RequestSender(Dialled):
             for _, stream in self._sent:
                 if stream in self._not_home:  # a worker that has called home has plainly accepted
                     stream.lost(ConnectionTimeout(f"{self._address}: {self._failure}"))
-            self.close()  # the ACKs that are to come could no longer be told apart
+            self.close()  # the ACKs that are to come could no longer be distinguished
         elif self._not_home:
             self._idle_since = self._loop.time()  # requests that wait for their turn at the worker
             self._arm()

@@ -137,7 +137,7 @@ def _asserted_in(error: DynamoException) -> DynamoException | None:
 def stream_item(annotated: AnnotatedItem) -> StreamItem:
     """Return an item as the planes see it; the caller fills in the item's offset (or cost).
 
-    The wire does not say what is a chunk of tokens: it is one when it is nothing but data with `token_ids` and `index`, as
+    The wire does not mark a chunk of tokens: it is one when it is nothing but data with `token_ids` and `index`, as
     every engine's chunk is. Its null members are left out.
     """
     data = annotated.data
@@ -153,7 +153,7 @@ def stream_item(annotated: AnnotatedItem) -> StreamItem:
         del extra["token_ids"]
         extra.pop("index", None)
         if extra.get("output_type") == "text":
-            del extra["output_type"]  # 1.6 says so with every chunk
+            del extra["output_type"]  # 1.6 sends it with every chunk
         if not extra:
             return StreamItem(0, index or 0, 0, token_ids)
         reason = extra.pop("finish_reason", None)
@@ -185,7 +185,7 @@ def error_record(error: BaseException) -> dict[str, Any]:
         record.pop("public", None)
         return record
     kind = kind_of(error)
-    # 1.6.1 answers 500 to a reason it does not list under the record's class, whatever the class says.
+    # 1.6.1 answers 500 to a reason it does not list under the record's class, whatever the class means.
     record["reason"] = _REASONS.get(kind, record["reason"])
     record["error_type"] = _ERROR_TYPES.get(kind, record["error_type"])
     return record

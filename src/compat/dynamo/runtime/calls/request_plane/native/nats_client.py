@@ -17,7 +17,7 @@ from dynamo.runtime.calls.request_plane.native.nats_server import TRANSPORT
 from dynamo.runtime.calls.request_plane.native.stream import NativeStream
 
 HOME_SECONDS: Final = 60.0
-"""How long a worker that has taken a request may take to call home. Over TCP its lost connection tells that it died in
+"""How long a worker that has taken a request may take to call home. Over TCP its lost connection shows that it died in
 between; here nothing does."""
 
 HEADER_BYTES: Final = 64  # what NATS adds to each header: a name, a separator, an end of line; generous

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 TRANSPORT: Final = "nats_tcp"
 QUEUE_GROUP: Final = "q"
-SUBSCRIBE_SECONDS: Final = 5  # for the server to confirm; whole, as its client wants it
+SUBSCRIBE_SECONDS: Final = 5  # for the server to confirm; whole, as its client requires
 
 _SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 

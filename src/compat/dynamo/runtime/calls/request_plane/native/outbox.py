@@ -41,7 +41,7 @@ class NativeOutbox:
         self._paused = False
         self._waiters: list[asyncio.Future[None]] = []
         self.transport: asyncio.Transport | None = None
-        self.is_dropped = False  # the caller left or is told nothing more
+        self.is_dropped = False  # the caller left or is sent nothing more
         self.written_bytes = 0  # item frames, their prefixes included
 
     def append(self, annotated: dict[str, Any]) -> None:

@@ -300,7 +300,7 @@ class RequestConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.peer: str | None = None  # the caller's address
         self.dials = asyncio.Semaphore(DIALS_AT_ONCE)
-        self._held_bytes = 0  # of the half frame, as `pending` was told
+        self._held_bytes = 0  # of the half frame, as `pending` counts it
         self._heard_at = self._frame_began = self._loop.time()
         self._paused_at: float | None = None
         self._is_postponed = False  # the rest of what was read is served in the next turn
@@ -386,7 +386,7 @@ class RequestConnection(asyncio.Protocol):
         if self._held_bytes:
             due = min(due, self._frame_began + settings.message_timeout_seconds)
         if self._paused_at is not None:
-            due = self._paused_at + settings.write_stall_seconds  # it is us who do not read
+            due = self._paused_at + settings.write_stall_seconds  # it is this side that does not read
         return due
 
     def _arm(self) -> None:
@@ -429,7 +429,7 @@ class RequestConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # Its requests go on: their streams are connections of their own, and say themselves when the caller leaves.
+        # Its requests go on: their streams are connections of their own, and report themselves when the caller leaves.
         self._transport = None
         if self._timer is not None:
             self._timer.cancel()

@@ -42,7 +42,7 @@ class _ControlReader:
         self._decoder = TwoPartDecoder(max_data_bytes=0)
 
     def feed(self, data: bytes) -> bool:
-        """Stop the request when it is told so; return whether the caller wants it killed or broke the wire."""
+        """Apply a control frame; return True if the request must be killed or the wire was broken."""
         self._decoder.feed(data)
         try:
             while (frame := self._decoder.next_frame()) is not None:

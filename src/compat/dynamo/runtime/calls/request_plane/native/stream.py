@@ -118,7 +118,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
         return ended
 
     def lost(self, error: DynamoException) -> None:
-        # A worker that was told to stop may just close the connection.
+        # A worker that received a stop may just close the connection.
         if self.end(None if self._stop_wanted else error):
             self._wake()
             self._leave()

@@ -19,7 +19,7 @@ from dynamo.runtime.calls.request_plane.base import INITIAL_CREDITS, StreamItem
 
 MAGIC: Final = b"\xffDYNMUX\n"
 """The first bytes of a connection. As the native wire's path length they would announce a path of 65,348 bytes, so
-one listener can tell the two apart."""
+one listener can distinguish the two."""
 
 VERSION: Final = 1
 HEADER: Final = struct.Struct(">IBBHI")
@@ -42,9 +42,9 @@ class Kind(enum.IntEnum):
     ITEM_PART = 10  # W: a piece of one item too large for a frame; flag END on the last
     ERROR = 11  # both: msgpack {"message": str}; the connection is closed after it
     STEP = (
-        13  # W: msgpack [[stream id, ...], [offset, ...], [token id, ...]] on stream 0; only where HELLO asked for it
+        13  # W: msgpack [[stream id, ...], [offset, ...], [token id, ...]] on stream 0; only where HELLO requested it
     )
-    AUTH = 12  # C: the caller's proof that it knows the shared secret, in hex; only where the worker asked for one
+    AUTH = 12  # C: the caller's proof that it knows the shared secret, in hex; only where the worker requires one
 
 
 END_FLAG: Final = 1
@@ -57,7 +57,7 @@ class ProtocolError(Exception):
 
 
 class Hello(msgspec.Struct, omit_defaults=True):
-    """Who is speaking. Unknown keys are ignored, so that later versions may add some."""
+    """The facts of a peer. Unknown keys are ignored, so that later versions may add some."""
 
     version: int
     capabilities: list[str] = msgspec.field(default_factory=list)

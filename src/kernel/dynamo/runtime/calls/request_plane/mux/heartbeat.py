@@ -25,7 +25,7 @@ class Heartbeat:
         self.heard_at = self._tick_at = self._loop.time()
 
     def start(self) -> None:
-        """Look again in `PING_SECONDS`."""
+        """Check again in `PING_SECONDS`."""
         self._tick_at = self._loop.time() + PING_SECONDS
         self._timer = self._loop.call_at(self._tick_at, self._tick)
 

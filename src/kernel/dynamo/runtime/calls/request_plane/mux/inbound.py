@@ -135,7 +135,7 @@ class InboundStreams:
             self._loop.call_soon(self._call_listeners)
 
     def _call_listeners(self) -> None:
-        """Let every stream that got something tell its reader; each once, however much it got."""
+        """Let every stream that got something notify its reader; each once, however much it got."""
         touched, self.touched = self.touched, []
         ended = StreamState.ENDED
         for stream in touched:

@@ -1,7 +1,7 @@
 """Request bodies with a long list of token ids, encoded and decoded a slice at a time.
 
 The encoder and decoder of msgpack hold the interpreter for as long as a message takes: 40 ms for a million ids. Here each
-slice of ids is written with one width, so that a reader can cut it into columns of bytes without looking at each id. The
+slice of ids is written with one width, so that a reader can cut it into columns of bytes without reading each id. The
 result is plain msgpack: every reader takes it, and one that knows the layout takes it in slices.
 
     map of n members | n - 1 members | "token_ids" | array 32, count | slices of SLICE_IDS ids, the last one shorter
@@ -96,7 +96,7 @@ def decode_long(message: bytes, limit: int) -> InSlices[Any]:
 
 
 def _without_ids(head: bytes, limit: int) -> dict[str, Any] | None:
-    """Decode what stands before the ids; None where that is no map that ends with them, but text that looks like it."""
+    """Decode what stands before the ids; None where that is no map that ends with them, but text that resembles it."""
     whole = head + b"\x90"  # no ids
     if exceeds_when_decoded(whole, limit):
         return None

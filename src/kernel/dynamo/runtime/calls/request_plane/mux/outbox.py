@@ -171,7 +171,7 @@ class ItemOutbox:
         parts = self._control
         if parts:
             self._control = []
-            if self.paused:  # these overtake the items; a caller that reads neither may not ask for ever more of them
+            if self.paused:  # these overtake the items; a caller that reads neither may not request ever more of them
                 self._backlog_bytes += sum([len(part) for part in parts])
                 if self._backlog_bytes > MAX_BACKLOG_BYTES:
                     self._cut("backlog")

@@ -293,7 +293,7 @@ class MuxServerProtocol(asyncio.Protocol):
     # -- leaving -------------------------------------------------------------------------------------------------
 
     def goaway(self, reason: str) -> None:
-        """Ask the caller to open no more streams here; those in flight go on."""
+        """Let the caller open no more streams here; those in flight go on."""
         self.outbox.send(frame(Kind.GOAWAY, pack({"reason": reason})))
 
     def close(self) -> None:
@@ -306,7 +306,7 @@ class MuxServerProtocol(asyncio.Protocol):
         self._loop.call_later(GOODBYE_SECONDS, self._transport.abort)
 
     def fail(self, message: str) -> None:
-        """Tell the caller what is wrong, and close."""
+        """Send the caller the error, and close."""
         self._host.log.warn("closing a mux connection", "closing a mux connection: %s", message)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(Kind.ERROR, pack({"message": message})))
@@ -450,7 +450,7 @@ class MuxServerProtocol(asyncio.Protocol):
 
 
 class _PeerWatch:
-    """The timers of one connection: whether the caller greets in time, is heard of, and reads."""
+    """The timers of one connection: whether the caller greets in time, sends, and reads."""
 
     __slots__ = ("_check_at", "_connection", "_loop", "_stall_timer", "_timer", "heard_at")
 
@@ -462,7 +462,7 @@ class _PeerWatch:
         self._stall_timer: asyncio.TimerHandle | None = None
 
     def start(self, seconds: float) -> None:
-        """Look in so many seconds whether the caller is still there."""
+        """Check in so many seconds whether the caller is still there."""
         self._check_at = self._loop.time() + seconds
         self._timer = self._loop.call_at(self._check_at, self._check)
 

@@ -139,7 +139,7 @@ class MuxSink(SinkRecord):
         self.context.kill()
 
     def wake(self) -> None:
-        """Let a producer that waits for credit look again."""
+        """Let a producer that waits for credit check again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

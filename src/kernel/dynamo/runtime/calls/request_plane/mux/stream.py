@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
 
 MAX_BUFFERED_ITEMS: Final = 2 * INITIAL_CREDITS + 64  # of one stream; an honest worker stays below half of it
-MAX_ITEM_BYTES: Final = 64 * 1024 * 1024  # one object item (an image, say)
+MAX_ITEM_BYTES: Final = 64 * 1024 * 1024  # one object item (such as an image)
 MAX_DECODED_ITEM_BYTES: Final = 512 * 1024 * 1024
 
 
