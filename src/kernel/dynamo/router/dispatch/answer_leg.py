@@ -43,7 +43,7 @@ class AnswerLeg:
 
     def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
         self._dispatcher, self.request, self._context = dispatcher, request, context
-        self._failover = Failover(dispatcher.pool, request, context, dispatcher.worker_wait, dispatcher.stages)
+        self._failover = Failover(dispatcher, request, context)
         request.record.courses.append(self._failover.course)
         self._suspect: Suspect | None = None  # made where there is something to suspect
         self._stream: ResponseStream | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
@@ -35,8 +35,11 @@ from dynamo.router.dispatch.replacement import NO_WAIT, ReplacementWait, WorkerW
 from dynamo.router.dispatch.stages import DispatchStage, DispatchTimer, StageResult
 from dynamo.router.dispatch.stall_detector import StallDetector
 from dynamo.router.kv.sessions import SessionHold
-from dynamo.router.workers.pool import ChosenWorker, ModelPool
+from dynamo.router.workers.pool import ChosenWorker
 from dynamo.runtime.calls.context import Context
+
+if TYPE_CHECKING:
+    from dynamo.router.dispatch.stream import Dispatcher
 
 __all__ = [
     "DEFAULT_RETRIES",
@@ -171,10 +174,10 @@ class Failover:
 
     __slots__ = (
         "_context",
+        "_dispatcher",
         "_may_queue",
         "_replacement",
         "_request",
-        "_worker_wait",
         "course",
         "given",
         "pool",
@@ -183,17 +186,10 @@ class Failover:
         "worker",
     )
 
-    def __init__(
-        self,
-        pool: ModelPool,
-        request: DispatchRequest,
-        context: Context,
-        worker_wait: WorkerWait,
-        stages: Sequence[DispatchStage],
-    ) -> None:
-        self.pool, self._request, self._context = pool, request, context
-        self._worker_wait = worker_wait
-        self.stages = stages
+    def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
+        self._dispatcher, self._request, self._context = dispatcher, request, context
+        self.pool = dispatcher.pool
+        self.stages = stages = dispatcher.stages
         self.course = Course(_rules(request, stages))
         self.given: StageResult | None = None  # by the stages to the worker that answers; None: the request as it is
         self.worker: ChosenWorker | None = None  # the last one that was chosen
@@ -345,7 +341,9 @@ class Failover:
     def _waiting(self) -> ReplacementWait:
         if self._replacement is None:
             is_pinned = self._request.pinned_instance_id is not None
-            self._replacement = ReplacementWait(self.pool, self._context, self._worker_wait, is_pinned=is_pinned)
+            self._replacement = ReplacementWait(
+                self.pool, self._context, self._dispatcher.worker_wait, is_pinned=is_pinned
+            )
         return self._replacement
 
     def _look(self, order: Choose) -> Event:
