@@ -189,6 +189,23 @@ async def test_completions_pass_through_too(house: Cluster) -> None:
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.5, -0.5]
 
 
+async def test_log_probabilities_in_the_shape_of_chats_become_those_of_completions(house: Cluster) -> None:
+    top = [{"token": "ab", "logprob": -0.25}, {"token": "x", "logprob": -2.0}]
+    item = {"token": "ab", "logprob": -0.25, "bytes": [97, 98], "top_logprobs": top}
+    parts = [
+        {"index": 0, "text": "ab", "finish_reason": reason, "logprobs": {"content": [item]}}
+        for reason in (None, "stop")
+    ]
+    await serve(house, *map(chunk, parts), chunk(usage=USAGE))
+    expected = {
+        "tokens": ["ab", "ab"],
+        "token_logprobs": [-0.25, -0.25],
+        "top_logprobs": [{"ab": -0.25, "x": -2.0}] * 2,
+        "text_offset": [0, 2],
+    }
+    assert (await house.client.completion("hi", logprobs=2)).json["choices"][0]["logprobs"] == expected
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_that_no_worker_reported_is_not_made_up(house: Cluster, stream: bool) -> None:
     await serve(house, chunk(one({"content": "hello"}, "stop")))

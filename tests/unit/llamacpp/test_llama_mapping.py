@@ -98,6 +98,26 @@ def test_a_command_line_becomes_parameters_of_llama_cpp(tmp_path: Path, monkeypa
     assert (arguments.served_name, worker.model_name) == ("m", str(FILES))
 
 
+def test_a_file_names_the_model_and_its_own_name_is_an_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.llamacpp.arguments.check_installed", lambda: None)
+    name = entry("general.name", 8, text("Smol LM"))
+    file = str(write_head(tmp_path / "Smol-135M.Q4_1.gguf", KIND, LENGTH, name))
+    arguments, _ = read_arguments(["--model", file], model_input=ModelInput.Text)
+    assert (arguments.served_name, arguments.aliases) == ("Smol-135M.Q4_1", ("Smol LM",))
+    arguments, _ = read_arguments(["--model", file, "--served-model-name", "mine"], model_input=ModelInput.Text)
+    assert (arguments.served_name, arguments.aliases) == ("mine", ())
+
+
+def test_a_file_without_a_template_is_not_served_for_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.llamacpp.arguments.check_installed", lambda: None)
+    template = entry("tokenizer.chat_template", 8, text("{{ messages }}"))
+    for entries, expected in (([KIND], "completions"), ([KIND, template], "chat,completions")):
+        file = str(write_head(tmp_path / "m.gguf", *entries))
+        assert read_arguments(["--model", file], model_input=ModelInput.Text)[1].endpoint_types == expected
+    argv = ["--model", str(write_head(tmp_path / "m.gguf", KIND)), "--endpoint-types", "chat"]
+    assert read_arguments(argv, model_input=ModelInput.Text)[1].endpoint_types == "chat"
+
+
 def test_a_worker_of_embeddings_pools_as_the_file_says_or_by_the_last_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
-from dynamo.contract.config import WorkerConfig
+from dynamo.contract.config import DEFAULT_ENDPOINT_TYPES, WorkerConfig
 from dynamo.engines.adapter import positive, refuse_roles
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.gguf_header import GgufHeader, read_gguf_header
@@ -36,6 +37,9 @@ the template in the file, and chat and completions are served.
 """
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class LlamaArguments:
     """A command line, read."""
@@ -47,6 +51,7 @@ class LlamaArguments:
     context_length: int  # tokens of prompt and answer of one request
     slots: int  # requests at a time
     embeds: bool = False  # makes vectors, and generates nothing
+    aliases: tuple[str, ...] = ()  # further names of the model
     parameters: dict[str, Any] = field(default_factory=dict)  # of llama.cpp, by name
 
     @property
@@ -113,12 +118,14 @@ def read_arguments(
         )
     check_installed()
     trained = header.context_length or UNKNOWN_CONTEXT
-    name = args.served_model_name or header.name or file.stem
+    name = args.served_model_name or file.stem  # of the quantisation, too; the file's own name is that of the model
+    aliases = (header.name,) if header.name and not args.served_model_name else ()
     arguments = LlamaArguments(
         file=file,
         header=header,
         tokenizer=tokenizer,
         served_name=name,
+        aliases=aliases,
         context_length=args.context_length or min(trained, CONTEXT),
         slots=args.slots,
         embeds=args.embedding_worker,
@@ -130,9 +137,23 @@ def read_arguments(
         served_model_name=name,
         model_input=model_input,
         enable_kv_routing=False,
-        endpoint_types=VECTORS if args.embedding_worker else args.endpoint_types,
+        endpoint_types=VECTORS if args.embedding_worker else _surfaces(args, arguments),
     )
     return arguments, worker
+
+
+def _surfaces(args: argparse.Namespace, arguments: LlamaArguments) -> str:
+    """Return what the model is served for; without a template nobody knows how its chats are written."""
+    given: str = args.endpoint_types
+    has_template = arguments.header.has_chat_template or "chat_template" in arguments.parameters
+    if arguments.tokenizer is not None or has_template or given != DEFAULT_ENDPOINT_TYPES:
+        return given
+    logger.warning(
+        "%s has no chat template: it is served for completions only (--endpoint-types chat,completions serves chats by "
+        "llama.cpp's own template, which may not be the model's)",
+        arguments.file.name,
+    )
+    return "completions"
 
 
 def check_installed() -> None:

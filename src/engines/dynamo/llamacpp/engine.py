@@ -61,7 +61,9 @@ class LlamaCppEngine(AdapterEngine[LlamaArguments]):
             unsupported=UNSUPPORTED,
             defaults=read_generation_defaults(self._arguments.tokenizer),
         )
-        return self.described(loaded.context_length, max_num_seqs=loaded.slots)
+        config = self.described(loaded.context_length, max_num_seqs=loaded.slots)
+        config.model_aliases = list(self._arguments.aliases)
+        return config
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         if self._limits is None:

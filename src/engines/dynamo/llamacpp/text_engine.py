@@ -39,7 +39,11 @@ class LlamaCppTextEngine(RawEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         await self._llama.start()
-        return EngineConfig(model=str(self._arguments.file), served_model_name=self._arguments.served_name)
+        return EngineConfig(
+            model=str(self._arguments.file),
+            served_model_name=self._arguments.served_name,
+            model_aliases=list(self._arguments.aliases),
+        )
 
     async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
         path, body = self._call(request)
@@ -58,6 +62,8 @@ class LlamaCppTextEngine(RawEngine):
         if isinstance(request.get("messages"), list):
             if "max_completion_tokens" in body:
                 body["max_tokens"] = body.pop("max_completion_tokens")
+            if body.get("logprobs") is True and not body.get("top_logprobs"):
+                body["top_logprobs"] = 1  # llama.cpp lists twenty by itself, and with 0 reports none at all
             return CHAT, body
         if isinstance(request.get("prompt"), str | list):
             return COMPLETIONS, {"max_tokens": COMPLETION_TOKENS, **body}

@@ -190,7 +190,12 @@ class _CompletionRenderer(Renderer):
         """Return the JSON of what follows the log probabilities given before for the same choice."""
         ready = [one for each in found for one in each.ready]
         if ready:
-            return json_line(_merged(ready))
+            shaped = []
+            for part in ready:
+                offset = self._text_offsets.get(choice, 0)
+                shaped.append(_completion_shape(part, offset))
+                self._text_offsets[choice] = offset + sum(map(len, shaped[-1].get("tokens") or ()))
+            return json_line(_merged(shaped))
         items = [item for each in found for item in self._answer.logprob_items(each)]
         if not items:
             return None
@@ -202,6 +207,20 @@ class _CompletionRenderer(Renderer):
 def _joined_members(members: Mapping[str, Any]) -> bytes:
     """Return members as they stand behind others in an object."""
     return b"," + json_line(members)[1:-1] if members else b""
+
+
+def _completion_shape(part: Mapping[str, Any], offset: int) -> Mapping[str, Any]:
+    """Return log probabilities of a worker as completions have them; llama.cpp writes those of chats for both."""
+    content = part.get("content")
+    if not isinstance(content, list) or not all(isinstance(item, Mapping) for item in content):
+        return part
+    tokens = [str(item.get("token", "")) for item in content]
+    offsets = [offset + len("".join(tokens[:place])) for place in range(len(tokens))]
+    tops = [
+        {str(top.get("token", "")): top.get("logprob") for top in item.get("top_logprobs") or ()} for item in content
+    ]
+    scores = [item.get("logprob") for item in content]
+    return {"tokens": tokens, "token_logprobs": scores, "top_logprobs": tops, "text_offset": offsets}
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
