@@ -50,7 +50,7 @@ example:
 
 @dataclass(frozen=True, slots=True)
 class StatusFlags(InspectFlags):
-    """Whom to ask, and in which form to answer."""
+    """The frontend to call, and the form of the output."""
 
     # fmt: off
     json: bool = setting(False, None, switch, "Write JSON", flag="--json", negative="")

@@ -26,7 +26,7 @@ from dynamo.settings.readers import SettingReader, integer, switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
 
 ONCE_VIEWS: Final = ("workers", "streams")
-MOST_ROWS: Final = 1000  # of a view, of the live screen; the server says how many there are
+MOST_ROWS: Final = 1000  # of a view, of the live screen; the server reports how many there are
 
 LOADS_SECONDS: Final = 3.5  # workers report unchanged loads every 2.5 s
 LOADS_PERIOD_SECONDS: Final = 0.25
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
 def _wait_for_loads(client: InspectorClient) -> None:
     """Wait until the workers have reported their loads, for LOADS_SECONDS at most.
 
-    A frontend follows loads only while it is looked at, so the first look begins to.
+    A frontend follows loads only while a viewer polls it, so the first poll begins to.
     """
     until = time.monotonic() + LOADS_SECONDS
     while any(

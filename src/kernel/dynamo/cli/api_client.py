@@ -67,7 +67,7 @@ class ApiClient:
     ) -> http.client.HTTPResponse:
         """Send one request and return its answer, once its headers are there. Raises ServerError unless it is a success.
 
-        `raw`: a body that is sent as it is (bytes, or an iterable of them), with `headers` that say what it is.
+        `raw`: a body that is sent as it is (bytes, or an iterable of them), with `headers` that describe it.
         `timeout_seconds`: how long the answer may pause.
         """
         content = raw if body is None else json.dumps(body).encode()
@@ -101,7 +101,7 @@ class ApiClient:
         return connection.getresponse()
 
     def open(self, connection: http.client.HTTPConnection) -> None:
-        """Make a connection, for whoever needs its socket before there is an answer. Raises ServerError."""
+        """Make a connection, for a caller that needs its socket before there is an answer. Raises ServerError."""
         try:
             connection.connect()
         except OSError as error:
@@ -124,7 +124,7 @@ class ApiClient:
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
-    """Which server to ask, and with which key."""
+    """The server to call, and the key for it."""
 
     # fmt: off
     url: str = setting("", None, placeholder("URL", text), "The server", flag="--url", shown="this machine, at `DYN_HTTP_PORT`")

@@ -99,7 +99,9 @@ def _run(client: ApiClient, source: Path, output: Path, flags: BatchRunFlags) ->
     id = _resumed(client, note)
     if id is None:
         endpoint = flags.endpoint or _first_url(source)
-        client.call("GET", "/v1/batches?limit=1")  # a server without batches, or a wrong key: told before the upload
+        client.call(
+            "GET", "/v1/batches?limit=1"
+        )  # a server without batches, or a wrong key: reported before the upload
         file_id = _upload(client, source)
         members = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
         id = str(client.call("POST", "/v1/batches", members)["id"])

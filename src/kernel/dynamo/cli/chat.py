@@ -24,7 +24,7 @@ _COMMANDS: Final = {"/reset": "forget the conversation", "/quit": "leave (also C
 
 
 class ChatClient(ApiClient):
-    """Asks one server over HTTP."""
+    """Calls one server over HTTP."""
 
     def models(self) -> list[str]:
         """Return the names of the models that are served. Raises ServerError."""
@@ -52,7 +52,7 @@ class ChatClient(ApiClient):
 
 @dataclass(frozen=True, slots=True)
 class ChatFlags(ServerFlags):
-    """Whom to ask, and how."""
+    """The server to call, and how."""
 
     # fmt: off
     model: str | None = setting(None, None, placeholder("NAME", text), "Which model", flag="--model", shown="the only one, or the first")
@@ -77,7 +77,7 @@ def build_parser(env: Mapping[str, str]) -> CommandParser:
 
 
 def main(argv: list[str]) -> int:
-    """Hold a conversation, or ask once; return the exit status."""
+    """Hold a conversation, or send one message; return the exit status."""
     given = build_parser(os.environ).parse_args(argv)
     options = read_settings(ChatFlags, os.environ, vars(given))
     client = ChatClient(options.url, options.api_key)

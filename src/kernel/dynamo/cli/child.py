@@ -1,6 +1,6 @@
 """`python -m dynamo.cli.child`: one process of `dynamo serve`. Not for people.
 
-It ends when its parent does: standard input is a lifeline that nobody writes to, and its end is the parent's end.
+It ends when its parent does: standard input is a lifeline that is never written to, and its end is the parent's end.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Lifeline:
 
     def _wait(self, watched: int) -> None:
         while os.read(watched, 1):
-            pass  # nobody writes; if somebody did, it would mean nothing
+            pass  # nothing is written there; if it were, it would mean nothing
         self._is_cut = True
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # nothing here would sweep any more, or yet
             self.sweep()
@@ -82,7 +82,7 @@ class Lifeline:
 
 
 class Reports:
-    """Tells the parent, one JSON object a line, what it cannot see from outside."""
+    """Reports to the parent, one JSON object a line, what it cannot see from outside."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -92,7 +92,7 @@ class Reports:
         try:
             os.write(self._descriptor, line.encode())
         except BrokenPipeError:
-            return  # the parent is gone, and the lifeline is about to say so
+            return  # the parent is gone, and the lifeline is about to end
 
 
 def _be_frontend(listener: int, argv: list[str]) -> int:

@@ -90,7 +90,7 @@ class Console:
             return
         try:
             print(text, file=stream, flush=True)
-        except OSError:  # whoever read us has gone (`dynamo serve | head`); the models are served all the same
+        except OSError:  # the reader has gone (`dynamo serve | head`); the models are served all the same
             self._closed.add(id(stream))
 
 

@@ -1,4 +1,4 @@
-"""Which engine serves a model when nobody names one, and why; and fetching a model when somebody asks for that.
+"""Which engine serves a model when the command line names none, and why; and fetching a model when it requests that.
 
 Nothing here imports an engine: whether a package is installed, and knows a model's architecture, is read from its files.
 """
@@ -85,7 +85,7 @@ Fetch = Callable[[str], Path]
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """An engine, and one clause that says why."""
+    """An engine, and one clause that gives the reason."""
 
     engine: str
     reason: str
@@ -142,7 +142,7 @@ def locate_model(name: str, *, allow_download: bool, fetch: Fetch) -> Path:
 def fetch_from_hub(name: str) -> Path:
     """Fetch `OWNER/MODEL`, or one file `OWNER/MODEL/FILE.gguf`, with a progress bar; what is here already is not fetched again.
 
-    A fetch that was interrupted goes on where it stopped. Raises UsageError that says why it failed.
+    A fetch that was interrupted goes on where it stopped. Raises UsageError with the reason of the failure.
     """
     try:
         import huggingface_hub
@@ -177,7 +177,7 @@ def _gguf_in(model: Path) -> Path | None:
 
 
 def _architecture(directory: Path) -> tuple[str, str]:
-    """Return the names of a model's architecture and type; ("", "") where there is none to read: the engine will say so."""
+    """Return the names of a model's architecture and type; ("", "") where there is none to read: the engine will report it."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
         names = config.get("architectures") or [""]

@@ -115,7 +115,7 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickles look a class's module up by its name
+    sys.modules[path.stem] = module  # dataclasses and pickles find a class's module by its name
     spec.loader.exec_module(module)
     return module
 

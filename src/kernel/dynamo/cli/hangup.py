@@ -1,6 +1,6 @@
 """SIGHUP means one of two things: restart, or the terminal is gone.
 
-A terminal that is closed sends it to what runs there, and whoever closes a terminal does not ask for a restart.
+A terminal that is closed sends it to what runs there, and closing a terminal requests no restart.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Ending:
         if failure.status == EXIT_USAGE and self._refusal is not None:
             self._console.complain(f"dynamo serve: error: {self._refusal}")
             return EXIT_USAGE
-        if failure.status != EXIT_USAGE:  # then the child's own line says it all
+        if failure.status != EXIT_USAGE:  # then the child's own line has it all
             self._console.complain(
                 f"dynamo serve: {failure.name} {exit_words(failure.status)} and cannot be kept running. Its last lines:"
             )

@@ -20,7 +20,7 @@ OnReport = Callable[[SupervisedProcess, Mapping[str, Any]], None]
 
 
 class LocalProcesses:
-    """Not started yet: whoever has them keeps them. It is the `WorkerPool` of a rolling restart, and the
+    """Not started yet: the code that has them keeps them. It is the `WorkerPool` of a rolling restart, and the
     `ScalablePool` of scaling."""
 
     def __init__(

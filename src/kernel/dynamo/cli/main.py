@@ -1,6 +1,6 @@
 """`dynamo COMMAND ...`: find the command, run it, turn an error of use into one line and exit status 2.
 
-A command's module is imported only when it is asked for, so that `dynamo --help` answers at once.
+A command's module is imported only when it is run, so that `dynamo --help` answers at once.
 """
 
 from __future__ import annotations

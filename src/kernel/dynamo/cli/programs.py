@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KILL_RESERVE_SECONDS: Final = 5.0  # the child's own deadline comes first; this one is for a child that cannot keep it
 
 GRACE_SECONDS: Final = 0.3
-"""How long a worker still takes requests once it has left the store: the frontend looks there every 0.1 s."""
+"""How long a worker still takes requests once it has left the store: the frontend reads it every 0.1 s."""
 
 
 def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> list[Program]:
@@ -52,7 +52,7 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
 
 
 def _scaling_arguments(options: ServeOptions) -> tuple[str, ...]:
-    """Return what a frontend is told whose workers come and go by their load."""
+    """Return the flags of a frontend whose workers come and go by their load."""
     workers = options.flags.workers
     if workers.is_fixed:
         return ()

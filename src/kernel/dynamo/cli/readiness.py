@@ -39,7 +39,7 @@ class Address:
 
     @classmethod
     def of(cls, host: str, port: int, env: Mapping[str, str], key: str | None = None) -> Self:
-        """Return the address of a frontend that listens on `host`. Raises UsageError for one that this command cannot ask."""
+        """Return the address of a frontend that listens on `host`. Raises UsageError for one that this command cannot reach."""
         if env.get("DYN_TLS_CLIENT_CA_CERT_PATH"):
             raise UsageError(
                 "a frontend that asks for client certificates (DYN_TLS_CLIENT_CA_CERT_PATH) cannot be watched from "
@@ -94,7 +94,7 @@ async def takes_requests(address: Address, model: str, instance_id: int) -> bool
 
 
 async def read_load(address: Address, model: str) -> LoadReading | None:
-    """Return what the frontend says of the load of a model's workers; None while it does not answer."""
+    """Return what the frontend reports of the load of a model's workers; None while it does not answer."""
     with suppress(OSError, TimeoutError, ValueError, KeyError, TypeError):
         async with asyncio.timeout(PROBE_SECONDS):
             try:
@@ -115,7 +115,7 @@ async def _get(address: Address, path: str) -> bytes:
     tls = None
     if address.is_tls:
         tls = ssl.create_default_context()
-        tls.check_hostname = False  # our own child on a socket of ours: there is nobody to be fooled by
+        tls.check_hostname = False  # our own child on a socket of ours: no other process could answer
         tls.verify_mode = ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=MAX_ANSWER_BYTES)
     try:
@@ -161,7 +161,7 @@ def say_inspector(console: Console, port: int) -> None:
     The token stands behind `#`, so that no browser sends it in an address and no log gets it.
     """
     from dynamo.runtime.http.inspector_token import (
-        find_access,  # here: whoever only waits for a frontend does not need it
+        find_access,  # here: code that only waits for a frontend does not need it
     )
 
     access = find_access(port)
@@ -183,7 +183,7 @@ def ready_text(address: Address, model: str, surfaces: str) -> str:
     insecure = "-k " if address.is_tls else ""
     request = f"curl {insecure}{address.url}{path}"
     if address.key is not None:
-        request += " -H 'Authorization: Bearer KEY'"  # somebody's own: this command's is for itself
+        request += " -H 'Authorization: Bearer KEY'"  # one of the user's: this command's is for itself
     if body:
         request += f" -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     return f"  {request}\n  Ctrl-C stops it (twice: at once)"

@@ -127,10 +127,10 @@ class ServeOptions:
     flags: ServeFlags
     engine: str
     engine_args: tuple[str, ...]
-    engine_reason: str = ""  # why this engine, where nobody named one
+    engine_reason: str = ""  # why this engine, where the command line names none
     frontend_args: tuple[str, ...] = ()
     chaos: Path | None = None  # a plan of faults, allowed
-    own_key: str | None = field(default=None, repr=False)  # with which this command asks a frontend that needs keys
+    own_key: str | None = field(default=None, repr=False)  # with which this command calls a frontend that needs keys
 
 
 def main(argv: list[str]) -> int:
@@ -163,7 +163,7 @@ def _logs_jsonl(env: Mapping[str, str]) -> bool:
 def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetch_from_hub) -> ServeOptions:
     """Merge the command line, the configuration file and the environment, in this order of precedence.
 
-    `fetch` gets a model from the hub, if the command line asks for that. Raises UsageError; leaves as argparse does for
+    `fetch` gets a model from the hub, if the command line requests that. Raises UsageError; leaves as argparse does for
     `--help`.
     """
     own, engine_args = split_engine_args(argv)
@@ -210,7 +210,7 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
 
 
 def _own_key(keys: str | None, env: Mapping[str, str]) -> str | None:
-    """Return the key with which this command asks its frontend what it serves; None where no key is needed.
+    """Return the key with which this command gets from its frontend what it serves; None where no key is needed.
 
     What a key file holds are hashes: beside one, the frontend gets a random key that this process alone knows.
     """
@@ -242,8 +242,8 @@ def _engine_of(
     model = None if named is None else locate_model(named, allow_download=flags.allow_download, fetch=fetch)
     choice = choose_engine(model, has_tokenizer_flag="--tokenizer" in given)
     if named is None or choice.model is None:
-        return choice.engine, "", []  # the demonstration model goes without saying
-    # A model from the hub is asked for by its name there, and not by the directory it is kept in.
+        return choice.engine, "", []  # the demonstration model needs no line
+    # A model from the hub is requested by its name there, and not by the directory it is kept in.
     is_here = Path(named).expanduser().exists()
     name = "" if is_here else named.removeprefix(HUB_PREFIX)
     if is_here and choice.engine == "vllm":  # the other engines take the directory's name by themselves

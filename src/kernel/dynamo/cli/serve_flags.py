@@ -21,8 +21,8 @@ from dynamo.settings.readers import (
 from dynamo.settings.table import declared, setting
 
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
-MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
-DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network before somebody asks for it
+MAX_FRONTEND_WORKERS: Final = 64  # the limit of the frontend itself
+DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network unless the command line opens it
 DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the start-up probes of `deploy/` allow
 # Those of the frontend, whose import takes longer than all of this command; a test holds them to be the same.
 ROUTER_MODES: Final = (
@@ -47,12 +47,12 @@ class WorkerRange:
 
     @property
     def at_first(self) -> int:
-        """How many are started with the command: one at least, as a worker says what its model is."""
+        """How many are started with the command: one at least, as a worker reports what its model is."""
         return max(1, self.least)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse "2" or "1..4". Raises ValueError saying what is wrong."""
+        """Parse "2" or "1..4". Raises ValueError naming what is wrong."""
         least, dots, most = text.partition("..")
         try:
             numbers = int(least), int(most) if dots else int(least)
@@ -77,7 +77,7 @@ CONFIG_FILE: Final = declared(
 
 @dataclass(frozen=True, slots=True)
 class ServeFlags:
-    """What to serve and where, as it was asked for."""
+    """What to serve and where, as the command line has it."""
 
     # fmt: off
     engine: str | None = setting(None, None, placeholder("NAME|module:NAME", text),

@@ -1,6 +1,6 @@
 """Text from outside stays text: no message can write a control token.
 
-A tokenizer turns `<|im_end|>` into the token that ends a turn wherever the text stands, so whoever writes a message could
+A tokenizer turns `<|im_end|>` into the token that ends a turn wherever the text stands, so the author of a message could
 also write the system's turn. Here the first character of every control token that a client's text spells is replaced by
 a marker, a private-use character that occurs nowhere in the request. The marker goes through the template with the text
 (the length stays, and trimming or JSON-encoding leaves it alone). Behind the template every marker becomes the character
@@ -60,7 +60,7 @@ class _TokenSet:
         self.pattern = re.compile(_trie_pattern(sorted(tokens)))
 
     def may_begin_in(self, text: str) -> bool:
-        """Return whether `text` may hold a control token. Fast: looks only for a few characters."""
+        """Return whether `text` may hold a control token. Fast: searches only for a few characters."""
         # NULs are stripped before encoding, and what they part would come together.
         if self.is_empty:
             return False
@@ -144,7 +144,7 @@ class ControlTokens:
         Raises:
             InvalidArgument: the request uses so many private-use characters that none is left as a marker.
         """
-        # Nearly no request has a first character at all, so one walk and one look come first.
+        # Nearly no request has a first character at all, so one walk and one lookup come first.
         everything = "\n".join(_texts([*messages, *(tools or ()), *variables.values(), *variables]))
         if not self._markup.may_begin_in(everything) or not any(
             (self._markup if source.is_foreign else self._control).is_suspect(_texts(source.value))

@@ -11,7 +11,7 @@ characters are never inside a match, whatever stands around them:
 - a non-space, one newline, and then a letter or digit (none of the alternatives continues from a newline into those);
 - a Chinese character followed by Chinese punctuation.
 
-Nor does any alternative look back, or look ahead in a way that tells such a place from the end of the text: the only
+Nor does any alternative look back, or look ahead in a way that distinguishes such a place from the end of the text: the only
 look-ahead, `\s+(?!\S)`, stands behind spaces. A pattern with any other alternative is not trusted. NFC is allowed
 because a space, a letter or digit behind a newline, and that punctuation never compose with what stands before them.
 
@@ -273,7 +273,7 @@ def _cuttable_specials(added: list[Any]) -> list[str]:
     first_chars = {content[0] for content in contents}
     for content in contents:
         for at, char in enumerate(content[1:], 1):
-            # Another token could begin inside this one, and then what looks like its start may not be one.
+            # Another token could begin inside this one, and then what resembles its start may not be one.
             if char in first_chars and any(_agree(content[at:], other) for other in contents):
                 return []
     takes_space_before = [token.content for token in raw if token.lstrip]

@@ -1,7 +1,7 @@
 """One choice of an answer: token ids in, text to show out, and whether a stop condition fired.
 
 The order for each token: visible stop ids (the token's text is kept) -> hidden stop ids (the token is dropped) -> stop
-strings. With `min_tokens` a stop id counts from that token on, and stop strings are looked for in the text behind that
+strings. With `min_tokens` a stop id counts from that token on, and stop strings are searched in the text behind that
 token. Every token up to and including the one that stopped is counted.
 """
 
@@ -20,8 +20,8 @@ class ChoiceDecoder:
     """Detokenising and local stops of one choice.
 
     After each `push` read `finish_reason` ("stop" once a condition fired, else None), `stop_reason` (the stop string,
-    or the id of a stop token the user asked for) and `generated`. Once finished, further pushes change nothing: the
-    caller asks the worker to stop. When the engine ends the choice, `finish` gives what is still held back.
+    or the id of a stop token of the request) and `generated`. Once finished, further pushes change nothing: the
+    caller stops the worker. When the engine ends the choice, `finish` gives what is still held back.
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class ChoiceDecoder:
 
     def plain_pieces(self, encode: Callable[[str], bytes]) -> EncodedPieces | None:
         """Return the texts of single tokens, encoded, while `push_plain` would show just these for ids that are not in
-        `stop_ids`; None while it would not. Whoever takes them adds to `generated`, and asks again after any `push_plain`."""
+        `stop_ids`; None while it would not. The code that takes them adds to `generated`, and calls again after any `push_plain`."""
         table = self._detokenizer.whole
         return table.encoded(encode) if table is not None and self._unchecked else None
 

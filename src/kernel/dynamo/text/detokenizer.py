@@ -122,7 +122,7 @@ def _unfinished_tail(table: PieceTable, prompt_ids: Sequence[int]) -> bytes:
 
 
 class _Window:
-    """For decoders that look at neighbours: decode a short window with and without the new ids, and show the difference."""
+    """For decoders that depend on neighbours: decode a short window with and without the new ids, and show the difference."""
 
     __slots__ = ("_ids", "_known", "_skip", "_tokenizer", "_visible")
 

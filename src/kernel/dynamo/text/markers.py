@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 class MarkerSearch:
-    """Looks for any of a few marks, none of which contains another one's beginning behind its own first character.
+    """Searches for any of a few marks, none of which contains another one's beginning behind its own first character.
 
     The first mark by position wins, so what is found does not depend on how the text was cut as long as the caller
     puts the held tail in front of the next piece. That tail is never longer than `MAX_SEPARATOR` and the longest mark.

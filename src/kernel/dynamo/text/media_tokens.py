@@ -1,4 +1,4 @@
-"""What a model's files say of media: which kinds it takes, which token stands for an image, and how many tokens one becomes.
+"""What a model's files define of media: which kinds it takes, which token stands for an image, and how many tokens one becomes.
 
 The counts are for routing and for usage; the engine decides what an image really becomes. A further family is a function here
 and a row of `_FAMILIES`.
@@ -42,7 +42,7 @@ NO_MEDIA: Final = MediaTokens()
 
 
 def media_tokens(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> MediaTokens:
-    """Read what config.json and preprocessor_config.json (empty: it is not there) say of media."""
+    """Read what config.json and preprocessor_config.json (empty: it is not there) define of media."""
     kinds = frozenset(kind for kind, signs in _SIGNS.items() if any(config.get(sign) is not None for sign in signs))
     if "image" not in kinds:
         return MediaTokens(kinds)

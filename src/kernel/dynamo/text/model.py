@@ -37,7 +37,7 @@ class TextModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     eos_token_ids: tuple[int, ...]  # every id that ends an answer, in the order found
-    context_length: int | None = None  # tokens; None: the files do not say
+    context_length: int | None = None  # tokens; None: the files do not have it
     vocabulary_size: int | None = None  # one more than the largest id; None: unknown
     control_tokens: ControlTokens | None = None  # None: the tokenizer has none
     has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
@@ -51,7 +51,7 @@ class TextModel:
 
     @property
     def can_chat(self) -> bool:
-        """Whether messages can be made a prompt. A template that no one trained the model on would only look like it."""
+        """Whether messages can be made a prompt. A template that the model was not trained on would only resemble one."""
         return self.has_chat_template or self.is_known_by_name_only
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The events of one choice: what its text means, without the calls that the request does not want."""
+"""The events of one choice: what its text means, without the calls that the request does not allow."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class OutputParser:
         return events
 
     def kept(self, found: Sequence[OutputEvent]) -> list[OutputEvent]:
-        """Return the events without the calls that the request does not want. Reasoning may wait, see `fills_content`."""
+        """Return the events without the calls that the request does not allow. Reasoning may wait, see `fills_content`."""
         events: list[OutputEvent] = []
         for event in found:
             if isinstance(event, Reasoning):

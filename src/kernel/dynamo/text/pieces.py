@@ -1,7 +1,7 @@
 """What each token id adds to the text, for tokenizers whose decoder works token by token.
 
 Three families cover nearly every model: byte-level BPE (a token is bytes), byte-fallback (a token is text, or one byte
-written `<0xE2>`) and plain text pieces (Metaspace, WordPiece). A decoder that looks at neighbouring tokens in any
+written `<0xE2>`) and plain text pieces (Metaspace, WordPiece). A decoder that depends on neighbouring tokens in any
 other way has no table, and `table_for` returns None.
 """
 
@@ -55,7 +55,7 @@ class PieceTable(dict[int, str | None]):
         self._encoded: dict[Callable[[str], bytes], EncodedPieces] = {}
 
     def encoded(self, encode: Callable[[str], bytes]) -> EncodedPieces:
-        """Return the same table with every text encoded, shared by all that ask with the same function (one of few)."""
+        """Return the same table with every text encoded, shared by all that call with the same function (one of few)."""
         found = self._encoded.get(encode)
         if found is None:
             found = self._encoded[encode] = EncodedPieces(self, encode)
@@ -152,7 +152,7 @@ def table_for(tokenizer: HfTokenizer, hidden: frozenset[int]) -> PieceTable | No
         case ["ByteLevel"]:
             return PieceTable(per_token(byte_level_bytes), size=size)
         case ["Metaspace"] | ["WordPiece"]:
-            # The decoder treats only the first token of a text differently, so the library itself tells what a
+            # The decoder treats only the first token of a text differently, so the library itself shows what a
             # token adds behind another one ("x" is left alone by both).
             return PieceTable(
                 per_token(lambda token: decoder.decode(["x", token])[1:].encode()),

@@ -39,7 +39,7 @@ _HARMLESS: Final = frozenset(
     | {"index", "count", "split", "rsplit", "partition", "rpartition", "splitlines", "get", "items", "keys", "values"}
 )
 SHORT_CHARACTERS: Final = 4096  # of a text on which a harmless method costs nothing worth counting
-# Filters whose numbers say how much they make.
+# Filters whose numbers determine how much they make.
 _FILLING: Final = frozenset(
     {
         "batch",
@@ -95,7 +95,7 @@ class _Budget:
     def __init__(self, spec: BudgetSpec, clock: Callable[[], float]) -> None:
         self._spec, self._clock = spec, clock
         self.steps, self.sizes = spec.steps, spec.sizes
-        # Set at the first look: a clock of CPU time is a system call, and most renderings end before they need one.
+        # Set at the first check: a clock of CPU time is a system call, and most renderings end before they need one.
         self._deadline: float | None = None
         # By id: (the container, its size when written out, how deep it nests). Lists may hold one another twice, and so
         # be exponentially long when written out.
@@ -137,7 +137,7 @@ class _Budget:
     def text_of(self, value: Any) -> int:
         """Return how long a value is when written out, roughly.
 
-        What the request brought is a tree and not looked through: what is made of it is paid for afterwards.
+        What the request brought is a tree and not examined: what is made of it is paid for afterwards.
         """
         if value.__class__ is str:
             return len(value)
@@ -314,7 +314,7 @@ class BudgetedSandbox(ImmutableSandboxedEnvironment):
             owner = __obj.__self__
             if owner.__class__ is not str or len(owner) <= SHORT_CHARACTERS:
                 __context.step()  # type: ignore[attr-defined]
-                kwargs.pop("_loop_vars", None)  # what jinja2 gives to functions that want a context
+                kwargs.pop("_loop_vars", None)  # what jinja2 gives to functions that take a context
                 kwargs.pop("_block_vars", None)
                 return __obj(*args, **kwargs)
         assert isinstance(__context, _BudgetedContext)

@@ -42,10 +42,10 @@ __all__ = [
     "traits_of",
 ]
 
-# Messages as a template may read them: no null that a template would print, and reasoning where the template looks.
+# Messages as a template may read them: no null that a template would print, and reasoning where the template expects it.
 #
 # Clients send members that are null ("content": null beside tool calls, "tool_calls": null from a library that dumps every
-# field). A template prints a null as the text `None`, and loops over it with an error. What a template does look at is
+# field). A template prints a null as the text `None`, and loops over it with an error. What a template does read is
 # read from its source.
 
 
@@ -229,7 +229,7 @@ class ChatTemplate:
 
         A content list of text parts only is joined with newlines first. No tools (None or empty) is `None` in the
         template. `think_marks` are the tags around the model's reasoning: see `messages.readable_messages`, which also
-        says what becomes of null members. `continue_final_message` ends the prompt with the last message's text, so that the answer goes on
+        determines what becomes of null members. `continue_final_message` ends the prompt with the last message's text, so that the answer goes on
         from it; it excludes the generation prompt, which is then left out.
 
         `budget` replaces the template's own.

@@ -1,7 +1,7 @@
 """Tokenizers: one Protocol, a model's `tokenizer.json`, and bytes for a model that has none.
 
 `encode` is text -> ids and nothing more: the tokenizer's post-processor does not run, so no bos is added (a chat
-template writes the specials it wants as text, and special-token strings in the text become their ids).
+template writes the specials it needs as text, and special-token strings in the text become their ids).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Tokenizer(Protocol):
         ...
 
     def pieces(self, *, skip_special_tokens: bool, visible: frozenset[int] = frozenset()) -> PieceTable | None:
-        """Return the per-token table for streaming, shared by all streams; None when the decoder looks at neighbours.
+        """Return the per-token table for streaming, shared by all streams; None when the decoder depends on neighbours.
 
         `visible` is as in `decode`, and one of few sets: a table is kept for each.
         """
@@ -275,7 +275,7 @@ def load_tokenizer(directory: Path) -> JsonTokenizer:
     """Return the tokenizer of a model directory.
 
     Raises:
-        InvalidArgument: there is no readable `tokenizer.json`; the message says what to do about it.
+        InvalidArgument: there is no readable `tokenizer.json`; the message names what to do about it.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():

@@ -1,6 +1,6 @@
-"""Who holds which block of the KV cache: reference counts, prefixes shared by name, and eviction. Plain numbers.
+"""The holders of each block of the KV cache: reference counts, prefixes shared by name, and eviction. Plain numbers.
 
-A block is free (holds nothing), held (by one or more sequences), or idle: held by nobody, but named after the tokens
+A block is free (holds nothing), held (by one or more sequences), or idle: held by none, but named after the tokens
 it was filled for, so that a later sequence with the same beginning may take it. A named block is full, and a full
 block is never written again: sharing needs no copies.
 """

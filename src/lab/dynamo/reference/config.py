@@ -34,7 +34,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What the model's author wants where a request is silent. These change nothing."""
+    """What the model's author set for a request that is silent. These change nothing."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -75,7 +75,7 @@ class ModelConfig:
 
     @property
     def has_head(self) -> bool:
-        """Whether it can say which token comes next."""
+        """Whether it can generate the next token."""
         return self.architecture.endswith("ForCausalLM")
 
     @property

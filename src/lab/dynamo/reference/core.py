@@ -94,7 +94,7 @@ class Core:
             config.vocab_size, context_length, config.eos_token_ids, config.sampling, vision=config.vision
         )
         self.prompt_tokens = self.cached_tokens = 0  # of all choices admitted so far; the hit rate is their ratio
-        self.adapters: dict[str, Adapter] = {}  # by name; bounded by who adds them
+        self.adapters: dict[str, Adapter] = {}  # by name; bounded by the code that adds them
         self.is_halted = False  # no step computes; what there is waits
         self.cache = KvCache(model.config, blocks, block_size)
         self._choices: dict[Sequenced, RunningChoice] = {}
@@ -316,7 +316,7 @@ class Core:
         if steering is not None and reason in (None, "length"):
             steering.accept(drawn.token)
             if steering.is_complete:
-                reason = "eos"  # what the model would have to say next, so it need not be computed
+                reason = "eos"  # what the model would have to yield next, so it need not be computed
         return drawn, reason, shown
 
     def _choose(self, choice: RunningChoice, logits: Array) -> Drawn:

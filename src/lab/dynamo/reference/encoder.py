@@ -105,7 +105,7 @@ class ReferenceEncoder(LLMEngine):
         yield encoder_terminal_chunk(found.to_result(), completion_usage=counts)
 
     async def _encoded(self, item: MediaItem, config: ModelConfig) -> tuple[int, ...]:
-        """Return the tokens of a part, from the cache where it was encoded before; once for all who ask at the same time."""
+        """Return the tokens of a part, from the cache where it was encoded before; once for all requests at the same time."""
         if (known := self.cache.find(item.digest)) is not None:
             return known
 

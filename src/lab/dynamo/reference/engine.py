@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class EngineReports:
-    """Publishes to whoever was attached."""
+    """Publishes to the publishers that were attached."""
 
     def __init__(self) -> None:
         self.events: KvEventPublisher | None = None
@@ -274,14 +274,14 @@ class ReferenceEngine(LLMEngine):
         *,
         arrives: bool,
     ) -> None:
-        """Get the prompt's blocks, or let the peer know that they are not wanted. The peer holds none on return."""
+        """Get the prompt's blocks, or let the peer know that they are not needed. The peer holds none on return."""
         choice = await stream.reserved(context) if arrives else None
         if choice is None:
             await decode.release(ticket)
         else:
             tokens = await decode.fetch(ticket, choice, context)
             steps.submit_if_running(lambda core: core.received(choice, tokens))
-        context.notify_first_token()  # an abort is nobody's loss any more
+        context.notify_first_token()  # an abort loses nothing any more
 
     @property
     def _prefill(self) -> PrefillRole | None:
@@ -319,7 +319,7 @@ class ReferenceEngine(LLMEngine):
             for stream in streams:
                 stream.fail(error)
 
-    # -- what an operator asks for ------------------------------------------------------------------------------------
+    # -- what an operator requests ------------------------------------------------------------------------------------
 
     async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
         if self._operations is not None:
@@ -354,7 +354,7 @@ class ReferenceEngine(LLMEngine):
         samples = [(GUIDED_REFUSALS, [*labels.items(), ("reason", reason)], count) for reason, count in counts.items()]
         return [(GUIDED_REFUSALS, "Requests refused for their grammar, by why", "counter", samples)]
 
-    # -- what the worker asks for -------------------------------------------------------------------------------------
+    # -- what the worker calls -------------------------------------------------------------------------------------
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         bos = None if self._steps is None else self._steps.bos_token_id
@@ -371,5 +371,5 @@ class ReferenceEngine(LLMEngine):
 
 
 def _labels(labels: Sequence[str]) -> dict[str, Any]:
-    """Return what the model's card says of its classes, which the frontend names in answers."""
+    """Return what the model's card has of its classes, which the frontend names in answers."""
     return {LABELS: list(labels)} if labels else {}

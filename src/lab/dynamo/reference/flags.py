@@ -24,7 +24,7 @@ from dynamo.settings.table import read_settings
 def read_arguments(
     argv: list[str] | None, *, may_encode: bool = False
 ) -> tuple[argparse.Namespace, Options, RoleOptions]:
-    """Return the command line, and what it says of the engine and its role. Ends the process for a mistake (status 2).
+    """Return the command line, and the engine and role that it defines. Ends the process for a mistake (status 2).
 
     `may_encode`: the role of an encode worker is allowed, which has an engine of its own.
     """

@@ -100,13 +100,13 @@ class GrammarTrial:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def __del__(self) -> None:  # of an engine that nobody cleaned up: no process may stay behind
+    def __del__(self) -> None:  # of an engine that was not cleaned up: no process may stay behind
         self.close()
 
     def start(self) -> None:
         """Start the child, which reads its tokenizer while the caller does something else. Raises WorkerUnavailable."""
         try:
-            # -P: this folder must not come first among the places where modules are looked for.
+            # -P: this folder must not come first among the places where modules are searched.
             child = subprocess.Popen(
                 [sys.executable, "-P", str(_CHILD)],
                 stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ import threading
 from typing import Any, BinaryIO
 
 MAX_STACK_BYTES = 4 * 1024 * 1024
-MEMORY_BYTES = 4 * 1024 * 1024 * 1024  # of addresses; a grammar that wants more ends this process alone
+MEMORY_BYTES = 4 * 1024 * 1024 * 1024  # of addresses; a grammar that needs more ends this process alone
 
 
 def read_message(source: BinaryIO) -> Any:
@@ -36,7 +36,7 @@ def write_message(target: BinaryIO, message: Any) -> None:
 
 
 def make_grammar(kind: str, text: str, whitespace: str | None) -> str:
-    """Return llguidance's form of one constraint. Raises ValueError saying what is wrong with it."""
+    """Return llguidance's form of one constraint. Raises ValueError naming what is wrong with it."""
     import llguidance
 
     if kind == "json":

@@ -86,7 +86,7 @@ class JobStream:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until there is a chunk, or somebody woke us. Raises what `fail` was given."""
+        """Wait until there is a chunk, or for a wake-up. Raises what `fail` was given."""
         if self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

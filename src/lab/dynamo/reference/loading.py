@@ -55,7 +55,7 @@ class Options:
 
 
 def load_core(directory: Path, options: Options, *, available_bytes: int | None = None) -> Core:
-    """Read a model and set its cache up. `available_bytes`: memory to stay within; None: ask the system.
+    """Read a model and set its cache up. `available_bytes`: memory to stay within; None: what the system has.
 
     Raises:
         InvalidArgument: the directory or an option is wrong; the message names it.
@@ -113,7 +113,7 @@ def available_memory_bytes() -> int | None:
 
 
 def check_memory(config: ModelConfig, *, weights: bool, cache_tokens: int, available_bytes: int | None = None) -> None:
-    """Raises EngineShutdown when the weights (if they are wanted) and a cache of that size do not fit."""
+    """Raises EngineShutdown when the weights (if they are read) and a cache of that size do not fit."""
     available = available_memory_bytes() if available_bytes is None else available_bytes
     wanted, cache = weight_bytes(config) if weights else 0, cache_tokens * config.kv_bytes_per_token
     if available is not None and wanted + cache > available:

@@ -1,6 +1,6 @@
 """Media in the prompt: images as the model sees them (`vision.py`), and anything else as tokens that its digest draws.
 
-Drawn tokens see and hear nothing. What is real is the way: an encode worker turns the parts into tokens, the worker that
+Drawn tokens carry nothing of the media. What is real is the way: an encode worker turns the parts into tokens, the worker that
 computes the prompt puts them into it, and the answer depends on every one of them. So an answer with an encode worker equals
 the answer without one token for token, another picture gives another answer, and the same picture hits the prefix cache.
 
@@ -101,7 +101,7 @@ class MediaOptions:
             raise InvalidArgument(f"--media-tokens must be in 0..{MAX_PART_TOKENS}, got {self.part_tokens}")
 
     def declaration(self, vision: Vision | None) -> dict[str, list[str]]:
-        """Return what the card says of media; a decode worker leaves it to the prefill workers.
+        """Return what the card has of media; a decode worker leaves it to the prefill workers.
 
         Raises InvalidArgument for an encode worker before one that takes no media.
         """

@@ -1,7 +1,7 @@
 """The forward pass: a Llama-family decoder over a ragged batch and a paged KV cache.
 
 A step's tokens, of all sequences, stand in one row after the other, so every matrix product is one product for the
-whole batch. Only attention needs to know whose token is whose: that is what `Batch.groups` says.
+whole batch. Only attention needs to know whose token is whose: that is what `Batch.groups` holds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AttentionGroup:
 
     rows: Ints  # (pieces, tokens): where in the batch
     tables: Ints  # (pieces, blocks), shorter ones filled up with block 0, which the mask hides
-    mask: Array  # (pieces, 1, tokens, positions): 0 where a token may look, -inf elsewhere
+    mask: Array  # (pieces, 1, tokens, positions): 0 where a token may attend, -inf elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Batch:
 
 
 class KvCache:
-    """Keys and values of every layer, in blocks. Which block belongs to whom is the block pool's business.
+    """Keys and values of every layer, in blocks. The block pool knows the owner of each block.
 
     Heads come first, so that gathering a block table copies whole blocks and yields what attention multiplies.
     """
@@ -293,7 +293,7 @@ def rotate(x: Array, turn: tuple[Array, Array]) -> Array:
 
 
 def softmax_in_place(scores: Array) -> None:
-    """Over the last axis. Every row has a position it may look at, so the sum is never 0."""
+    """Over the last axis. Every row has a position it may attend to, so the sum is never 0."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What an operator may do with a running engine: halt it, take its memory, change its weights, add adapters, look inside.
+"""What an operator may do with a running engine: halt it, take its memory, change its weights, add adapters, read its state.
 
 No operation drops a stream. A halted engine's streams wait; what is taken from them (blocks, weights) they compute again.
 """
@@ -54,7 +54,7 @@ class Operations:
         `may_sleep` False: the cache's memory must stay where it is.
         """
         self.adapters: dict[str, Adapter] = {}  # loaded, by name
-        self.endpoint: ModelEndpoint | None = None  # where frontends are told of adapters
+        self.endpoint: ModelEndpoint | None = None  # where adapters are reported to frontends
         self._directory, self._config, self._steps = directory, config, steps
         self._cache_tokens, self._max_loras, self._may_sleep = cache_tokens, max_loras, may_sleep
         self._sleep_level = 0  # 0: awake
@@ -196,7 +196,7 @@ class Operations:
         return {"model_path": str(directory)}
 
     async def load_lora(self, body: Mapping[str, Any]) -> Body:
-        """Load an adapter under a name, and tell frontends that the name is a model. Again: it is replaced."""
+        """Load an adapter under a name, and report the name to frontends as a model. Again: it is replaced."""
         name, directory = adapter_name(body), await adapter_directory(body)
         before = self.adapters.get(name)
         if before is None and len(self.adapters) >= self._max_loras:
@@ -204,7 +204,7 @@ class Operations:
         adapter = await asyncio.to_thread(load_adapter, name, directory, self._config)
         await self._steps.ask(lambda core: core.add_adapter(adapter))
         self.adapters[name] = adapter
-        try:  # last: whoever reads the card may send requests at once
+        try:  # last: a frontend that reads the card may send requests at once
             if self.endpoint is not None:
                 await publish_adapter(self.endpoint, name, self.adapters, adapter_source(body))
         except BaseException:
@@ -274,7 +274,7 @@ def _described(adapter: Adapter) -> Body:
 def _read_alike(directory: Path, config: ModelConfig) -> Weights:
     """Load the weights of a model whose shape does not differ from ours."""
     other = read_model_config(directory)
-    # What only says when to end, or how to sample, was fixed when the engine started.
+    # What only defines when to end, or how to sample, was fixed when the engine started.
     same = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_ids", "sampling", "context_length")}
     if replace(other, **same) != config:
         differing = [

@@ -1,7 +1,7 @@
 """How a model sees that has learned to: a small convolutional network turns an image into sixteen codes, a token each.
 
 Every image is brought to one size. Each of the sixteen tokens is one of sixteen codes of its own: the most likely one of what
-the network says in its place. So an image is a few numbers to everything behind this module, as text is.
+the network yields in its place. So an image is a few numbers to everything behind this module, as text is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PictureCodes:
         return tuple(self.first_token_id + CODES * place + int(code) for place, code in enumerate(codes))
 
     def scores(self, image: Array) -> Array:
-        """Return what the network says of a scaled image: a number for each code of each token."""
+        """Return what the network yields for a scaled image: a number for each code of each token."""
         x = image / np.float32(255) - np.float32(0.5)
         sums = []  # of each channel over the whole image: how much there is of something, wherever it is
         for number in range(len(CONVOLUTIONS)):

@@ -30,7 +30,7 @@ def read_picture(content: bytes) -> Pixels:
 
 
 def _is_plain_png(content: bytes) -> bool:
-    """Return whether `read_png` can read it, or can say best what is wrong with it."""
+    """Return whether `read_png` can read it, or can name best what is wrong with it."""
     is_png = content.startswith(_SIGNATURE)
     return is_png and (content[12:16] != b"IHDR" or len(content) < 29 or (content[24] == 8 and content[28] == 0))
 

@@ -64,7 +64,7 @@ class Job:
     guided: GuideSpec | None = None
     thinking_tokens: int | None = None  # at most; None: no limit
     awaits_thoughts: bool = False  # `guided` holds for what follows the thoughts
-    steering: Steering | None = None  # of the last three, set by who prepares the job
+    steering: Steering | None = None  # of the last three, set by the code that prepares the job
     adapter: Adapter | None = None
     pictured: int | None = None  # where the first code of a picture is in the prompt; None: nowhere
 
@@ -213,7 +213,7 @@ def _stop(options: _Group, eos_token_ids: Any, limits: Limits, room: int) -> Sto
     vocab = limits.vocab_size
     eos = frozenset(options.tokens("stop_token_ids_hidden", vocab, others=True)) | _eos(eos_token_ids, vocab)
     return Stop(
-        # None and 0 both mean "nobody says": then as long as the context goes.
+        # None and 0 both mean "not given": then as long as the context goes.
         max_tokens=min(options.integer("max_tokens", 0, 0, 2**31 - 1) or room, room),
         min_tokens=options.integer("min_tokens", 0, 0, 2**31 - 1),
         eos=frozenset() if options.get("ignore_eos") else eos or frozenset(limits.eos_token_ids),

@@ -1,7 +1,7 @@
 """The two halves of a disaggregated request: prefill holds what it computed, decode fetches it and goes on.
 
 The decode worker takes the keys and values of all prompt tokens but the last, which it computes itself: so the first
-token is drawn where all others are, with everything a request may ask about it. It is the same token that the prefill
+token is drawn where all others are, with everything a request may need of it. It is the same token that the prefill
 worker drew, because randomness depends on (seed, choice, position) only and the ticket carries the seed.
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 OFFERS: Final = "reference_kv_offers"
 TRANSFERS: Final = "reference_kv_transfers_total"
 
-RELEASE_SECONDS: Final = 2.0  # for telling the peer that its blocks are not wanted; they expire without that, too
+RELEASE_SECONDS: Final = 2.0  # for reporting to the peer that its blocks are not needed; they expire without that, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class PrefillRole:
 
     @property
     def is_quiescent(self) -> bool:
-        """Whether nobody may come for blocks any more."""
+        """Whether no peer may come for blocks any more."""
         return self._sender.offers == 0
 
     def metrics(self, labels: Mapping[str, str]) -> list[TypedFamily]:
@@ -210,7 +210,7 @@ class DecodeRole:
             return 0
 
     async def release(self, ticket: Ticket) -> None:
-        """Tell the peer that its blocks are not wanted; at most `RELEASE_SECONDS`."""
+        """Report to the peer that its blocks are not needed; at most `RELEASE_SECONDS`."""
         self._ends["unwanted"] += 1
         try:
             async with asyncio.timeout(RELEASE_SECONDS):

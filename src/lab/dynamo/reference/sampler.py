@@ -21,7 +21,7 @@ Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
 BANNED: Final = -np.inf
-U53: Final = 2**53  # the integers a float can tell apart
+U53: Final = 2**53  # the integers a float can distinguish
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(slots=True)
 class History:
-    """The tokens the penalties look at."""
+    """The tokens that the penalties cover."""
 
     prompt: frozenset[int]
     generated: Counter[int] = field(default_factory=Counter)

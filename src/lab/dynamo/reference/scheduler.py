@@ -60,7 +60,7 @@ class Scheduler:
     """Call `plan`, compute it, then `computed` for every piece of it; `finish` and `abort` in between."""
 
     def __init__(self, pool: BlockPool, *, max_sequences: int, max_step_tokens: int) -> None:
-        """`max_step_tokens` bounds a step; at least `max_sequences`, so that whoever generates always may."""
+        """`max_step_tokens` bounds a step; at least `max_sequences`, so that a sequence that generates always may."""
         if max_sequences < 1 or max_step_tokens < max_sequences:
             raise InvalidArgument(
                 f"the step's {max_step_tokens} tokens must be at least the {max_sequences} sequences, and those at least 1"
@@ -71,12 +71,12 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequenced]] = []  # a heap; may hold finished ones
         self._running: list[Sequenced] = []  # by rank
         self._receiving: dict[Sequenced, None] = {}  # hold their blocks, and wait for what goes into them
-        self._reserved: list[Sequenced] = []  # of them, those that nobody was told of yet
+        self._reserved: list[Sequenced] = []  # of them, those that were not reported yet
         self._is_stuck = False
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to do until `add`, `received` or `finish`: whoever waits needs blocks that others hold."""
+        """Nothing to do until `add`, `received` or `finish`: a sequence that waits needs blocks that others hold."""
         self._drop_finished()
         return not self._running and (not self._waiting or self._is_stuck)
 
@@ -120,7 +120,7 @@ class Scheduler:
         planned: dict[Sequenced, Work] = {}
         budget = self._max_step_tokens
         preempted = False
-        # Whoever generates goes before the prompts: one token each, and nobody's stream stalls behind a long prompt.
+        # A sequence that generates goes before the prompts: one token each, and no stream stalls behind a long prompt.
         for sequence in sorted(self._running, key=lambda s: (len(s.tokens) - s.computed > 1, s.rank)):
             count = min(len(sequence.tokens) - sequence.computed, budget)
             if count == 0 or sequence not in self._running:
@@ -136,7 +136,7 @@ class Scheduler:
             else:
                 planned[sequence] = Work(sequence, sequence.computed, count)
                 budget -= count
-        # Somebody just lost their blocks: giving them to a newcomer would only take them back and forth.
+        # A sequence just lost its blocks: giving them to a newcomer would only take them back and forth.
         if not preempted:
             self._admit(planned, budget)
         self._is_stuck = not planned and not preempted
@@ -264,8 +264,8 @@ class Scheduler:
     def _with_content(self, sequence: Sequenced, hashes: Sequence[int], first: int) -> list[int]:
         """Return the hashes of blocks so that those with images name the images' content, too.
 
-        Two images may become the same tokens. Their blocks would hold the same, and are told apart all the same: whether a
-        prompt was computed before is nothing that another image should tell.
+        Two images may become the same tokens. Their blocks would hold the same, and are kept apart all the same: whether a
+        prompt was computed before is nothing that another image should reveal.
         """
         size, key = self.pool.block_size, sequence.key
         end = (first + len(hashes)) * size

@@ -30,7 +30,7 @@ class Markers:
 
 
 def find_markers(directory: Path) -> Markers:
-    """Look `<think>` and `</think>` up in the model's `tokenizer.json`.
+    """Find `<think>` and `</think>` in the model's `tokenizer.json`.
 
     Raises InvalidArgument when the file is missing, or the two are not one token each.
     """
@@ -60,7 +60,7 @@ class ThoughtState:
         self.markers, self._budget = markers, budget
         self._tokens = 0
         self.is_open = False
-        self.may_begin = True  # nothing was said yet
+        self.may_begin = True  # nothing was generated yet
         for token in prompt:
             if token in (markers.begin, markers.end):
                 self.is_open = token == markers.begin

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Command = Callable[[Core], None]
 """Something to do between two steps."""
 
-IDLE_SECONDS: Final = 5.0  # an idle thread looks this often whether it is still wanted; everything else wakes it
+IDLE_SECONDS: Final = 5.0  # an idle thread checks this often whether it is still needed; everything else wakes it
 
 
 class StepThread:
@@ -53,7 +53,7 @@ class StepThread:
 
     @property
     def limits(self) -> Limits:
-        """What a request may ask for."""
+        """What a request may need."""
         return self._core.limits
 
     @property
@@ -159,7 +159,7 @@ class StepThread:
     def _call(self, calls: Sequence[Callable[[], None]]) -> None:
         try:
             self._loop.call_soon_threadsafe(_each, calls)
-        except RuntimeError:  # the loop is closed, so nobody is waiting
+        except RuntimeError:  # the loop is closed, so nothing is waiting
             logger.debug("results of a last step had no event loop to go to")
 
 

@@ -52,7 +52,7 @@ class VectorStream:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until there is a vector, or somebody woke us. Raises what `fail` was given."""
+        """Wait until there is a vector, or for a wake-up. Raises what `fail` was given."""
         if not self._ready and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

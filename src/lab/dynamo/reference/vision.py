@@ -1,7 +1,7 @@
 """How the reference engine sees: an image is averaged to 4 x 4 squares, and each square is one of 64 colours, a token each.
 
 That is all a vision encoder of this size needs: what it answers depends on what is in the picture and where, two pictures of
-the same colours look the same to it, and another order of images is another prompt.
+the same colours are the same to it, and another order of images is another prompt.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _DAY: Final = 86_400
 
 
 def certificates(examined: Examined) -> Iterator[Diagnosis]:
-    """Look at every pair of certificate and key, and at what signs them."""
+    """Check every pair of certificate and key, and at what signs them."""
     own, wire = examined.settings, examined.settings.runtime.requests
     pairs = (
         ("DYN_TLS_CERT_PATH", own.tls_cert_path, "DYN_TLS_KEY_PATH", own.tls_key_path),
@@ -59,7 +59,7 @@ def pair(name: str, certificate: str, key: str) -> Iterator[Diagnosis]:
 
 
 def validity(name: str, certificate: dict[str, Any], now: float) -> Diagnosis:
-    """Judge the dates of a certificate, and say for which names it is."""
+    """Judge the dates of a certificate, and report for which names it is."""
     names = ", ".join(str(value) for _, value in certificate.get("subjectAltName", ())) or "no name"
     begins = ssl.cert_time_to_seconds(certificate["notBefore"])
     ends = ssl.cert_time_to_seconds(certificate["notAfter"])

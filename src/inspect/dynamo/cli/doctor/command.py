@@ -1,4 +1,4 @@
-"""`dynamo doctor`: run every check, and say what to do about what it finds."""
+"""`dynamo doctor`: run every check, and report what to do about what it finds."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class CheckLevel(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One finding: what was looked at, what is so, and what to do about it."""
+    """One finding: what was checked, what is so, and what to do about it."""
 
     level: CheckLevel
     finding: str
@@ -45,7 +45,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What the checks look at: settings as a frontend of this environment would read them, and a frontend that may run."""
+    """What the checks read: settings as a frontend of this environment would read them, and a frontend that may run."""
 
     env: Mapping[str, str]
     settings: FrontendSettings

@@ -49,7 +49,7 @@ def _named(packages: tuple[str, ...]) -> str:
 
 
 def leftovers(examined: Examined) -> Iterator[Diagnosis]:
-    """Look for token files of frontends that have gone."""
+    """Search for token files of frontends that have gone."""
     folder = token_directory(examined.env)
     found = sorted(folder.glob("inspect-*.json")) if folder.is_dir() else []
     for path in found:
@@ -59,7 +59,7 @@ def leftovers(examined: Examined) -> Iterator[Diagnosis]:
 
 
 def token_file(path: Path, proc: Path) -> Diagnosis:
-    """Judge one token file: its process should run, and nobody else should read it."""
+    """Judge one token file: its process should run, and no other user should read it."""
     try:
         access = msgspec.json.decode(path.read_bytes(), type=InspectorAccess)
         mode = path.stat().st_mode & 0o077

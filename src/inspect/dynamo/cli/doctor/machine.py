@@ -33,7 +33,7 @@ def clocks(examined: Examined) -> Iterator[Diagnosis]:
     try:
         taken = examined.client.picture(ViewQuery(("fleet",))).taken_ms / 1000
     except ServerError:
-        return  # the check of the frontend says so
+        return  # the check of the frontend reports it
     yield clock_off("the frontend", taken - (before + time.time()) / 2)
 
 
@@ -71,7 +71,7 @@ def file_limit(soft: int, hard: int, allowed: int) -> Diagnosis:
 
 
 def disks(examined: Examined) -> Iterator[Diagnosis]:
-    """Look at the room of the directories that processes write to."""
+    """Check the room of the directories that processes write to."""
     folders = {Path(tempfile.gettempdir()): "temporary files"}
     if examined.settings.files_dir is not None:
         folders[Path(examined.settings.files_dir)] = "--files-dir"
@@ -89,7 +89,7 @@ def disk_room(where: str, free: int) -> Diagnosis:
 
 
 def shared_memory(_: Examined) -> Iterator[Diagnosis]:
-    """Look at /dev/shm, where there is one."""
+    """Check /dev/shm, where there is one."""
     if Path("/dev/shm").is_dir():
         yield shared_memory_room(shutil.disk_usage("/dev/shm").total)
 

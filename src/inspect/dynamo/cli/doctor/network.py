@@ -26,7 +26,7 @@ SLOW_SECONDS: Final = 0.25  # a fortieth of the shortest usual lease
 
 
 def frontend(examined: Examined) -> Iterator[Diagnosis]:
-    """Ask the frontend what it thinks is wrong."""
+    """Get the frontend's own list of what is wrong."""
     try:
         picture = examined.client.picture(ViewQuery(VIEWS))
     except ServerError as error:
@@ -135,7 +135,7 @@ def file_store(root: Path) -> Diagnosis:
 
 
 def etcd_answer(endpoint: str, tls: ssl.SSLContext | None = None) -> Diagnosis:
-    """Ask one etcd, a URL, for its health."""
+    """Get the health of one etcd, a URL."""
     began = time.monotonic()
     try:
         with _direct(tls).open(f"{endpoint}/health", timeout=TIMEOUT_SECONDS) as answer:
@@ -153,7 +153,7 @@ def etcd_answer(endpoint: str, tls: ssl.SSLContext | None = None) -> Diagnosis:
 
 
 def _direct(tls: ssl.SSLContext | None) -> urllib.request.OpenerDirector:
-    """Return what asks without the proxy that the environment may name: no process of ours asks its store through one."""
+    """Return an opener without the proxy that the environment may name: no process of ours reaches its store through one."""
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
 
 

@@ -130,7 +130,7 @@ def _named_in(refusal: str, env: Mapping[str, str]) -> set[str]:
 
 
 def places(examined: Examined) -> Iterator[Diagnosis]:
-    """Look whether the files and directories that the settings name can be used, and whether what they need is installed."""
+    """Check whether the files and directories that the settings name can be used, and whether what they need is installed."""
     settings = examined.settings
     for variable, path in _written(settings):
         yield _writable(variable, path)

@@ -28,7 +28,7 @@ def known_variables(root: Path | None = None) -> frozenset[str]:
 
 
 def unknown_variables(env: Mapping[str, str], known: frozenset[str]) -> Iterator[Diagnosis]:
-    """Name the variables that look like ours and that nothing reads."""
+    """Name the variables that resemble ours and that nothing reads."""
     for name in sorted(env):
         if name.startswith(OURS) and name not in known:
             hint = did_you_mean(name, known).removeprefix("; ")
@@ -36,7 +36,7 @@ def unknown_variables(env: Mapping[str, str], known: frozenset[str]) -> Iterator
 
 
 def read_frontend_settings(env: Mapping[str, str]) -> FrontendSettings:
-    """Read the settings as a frontend does; without those that it refuses, so that the other checks have something to look at."""
+    """Read the settings as a frontend does; without those that it refuses, so that the other checks have something to read."""
     try:
         return FrontendSettings.from_env(env)
     except (DynamoException, ValueError):
@@ -44,7 +44,7 @@ def read_frontend_settings(env: Mapping[str, str]) -> FrontendSettings:
 
 
 def variables(examined: Examined) -> Iterator[Diagnosis]:
-    """Look at the variables of this environment, each with the reader of the start that it is for."""
+    """Check the variables of this environment, each with the reader of the start that it is for."""
     yield from starts(examined)
     yield from unknown_variables(examined.env, known_variables())
     yield from contradictions(examined)

@@ -22,7 +22,7 @@ from dynamo.cli.inspect.store import PatchMismatch, patched
 from dynamo.protocol.inspector.views import Patch, Picture, RequestDetail, RoutingView
 
 MAX_PICTURE_BYTES: Final = 64 * 1024 * 1024
-ANSWER_SECONDS: Final = 10.0  # a picture asks the members of a group; each has less than that
+ANSWER_SECONDS: Final = 10.0  # a picture needs the members of a group; each has less than that
 SILENCE_SECONDS: Final = 30.0  # a watch brings a patch or a comment far more often
 FIRST_DELAY_SECONDS: Final = 0.5
 LONGEST_DELAY_SECONDS: Final = 8.0  # a person is watching: a server that is back should show soon
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ViewQuery:
-    """What to ask for."""
+    """What to request."""
 
     views: tuple[str, ...]
     limit: int | None = None
@@ -51,11 +51,11 @@ class _Explained(msgspec.Struct):
 
 
 class InspectorClient(ApiClient):
-    """Asks the inspector of one frontend."""
+    """Calls the inspector of one frontend."""
 
     @contextlib.contextmanager
     def answered(self, path: str) -> Iterator[http.client.HTTPResponse]:
-        """Ask for a path, and give its answer. Raises ServerError."""
+        """Request a path, and give its answer. Raises ServerError."""
         with closing(self.connect()) as connection:
             yield self.ask(connection, "GET", path, timeout_seconds=ANSWER_SECONDS)
 

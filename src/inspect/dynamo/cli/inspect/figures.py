@@ -17,7 +17,7 @@ def age(seconds: float | None) -> str:
         return UNKNOWN
     seconds = max(0.0, seconds)
     for size, unit in _UNITS:
-        if seconds >= size * (2 if unit == "m" else 1):  # 90s says more than 1m
+        if seconds >= size * (2 if unit == "m" else 1):  # 90s is more precise than 1m
             return f"{seconds / size:.0f}{unit}" if seconds < size * 1000 else f"{count(seconds / size)}{unit}"
     return f"{seconds:.0f}s"
 

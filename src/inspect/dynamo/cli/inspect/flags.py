@@ -1,4 +1,4 @@
-"""Which inspector a command asks: the flags that `top`, `status` and `doctor` share."""
+"""The inspector that a command calls: the flags that `top`, `status` and `doctor` share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynamo.settings.table import setting
 
 @dataclass(frozen=True, slots=True)
 class InspectFlags:
-    """Which frontend to ask, and with which key."""
+    """The frontend to call, and the key for it."""
 
     # fmt: off
     url: str = setting("", None, placeholder("URL", text), "The frontend", flag="--url", shown="this machine, at `DYN_HTTP_PORT`")
@@ -42,6 +42,6 @@ def _access(url: str, env: Mapping[str, str]) -> InspectorAccess | None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
     except ValueError:
-        return None  # the client will say what is wrong with it
+        return None  # the client will report what is wrong with it
     is_local = parts.hostname in ("127.0.0.1", "::1", "localhost")
     return find_access(port or 80, env) if is_local else None

@@ -12,12 +12,12 @@ from msgspec import Struct
 from dynamo.cli.inspect.printable import fit, printable, width_of
 
 GAP: Final = 2  # between columns
-DETAIL_RANK: Final = 10  # of columns that say less than the end of a text that is cut
+DETAIL_RANK: Final = 10  # of columns that matter less than the end of a text that is cut
 MARGIN: Final = 1  # before the first, where the mark of the chosen row is drawn
 
 
 class Tone(enum.Enum):
-    """What a piece of text is meant to look like; a word beside it always says the same."""
+    """What a piece of text is meant to look like; a word beside it always means the same."""
 
     NORMAL = enum.auto()
     DIM = enum.auto()
@@ -147,7 +147,7 @@ class TableForm:
 def laid_out(columns: Sequence[Column], width: int, longest: Sequence[int] | None = None) -> list[tuple[Column, int]]:
     """Return the columns that fit into `width`, with their widths: the least important go, and the rest grow.
 
-    `longest`: for each column the cells that its texts need; without it, it may grow as far as it wants. With it, details
+    `longest`: for each column the cells that its texts need; without it, it may grow without bound. With it, details
     go before a text of a more important column is cut.
     """
     limits = {column: column.widest for column in columns}

@@ -28,7 +28,7 @@ def picture_lines(picture: Picture, views: Sequence[str], width: int | None) -> 
 
 
 def table_lines(picture: Picture, view: str, width: int | None, order: int = 0) -> list[Line]:
-    """Return one view as a table with its head, or the one line that says that it has no rows."""
+    """Return one view as a table with its head, or the one line for no rows."""
     form = FORMS[view]
     rows = sorted(getattr(picture, view) or (), key=form.orders[order][1])
     if not rows:

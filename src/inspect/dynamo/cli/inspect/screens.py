@@ -1,4 +1,4 @@
-"""Screens above the tables: text that can be scrolled, and one request, which is asked for again each second."""
+"""Screens above the tables: text that can be scrolled, and one request, which is fetched again each second."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RequestScreen(LinesScreen):
         self._problem = ""
 
     def on_mount(self) -> None:
-        """Begin to ask."""
+        """Begin to fetch."""
         self._ask()
         self.set_interval(REFRESH_SECONDS, self._ask)
 
@@ -96,7 +96,7 @@ class RequestScreen(LinesScreen):
             self.run_worker(self._load, thread=True, exclusive=True, group="detail")
 
     def _load(self) -> None:
-        """Ask once, in a thread."""
+        """Fetch once, in a thread."""
         detail, problem = self._detail, ""
         try:
             detail = self.app.client.detail(self._request_id)

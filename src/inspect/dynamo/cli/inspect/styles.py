@@ -1,4 +1,4 @@
-"""What tones look like, in the sixteen colours that every terminal has: they follow its own light or dark scheme."""
+"""The colours of tones, in the sixteen colours that every terminal has: they follow its own light or dark scheme."""
 
 from __future__ import annotations
 

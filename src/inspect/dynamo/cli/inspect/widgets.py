@@ -69,7 +69,7 @@ class LinesView(LineWidget):
     can_focus = False
 
     def __init__(self, make: Callable[[int], Sequence[Line]], **options: Any) -> None:
-        """`make`: returns the lines for a width; it is asked again at every change."""
+        """`make`: returns the lines for a width; it is called again at every change."""
         super().__init__(**options)
         self._make = make
         self._lines: Sequence[Line] = ()

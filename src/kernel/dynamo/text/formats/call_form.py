@@ -31,7 +31,7 @@ class CallForm(ABC):
 
     @property
     def noise(self) -> re.Pattern[str] | None:
-        """What a run of `starts` looks like that begin no call: they are not tried one by one."""
+        """The form of a run of `starts` that begin no call: they are not tried one by one."""
         return None
 
     @property

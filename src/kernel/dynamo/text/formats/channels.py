@@ -25,7 +25,7 @@ _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _WORD: Final = re.compile(r"[a-z]+")
 _HEADER_WORDS: Final = re.compile(r"\s*\w*(?:\s+(?:to=[^\s<]*|to?$))*")
-_MAX_HEADER: Final = 1024  # characters of a header that are looked at
+_MAX_HEADER: Final = 1024  # characters of a header that are examined
 _STRING: Final = Kinds(frozenset(["string"]))
 _BUILT_IN: Final = re.compile(r"(?:python|browser|container)(?:\.|$)")
 
@@ -297,7 +297,7 @@ class KimiK3:
         """Read a tag whose mark is `offset` long; None, and nothing is read, when it is none."""
         while True:
             start = s.at + offset
-            most = start + MAX_NAME + len(_SEP)  # no tag is longer, so nothing is looked for behind that
+            most = start + MAX_NAME + len(_SEP)  # no tag is longer, so nothing is searched behind that
             end = s.text.find(_SEP, start, most)
             bad = min((at for stop in ("\n", "<|o", "<|c") if (at := s.text.find(stop, start, most)) >= 0), default=-1)
             if end >= 0 and (bad < 0 or end < bad):

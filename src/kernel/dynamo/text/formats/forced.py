@@ -50,7 +50,7 @@ def required_calls(tools: ToolSet) -> ContentStart:
 def calls_beside_shape(tools: ToolSet) -> ContentStart:
     """Return what reads an array of calls where the answer may as well be JSON of another shape: that is content.
 
-    Only an array is looked at, as a shape is nearly always an object.
+    Only an array is examined, as a shape is nearly always an object.
     """
     read = required_calls(tools)
 

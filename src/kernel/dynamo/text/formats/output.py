@@ -54,7 +54,7 @@ class Output:
         self.was_limited = False  # the text ended because a limit was reached
 
     def emitted(self) -> list[OutputEvent]:
-        """Return the events since this was last asked."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -134,7 +134,7 @@ class Output:
             self.content(raw)
 
     def _take_back(self) -> None:
-        """Drop what was held; nobody has seen it."""
+        """Drop what was held; it was never passed on."""
         self._waiting, self.is_open = None, False
         self._gap, self._is_flowing, self._has_called = self._before_waiting
 

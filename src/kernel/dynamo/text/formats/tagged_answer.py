@@ -93,7 +93,7 @@ MAX_REREAD: Final = 4 * MAX_CALL_CHARACTERS
 """Characters of one answer that are read twice, behind closing tags in what only began like a call."""
 
 ContentStart: TypeAlias = Callable[[Scanner], Step[bool]]
-"""Reads what may stand at the content's beginning. Returns whether calls are looked for behind it."""
+"""Reads what may stand at the content's beginning. Returns whether calls are searched behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ _NO_TAGS: Final = ReasoningTags()
 
 
 class _Searches(NamedTuple):
-    """What is looked for, by where reading is."""
+    """What is searched, by where reading is."""
 
     at_beginning: MarkerSearch
     outside: MarkerSearch
@@ -155,7 +155,7 @@ class TaggedAnswer:
         self._look_for_calls(form)
 
     def _look_for_calls(self, form: CallForm | None) -> None:
-        """Look for calls of this form from here on, or for none; in reasoning for those that the model may mean."""
+        """Search for calls of this form from here on, or for none; in reasoning for those that the model may mean."""
         calls = () if form is None else (*form.starts, *form.stray)
         inside: tuple[str, ...] = ()
         if self._form is not None and self._form.may_stand_in_reasoning and self._tools.names:

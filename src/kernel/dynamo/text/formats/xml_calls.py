@@ -45,7 +45,7 @@ class TaggedXml(CallForm):
     reads_json: bool = False  # a value without a schema is JSON, if it is
     reads_objects: bool = False  # a JSON object with name and arguments may stand between the outer tags
     implies_ends: bool = False  # a value may end without a closing tag in front of the next parameter or the end
-    prefixes: tuple[str, ...] = ()  # what begins a tag, where it has too many spellings to look for each
+    prefixes: tuple[str, ...] = ()  # what begins a tag, where it has too many spellings to search for each
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -189,7 +189,7 @@ class StreamMeter:
         return found
 
     def _keep_usage(self, text: bytes, body: bytes) -> None:
-        # Kept to the end of the stream: some servers tell usage in every event, and the last one wins.
+        # Kept to the end of the stream: some servers send usage in every event, and the last one wins.
         self._usage = (self._usage + body if self._usage else text)[-_KEPT_USAGE:]
 
     def _keep_error(self, text: bytes, body: bytes) -> None:
@@ -203,7 +203,7 @@ class StreamMeter:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the server had in a cache, as the last usage in the stream says; 0 where it does not."""
+        """Prompt tokens that the server had in a cache, as the last usage in the stream has it; 0 where it has none."""
         cached = _CACHED.findall(self._usage)
         return int(cached[-1]) if cached else 0
 

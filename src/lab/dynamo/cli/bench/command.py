@@ -203,14 +203,14 @@ def request_source(options: BenchOptions, costs: dict[str, WordCost], rng: rando
 
 
 def members_for(endpoint: str, prompt: Prompt) -> dict[str, Any]:
-    """Return the prompt, as the endpoint wants it."""
+    """Return the prompt, in the form of the endpoint."""
     members = dict(prompt.members)
     if endpoint == "chat" and "prompt" in members:
         return {"messages": [{"role": "user", "content": members["prompt"]}]}
     return members
 
 
-# -- what the server says about itself -------------------------------------------------------------------------------
+# -- what the server reports about itself -------------------------------------------------------------------------------
 
 
 async def ask(target: Target, data: bytes) -> Any:

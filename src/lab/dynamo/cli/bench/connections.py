@@ -57,7 +57,7 @@ class SentRequest:
 
 
 class Answers(Protocol):
-    """Who learns what became of a request."""
+    """The receiver of the outcome of a request."""
 
     def answered(self, connection: ClientConnection, job: SentRequest) -> None:
         """Take the whole answer of `job` as arrived."""
@@ -150,7 +150,7 @@ class ClientConnection(asyncio.Protocol):
         now = clock()
         job, reader = self.job, self.reader
         if job is None:
-            self.abandon()  # an answer that nobody asked for (a 408 of an idle connection, say)
+            self.abandon()  # an answer without a request (such as a 408 of an idle connection)
             return
         try:
             body = reader.feed(data)

@@ -1,4 +1,4 @@
-"""Send requests, over kept-alive connections, and record what comes back: the schedule says when, the pool over what."""
+"""Send requests, over kept-alive connections, and record what comes back: the schedule sets when, the pool over what."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dynamo.cli.bench.samples import Recorder
 from dynamo.cli.bench.schedule import Schedule, Shape
 from dynamo.cli.bench.targets import Target
 
-REFUSED_PAUSE_SECONDS: Final = 0.05  # a server that is not there shall not be asked in a busy loop
+REFUSED_PAUSE_SECONDS: Final = 0.05  # a server that is not there shall not be called in a busy loop
 SWEEP_SECONDS: Final = 0.5  # how exactly a request's timeout is kept
 MAX_WAITING: Final = 100_000  # open loop: requests that are due and have no connection
 
@@ -92,7 +92,7 @@ class Load:
         self.recorder.unfinished += self.in_flight
         for connection in self._pool.open:
             job = connection.job
-            if job is not None and job.meter is not None:  # they came, whoever waits for the rest
+            if job is not None and job.meter is not None:  # they came, even if the rest is missing
                 self.recorder.output_tokens += job.meter.text_events
         if not self._finished.done():
             self._finished.set_result(None)
@@ -155,7 +155,7 @@ class Load:
         if connection is not None:
             self._send(connection, job)
             return
-        task = asyncio.get_running_loop().create_task(self._connect(job))  # awaited by nobody: it ends in a callback
+        task = asyncio.get_running_loop().create_task(self._connect(job))  # not awaited: it ends in a callback
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 

@@ -40,7 +40,7 @@ class BenchOptions:
     targets: tuple[Target, ...]
     shape: Shape
     warmup: int
-    models: tuple[str, ...]  # empty: ask the server
+    models: tuple[str, ...]  # empty: those of the server
     endpoints: tuple[str, ...]
     is_stream: bool
     output: Length

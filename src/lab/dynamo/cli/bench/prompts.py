@@ -81,7 +81,7 @@ class Prompt:
     """The prompt of one request: `members` are those of its body."""
 
     members: Mapping[str, Any]
-    output_tokens: int | None = None  # None: as the command line says
+    output_tokens: int | None = None  # None: as the command line has it
 
 
 class PromptSource(Protocol):

@@ -8,7 +8,7 @@ from typing import Any, Final, TypedDict
 from dynamo import __version__
 from dynamo.cli.bench.samples import Recorder, SampleHistogram
 
-BUSY_SHARE: Final = 0.8  # of one core: beyond it the figures tell about the load generator
+BUSY_SHARE: Final = 0.8  # of one core: beyond it the figures measure the load generator
 JUDGED_SECONDS: Final = 0.5  # a share of less time is an accident
 
 # name in the JSON -> (attribute of the recorder, what a reader calls it)

@@ -117,7 +117,7 @@ class FailureSample:
     """One kind of failure."""
 
     count: int = 0
-    example: str = ""  # what the first one said
+    example: str = ""  # the text of the first one
 
 
 @dataclass(slots=True)
@@ -132,8 +132,8 @@ class Recorder:
     output_tokens: int = 0
     output_estimated: int = 0  # answers without usage: their tokens are counted as events
     input_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts, as usage told
-    input_counted: int = 0  # answers whose usage told the prompt's length
+    cached_tokens: int = 0  # of the prompts, as usage reported
+    input_counted: int = 0  # answers whose usage had the prompt's length
     text_events: int = 0
     received_bytes: int = 0
     connections: int = 0

@@ -26,7 +26,7 @@ class Target:
 
     @classmethod
     def of(cls, url: str, *, headers: Mapping[str, str] | None = None, verify: bool = True) -> Self:
-        """Raises UsageError. A trailing /v1 is understood, because other tools want it."""
+        """Raises UsageError. A trailing /v1 is understood, because other tools require it."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port

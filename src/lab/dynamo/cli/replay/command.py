@@ -128,7 +128,7 @@ def _serve(files: Sequence[Path], flags: ResendFlags) -> int:
 
 
 class _Progress:
-    """Says on stderr how far a replay has come: always on a terminal, elsewhere every two seconds."""
+    """Reports on stderr how far a replay has come: always on a terminal, elsewhere every two seconds."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._failed = total, 0, 0

@@ -40,7 +40,7 @@ def compare_all(found: Sequence[ResentRequest]) -> list[ReplayComparison]:
 def compare(found: ResentRequest) -> ReplayComparison:
     """Compare one request with its recording.
 
-    How it ended is always compared. What it said is compared where the request is the recorded one, word for word, and its
+    How it ended is always compared. Its text is compared where the request is the recorded one, word for word, and its
     answer does not depend on chance; its length in tokens, too.
     """
     request, answer = found.request, found.answer

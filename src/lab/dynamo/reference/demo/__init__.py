@@ -9,7 +9,7 @@ from typing import Final
 __all__ = ["DIRECTORY", "NAME", "choose"]
 
 DIRECTORY: Final = Path(__file__).parent / "model"
-NAME: Final = "demo"  # what clients ask for
+NAME: Final = "demo"  # the name that clients use
 TOOL_CALL_PARSER: Final = "hermes"
 REASONING_PARSER: Final = "qwen3"
 

@@ -1,4 +1,4 @@
-"""Simple drawings, for the demonstration model to look at: dots, shapes and digits on a plain ground.
+"""Simple drawings, for the demonstration model to describe: dots, shapes and digits on a plain ground.
 
 `python -m dynamo.reference.demo.draw` writes one as PNG, and `tools/demo_model` draws what the model is trained on.
 """

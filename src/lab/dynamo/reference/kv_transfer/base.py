@@ -3,13 +3,13 @@
 A prefill worker *offers* the blocks of a prompt and gets a `Ticket`, which travels as `disaggregated_params`. A decode
 worker *pulls* with it. Promises, held by one set of tests over all transports:
 
-* An offer ends exactly once: `ended` is called when the blocks were fetched, when nobody came in time, or when the
-  sender closes. Until then nobody else may write to them; afterwards nobody reads them.
+* An offer ends exactly once: `ended` is called when the blocks were fetched, when no peer came in time, or when the
+  sender closes. Until then no other code may write to them; afterwards no peer reads them.
 * A pull returns only when every page arrived whole and the peer confirmed that it still held the offer: pages of a peer
   that had given up in between are never passed for good ones.
 * Nothing waits for ever: an offer lives `hold_seconds`, and a pull that has begun `pull_seconds`. A lost peer ends a
-  pull at once and leaves the offer to the next who comes with its ticket, until it expires. Whoever comes with a ticket
-  while somebody is pulling with it takes over.
+  pull at once and leaves the offer to the next peer with its ticket, until it expires. A peer that comes with a ticket
+  while another is pulling with it takes over.
 * Only the ticket's secret opens an offer.
 """
 
@@ -67,7 +67,7 @@ class Ticket(msgspec.Struct, frozen=True):
     secret: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
     tokens: Size  # of the prompt: what the blocks hold
     layout: Layout
-    seed: int  # what the first token was drawn with: whoever continues must draw the same one
+    seed: int  # what the first token was drawn with: the continuing worker must draw the same one
     # Before the prompt, where its request had media: the decode worker gets the prompt without them.
     media_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_MEDIA_TOKENS)] = ()
     media_hashes: Annotated[tuple[ContentHash, ...], msgspec.Meta(max_length=MAX_MEDIA)] = ()  # of their content
@@ -134,7 +134,7 @@ class KvSender(Protocol):
         """Listen. Raises CannotConnect when the address cannot be had."""
 
     def offer(self, blocks: Sequence[int], tokens: int, seed: int, ended: Ended) -> Ticket:
-        """Hold `blocks`, which contain `tokens` tokens, for whoever brings the ticket. Raises Overloaded when full."""
+        """Hold `blocks`, which contain `tokens` tokens, for the peer that brings the ticket. Raises Overloaded when full."""
 
     @property
     def offers(self) -> int:

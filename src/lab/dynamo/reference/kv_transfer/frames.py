@@ -5,7 +5,7 @@
 The checksum is xxh3-64 of the payload, seeded with kind and number, so that a frame cannot pass for another one either.
 
     puller: PULL {transfer_id, secret, first, count, layout, direct}
-    holder: PAGE number=position, one per block, in order       (or DIRECT, which says where they are in memory)
+    holder: PAGE number=position, one per block, in order       (or DIRECT, which gives where they are in memory)
     puller: DONE                                                everything is here
     holder: FREED                                               it was held until now: what you have is good
     holder: REFUSED text                                        in place of any of its frames; then it closes

@@ -143,7 +143,7 @@ class NixlReceiver(TcpReceiver):
         try:
             handle.release()
         except Exception as error:
-            # NIXL may still write there and cannot be stopped: rather lose this buffer than somebody else's memory.
+            # NIXL may still write there and cannot be stopped: rather lose this buffer than the memory of another owner.
             logger.error("a NIXL transfer cannot be ended, its buffer of %d bytes stays: %s", pages.nbytes, error)
             self._abandoned.append(pages)
             return False

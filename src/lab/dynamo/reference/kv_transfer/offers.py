@@ -24,7 +24,7 @@ class Claim:
 
 
 class Offer:
-    """Blocks somebody may fetch."""
+    """Blocks that a peer may fetch."""
 
     __slots__ = ("blocks", "claim", "ended", "expires_at", "secret", "timer", "transfer_id")
 
@@ -32,7 +32,7 @@ class Offer:
         """`expires_at`: time of the running loop."""
         self.blocks, self.ended, self.expires_at = blocks, ended, expires_at
         self.transfer_id, self.secret = secrets.token_hex(16), secrets.token_hex(16)
-        self.claim: Claim | None = None  # of who is fetching it
+        self.claim: Claim | None = None  # of the peer that is fetching it
         self.timer: asyncio.TimerHandle | None = None
 
 
@@ -42,7 +42,7 @@ class Offers:
     def __init__(self, hold_seconds: float) -> None:
         self._hold_seconds = hold_seconds
         self._offers: dict[str, Offer] = {}
-        self._idle = asyncio.Event()  # nobody is pulling
+        self._idle = asyncio.Event()  # no peer is pulling
         self._idle.set()
         self._claims = 0
 
@@ -50,7 +50,7 @@ class Offers:
         return len(self._offers)
 
     def add(self, blocks: Sequence[int], ended: Ended) -> Offer:
-        """Hold `blocks` until they are fetched or nobody came. Raises Overloaded beyond `MAX_OFFERS`."""
+        """Hold `blocks` until they are fetched or the time is over. Raises Overloaded beyond `MAX_OFFERS`."""
         if len(self._offers) >= MAX_OFFERS:
             raise Overloaded(f"this worker holds {MAX_OFFERS} computed prompts that nobody has fetched")
         loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ class Offers:
         the one who still lives.
         """
         offer = self._offers.get(transfer_id)
-        # One sentence for both: who guesses ids must not learn which exist.
+        # One sentence for both: a peer that guesses ids must not learn which exist.
         if offer is None or not hmac.compare_digest(offer.secret.encode(), secret.encode()):
             raise StreamIncomplete("there is no such transfer (any more): it was fetched, or it expired")
         if offer.claim is not None:
@@ -110,7 +110,7 @@ class Offers:
             self.end(offer, "closed")
 
     async def wait_unclaimed(self) -> None:
-        """Until nobody is fetching."""
+        """Wait until no peer is fetching."""
         await self._idle.wait()
 
     def _release_claim(self, offer: Offer) -> None:
@@ -121,5 +121,5 @@ class Offers:
                 self._idle.set()
 
     def _expire(self, offer: Offer) -> None:
-        if offer.claim is None:  # else whoever fetches it ends it, or `unclaim` does
+        if offer.claim is None:  # else the peer that fetches it ends it, or `unclaim` does
             self.end(offer, "expired")

@@ -36,7 +36,7 @@ from dynamo.runtime.base.listening import start_listening
 
 logger = logging.getLogger(__name__)
 
-ASK_SECONDS: Final = 5.0  # from the connection to the whole PULL frame: whoever takes longer is no decode worker
+ASK_SECONDS: Final = 5.0  # from the connection to the whole PULL frame: a peer that takes longer is no decode worker
 CLOSE_SECONDS: Final = 2.0  # for pulls that have begun, when the sender closes
 MAX_CONNECTIONS: Final = 1024  # a decode worker has one per prompt it is fetching
 
@@ -116,7 +116,7 @@ class TcpSender:
         except OSError as error:
             logger.info("a KV transfer lost its peer: %s", error)
         except asyncio.CancelledError:
-            writer.transport.abort()  # close(), or a later pull, has cancelled us: there is nobody to pass it on to
+            writer.transport.abort()  # close(), or a later pull, has cancelled us: there is no caller to pass it on to
         finally:
             self._pulls.discard(task)
             await peer.close()
@@ -229,7 +229,7 @@ class Peer:
         await self._writer.drain()
 
     def refuse(self, text: str) -> None:
-        """Say why, as far as the peer still listens."""
+        """Send the reason, as far as the peer still reads."""
         if not self._writer.is_closing():
             self._writer.write(frame(TransferKind.REFUSED, text.encode()[:1024]))
 

@@ -140,7 +140,7 @@ def _presets(names: list[str], given: ReplayFlags) -> list[Preset]:
 
 
 def _changed(preset: Preset, given: ReplayFlags) -> Preset:
-    """Return the preset with what the command line changes. A changed scenario keeps its bars: they say what was missed."""
+    """Return the preset with what the command line changes. A changed scenario keeps its bars: they show what was missed."""
     setup: dict[str, Any] = {
         name: value
         for name in (
