@@ -15,6 +15,16 @@ from dynamo.protocol.openai.errors import phrase_of
 from dynamo.protocol.openai.key_schema import describe_keys
 from dynamo.protocol.openai.responses import TokenLogprob
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, Message, Tool
+from dynamo.protocol.openai.validation import (
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_COMPLETION_LOGPROBS,
+    MAX_OUTPUT_TOKENS,
+    MAX_STOPS,
+    MAX_SUFFIX_CHARACTERS,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+)
 
 _REFERENCE: Final = "#/components/schemas/{name}"
 
@@ -65,6 +75,8 @@ class ChatChoice(Struct):
     message: ChatAnswerMessage
     finish_reason: str | None
     logprobs: ChatLogprobs | None
+    stop_reason: str | int | None = None  # the stop string or token that ended it
+    token_ids: list[int] | None = None  # with return_token_ids
 
 
 class ChatCompletion(Struct):
@@ -75,6 +87,8 @@ class ChatCompletion(Struct):
     object: str
     usage: Usage | None = None
     nvext: dict[str, Any] | None = None
+    prompt_token_ids: list[int] | None = None  # with return_token_ids
+    prompt_logprobs: list[dict[str, Any] | None] | None = None  # with prompt_logprobs
 
 
 class ChatDelta(Struct):
@@ -89,6 +103,8 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     finish_reason: str | None
     logprobs: ChatLogprobs | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(Struct):
@@ -99,6 +115,8 @@ class ChatCompletionChunk(Struct):
     object: str
     usage: Usage | None = None
     nvext: dict[str, Any] | None = None
+    prompt_token_ids: list[int] | None = None  # with return_token_ids
+    prompt_logprobs: list[dict[str, Any] | None] | None = None  # with prompt_logprobs
 
 
 class CompletionLogprobs(Struct):
@@ -113,6 +131,10 @@ class CompletionChoice(Struct):
     index: int
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None  # with return_token_ids, as the next one
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None  # with prompt_logprobs
 
 
 class Completion(Struct):
@@ -242,6 +264,63 @@ _TYPES: Final[list[Any]] = [
     StreamError,
 ]
 
+_OUTPUT_TOKENS: Final = {"minimum": 1, "maximum": MAX_OUTPUT_TOKENS}
+BOUNDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 2},
+    "n": {"minimum": 1, "maximum": MAX_CHOICES},
+    "max_tokens": _OUTPUT_TOKENS,
+    "max_completion_tokens": _OUTPUT_TOKENS,
+    "truncate_prompt_tokens": {"minimum": -1},
+    "request_id": {"pattern": "^[A-Za-z0-9._:-]{1,128}$"},
+    "stop": {"maxItems": MAX_STOPS},
+    "bad_words": {"maxItems": MAX_BAD_WORDS},
+    "tools": {"maxItems": MAX_TOOLS},
+    "best_of": {"minimum": 0, "maximum": 20},
+    "suffix": {"maxLength": MAX_SUFFIX_CHARACTERS},
+}
+"""What the rules of `validation` allow of chat and completions, beside their types; a test holds both together."""
+
+_FURTHER_BOUNDS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
+    "ChatRequest": {"top_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}},
+    "CompletionRequest": {
+        "logprobs": {"minimum": 0, "maximum": MAX_COMPLETION_LOGPROBS},
+        "max_tokens": {**_OUTPUT_TOKENS, "minimum": 0},  # 0 with `echo`
+    },
+}
+_WHERE: Final = {
+    "number": ("minimum", "exclusiveMinimum", "maximum"),
+    "integer": ("minimum", "exclusiveMinimum", "maximum"),
+    "string": ("pattern", "maxLength"),
+    "array": ("maxItems",),
+}
+
+EXAMPLE_MODEL: Final = "demo"  # what `dynamo serve` serves where no model is named
+EXAMPLES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "ChatRequest": {
+        "model": EXAMPLE_MODEL,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 32,
+    },
+    "CompletionRequest": {"model": EXAMPLE_MODEL, "prompt": "The capital of France is", "max_tokens": 16},
+    "ResponsesBody": {
+        "model": EXAMPLE_MODEL,
+        "input": "What is the capital of France?",
+        "max_output_tokens": 32,
+    },
+    "MessagesRequest": {
+        "model": EXAMPLE_MODEL,
+        "max_tokens": 32,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    },
+}
+"""A body of each kind of request that is answered as it stands, by the demonstration model."""
+
 _GENERATION_ERRORS: Final = {
     400: "The request is malformed or breaks a rule; the message names the field.",
     404: "No such model.",
@@ -274,6 +353,9 @@ def openapi_document(
         "default": None,
     }
     for name in ("ChatRequest", "CompletionRequest"):
+        for member, bounds in {**BOUNDS, **_FURTHER_BOUNDS[name]}.items():
+            if member in schemas[name]["properties"]:
+                _bound(schemas[name]["properties"][member], bounds)
         schemas[name]["description"] = f"The body of `POST /v1/{'chat/' if name == 'ChatRequest' else ''}completions`."
     for description in further:
         for name, properties in description.properties.items():
@@ -369,9 +451,19 @@ def openapi_json(
     return msgspec.json.encode(document)
 
 
+def _bound(schema: dict[str, Any], bounds: Mapping[str, Any]) -> None:
+    """Put the bounds of a member into those of its alternatives that they are about."""
+    for one in schema.get("anyOf", [schema]):
+        about = _WHERE.get(one.get("type", ""), ())
+        one.update({keyword: value for keyword, value in bounds.items() if keyword in about})
+
+
 def json_content(name: str) -> dict[str, Any]:
-    """Return the content of a body that is the schema of that name."""
-    return {"application/json": {"schema": {"$ref": _REFERENCE.format(name=name)}}}
+    """Return the content of a body that is the schema of that name, with an example where there is one."""
+    content: dict[str, Any] = {"schema": {"$ref": _REFERENCE.format(name=name)}}
+    if name in EXAMPLES:
+        content["example"] = EXAMPLES[name]
+    return {"application/json": content}
 
 
 def generation_errors(body: str) -> dict[str, Any]:
