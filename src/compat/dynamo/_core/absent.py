@@ -1,4 +1,4 @@
-"""Names of the native module that are loaded when they are asked for, and those that this system does not have."""
+"""Names of the native module that are loaded at first use, and those that this system does not have."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ROUTER_NAMES: Final = (
     "RouterConfig",
     "RoutingConstraints",
 )
-"""What is loaded when it is first asked for: an engine's worker needs no router."""
+"""What is loaded at first use: an engine's worker needs no router."""
 
 
 def load_name(module: str, name: str) -> Any:

@@ -245,7 +245,7 @@ class TaintConstraints:
 
 
 class LoadThresholdConfig:
-    """From which load on a worker gets no new requests; None: that load is not looked at."""
+    """From which load on a worker gets no new requests; None: that load does not count."""
 
     __slots__ = ("_thresholds",)
 

@@ -308,7 +308,7 @@ class EndpointKvRouter:
         cache_namespace: str | None = None,
     ) -> dict[str, object]:
         """Return the blocks of a prompt that each rank holds, by tier, unweighed. An override changes nothing, and there is
-        no shared cache to ask."""
+        no shared cache to query."""
         query = self._query(token_ids, block_mm_infos, lora_name, cache_namespace)
         routing = await self._opened.value()
         return overlap_scores(routing.router, routing.hashed(query, self._block_size), _now())
@@ -316,7 +316,7 @@ class EndpointKvRouter:
     async def dump_events(self) -> str:
         """Return the events, as a JSON list, that store what the ranks hold as far as the router knows.
 
-        Raises InvalidArgument for a router that does not look at caches (`overlap_score_credit` 0).
+        Raises InvalidArgument for a router that ignores caches (`overlap_score_credit` 0).
         """
         chains = (await self._opened.value()).chains
         if chains is None:

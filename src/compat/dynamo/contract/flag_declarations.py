@@ -76,7 +76,7 @@ class Deprecated:
         return f"{name} is deprecated and will be removed in {self.remove_in}; use {self.replacement}."
 
     def warn(self, name: str) -> None:
-        """Issue a FutureWarning for the use of `name`: unlike a DeprecationWarning it is shown to those who run it."""
+        """Issue a FutureWarning for the use of `name`: unlike a DeprecationWarning it is shown to its users."""
         warnings.warn(self.message(name), FutureWarning, stacklevel=2)
 
 

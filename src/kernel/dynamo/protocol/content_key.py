@@ -1,6 +1,6 @@
-"""The name of a request by what it asks: equal requests have equal keys, in every process. Pure.
+"""The name of a request by its content: equal requests have equal keys, in every process. Pure.
 
-A recording names its answers by it, and the engine that answers from a recording looks them up by it.
+A recording names its answers by it, and the engine that answers from a recording finds them by it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-# How the answer travels, who asks, and where the request is routed: none of it changes what is asked.
+# How the answer travels, the client, and where the request is routed: none of it changes the content.
 _LEFT_OUT: Final = frozenset(
     {"stream", "stream_options", "nvext", "user", "metadata", "store", "model", "service_tier"}
 )

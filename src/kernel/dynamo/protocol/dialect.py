@@ -47,7 +47,7 @@ class Dialect(ABC):
         """Return the last bytes of a stream that fails once its status is sent."""
 
     def rate_headers(self, status: RateStatus) -> tuple[tuple[bytes, bytes], ...]:
-        """Return the headers that say how far a rate limit is used."""
+        """Return the headers that report how far a rate limit is used."""
         limit, remaining, reset = _RATE_HEADERS[status.kind]
         return (
             (limit, b"%d" % status.limit),

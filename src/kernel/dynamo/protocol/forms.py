@@ -25,7 +25,7 @@ class FormFile(Struct):
 
     name: str  # of the field
     data: bytearray
-    media_type: str = "application/octet-stream"  # as its first bytes tell
+    media_type: str = "application/octet-stream"  # as its first bytes show
 
 
 class FormShape(Struct, frozen=True):

@@ -15,7 +15,7 @@ from dynamo.protocol.openai.schema import ApiDescription, generation_errors, jso
 
 
 class ImageFacts(Struct, frozen=True):
-    """What the bytes of an image say of it."""
+    """What the bytes of an image define of it."""
 
     size: str  # 64x64
     output_format: str  # png
@@ -48,7 +48,7 @@ def check_base64(text: str, what: str) -> bytes:
 def read_partial(answer: Any, request: ImageRequest) -> tuple[int, str] | None:
     """Return the number and the content of a picture that is not finished; None for any other object.
 
-    Raises Unknown for one that was not asked for.
+    Raises Unknown for one that was not requested.
     """
     index = answer.get("partial_image_index") if isinstance(answer, Mapping) else None
     if index is None:

@@ -49,7 +49,7 @@ class ImageRequest(ResultRequest, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def count(self) -> int:
-        """How many images are asked for."""
+        """How many images are requested."""
         return 1 if self.n is None else self.n
 
     @property
@@ -154,7 +154,7 @@ def _part(url: str, where: str) -> MediaPart:
 
 
 def image_body(request: ImageRequest, urls: list[str] | None = None, mask: str | None = None) -> dict[str, Any]:
-    """Return the worker's request: the client's own, with the images where engines of 1.6.1 look for them.
+    """Return the worker's request: the client's own, with the images where engines of 1.6.1 expect them.
 
     `urls`: the images of an edit, the first of which is `input_reference`; None: there are none.
     """

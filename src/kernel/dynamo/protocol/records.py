@@ -37,15 +37,15 @@ _SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 DEFAULT_BLOCK_SIZE: Final = 16
 """The card's value when the engine has no block-structured KV: the native reader requires the member. Whether the
-engine really has blocks is told by `runtime_config.total_kv_blocks` and its event channels, not by this number."""
+engine really has blocks is in `runtime_config.total_kv_blocks` and its event channels, not by this number."""
 
 
 ENCODER_HANDOFF: Final = "encoder_result_handoff"
-"""The entry of a worker's `runtime_data` that asks for an encode worker before it: the media of a request go there first."""
+"""The entry of a worker's `runtime_data` that requires an encode worker before it: the media of a request go there first."""
 
 MEDIA_KINDS: Final = "media"
 """The entry of an engine's `runtime_data` that lists the kinds of media it takes: `image`, `video`, `audio`; an empty list: none.
-Without it the model's config.json tells."""
+Without it the model's config.json decides."""
 
 ADAPTERS_ENDPOINT: Final = "adapters"
 """The endpoint of a component at which frontends load and unload the adapters of its workers."""
@@ -54,7 +54,7 @@ LABELS: Final = "labels"
 """The entry of an engine's `runtime_data` with the names of the classes that its model knows, in their order."""
 
 IMAGE_PROCESSOR: Final = "image_processor"
-"""The entry of a worker's `runtime_data` with what its model's preprocessor_config.json says of the sizes of images: that is no
+"""The entry of a worker's `runtime_data` with what its model's preprocessor_config.json defines of the sizes of images: that is no
 file of a card."""
 
 IMAGE_PROCESSOR_MEMBERS: Final[tuple[str, ...]] = (
@@ -299,7 +299,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     def to_json(self) -> dict[str, Any]:
         """Return the card as it is published; absent members are left out."""
         record = _without_nothing(msgspec.to_builtins(self, str_keys=True))
-        # The native reader wants these three present even when there is nothing to say.
+        # The native reader requires these three even when they are empty.
         record["media_decoder"] = self.media_decoder
         record["media_fetcher"] = self.media_fetcher
         record["runtime_config"] = self.runtime_config.to_json()

@@ -100,7 +100,7 @@ class MadeVideo(Struct):
 
 
 def read_video(answer: Any, max_bytes: int) -> MadeVideo | None:
-    """Return the video in an object of a worker; None: it only tells how far it is. Raises Unknown for any other object."""
+    """Return the video in an object of a worker; None: it only reports progress. Raises Unknown for any other object."""
     if not isinstance(answer, Mapping):
         raise Unknown("the worker did not answer with an object")
     data = answer.get("data")
@@ -130,7 +130,7 @@ def read_video(answer: Any, max_bytes: int) -> MadeVideo | None:
 def video_object(
     id: str, request: VideoRequest, made: Mapping[str, Any], created: int, completed: int
 ) -> dict[str, Any]:
-    """Return the object of a finished video, without its content; `made` is what the worker says of it."""
+    """Return the object of a finished video, without its content; `made` is what the worker reports of it."""
     size = made.get("size")
     seconds = made.get("seconds")
     found: dict[str, Any] = {
@@ -153,7 +153,7 @@ def video_object(
 
 
 class VideoPage(Struct, frozen=True):
-    """Which part of a list is asked for."""
+    """Which part of a list is requested."""
 
     limit: int = 20
     after: str | None = None
@@ -161,7 +161,7 @@ class VideoPage(Struct, frozen=True):
 
 
 def video_page(query: Mapping[str, Sequence[str]]) -> VideoPage:
-    """Return the part of a list that a query asks for. Raises RequestRejected (400)."""
+    """Return the part of a list that a query selects. Raises RequestRejected (400)."""
     limit, order = query.get("limit", ["20"])[0], query.get("order", ["desc"])[0]
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_PAGE:
         raise RequestRejected(400, f"limit must be between 1 and {MAX_PAGE}", param="limit")

@@ -1,4 +1,4 @@
-"""The request that goes to a worker, as far as the way there looks into it. Every other member passes through."""
+"""The request that goes to a worker, as far as the way there reads it. Every other member passes through."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TaintPreferences(TypedDict, total=False):
 
 
 class RoutingHints(TypedDict, total=False):
-    """What a request says about where it should be served. Absent: it may go anywhere."""
+    """What a request sets about where it should be served. Absent: it may go anywhere."""
 
     backend_instance_id: int
     decode_worker_id: int
@@ -49,7 +49,7 @@ class BootstrapInfo(TypedDict, total=False):
     bootstrap_host: str
     bootstrap_port: int
     bootstrap_room: int
-    handoff_id: UUID | str  # written by each plane as its readers want it
+    handoff_id: UUID | str  # written by each plane as its readers need it
 
 
 class PrefillResult(TypedDict, total=False):

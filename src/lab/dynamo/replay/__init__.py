@@ -5,7 +5,7 @@
 scenarios that the command knows.
 
 A room of its own, and not a part of `cli`: nothing here reads a clock, a file or a terminal, and the command, the tests and
-whoever tunes a policy start from the same `run_replay`.
+the tuning of a policy start from the same `run_replay`.
 """
 
 __all__: list[str] = []

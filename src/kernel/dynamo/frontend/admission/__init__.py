@@ -1,3 +1,3 @@
-"""Who may enter: limits of the process and of each model."""
+"""Admission: limits of the process and of each model."""
 
 __all__: list[str] = []

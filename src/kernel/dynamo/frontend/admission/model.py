@@ -9,7 +9,7 @@ Two limits, each with three heights, so that what is less urgent is refused firs
 * places: a fixed number, or a multiple of what the model's workers run at once. The last fifth of them is not for requests
   below priority 0, the last tenth only for those above it;
 * the age of the queue: of the oldest request that has had no token yet. A wait is a queue only while more requests are in
-  flight than the workers run at once, so a long prefill beside free places never refuses anybody. Requests below priority 0
+  flight than the workers run at once, so a long prefill beside free places never refuses a request. Requests below priority 0
   are refused at half the limit, those above it at twice the limit.
 """
 
@@ -64,7 +64,7 @@ def urgency_of(nvext: NvExt | None) -> Urgency:
 
 
 def cap_priority(request: Request | ResultRequest, most: int | None) -> None:
-    """Hold a request to the priority of its key: what it asks for, at most `most`, and `most` where it asks for nothing.
+    """Hold a request to the priority of its key: what it sets, at most `most`, and `most` where it sets nothing.
 
     None: its key has none, and the request keeps its own.
     """
@@ -90,7 +90,7 @@ class RequestLimit:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse "64" or "1.5x". Raises ValueError saying what is wrong."""
+        """Parse "64" or "1.5x". Raises ValueError naming what is wrong."""
         is_factor = text.endswith("x")
         try:
             number = float(text[:-1]) if is_factor else int(text)
@@ -119,7 +119,9 @@ class AdmissionPolicy:
     """What holds for every model of this process."""
 
     limit: RequestLimit | None = None
-    queue_age_seconds: float | None = None  # None: the default above, where the workers said what they run; 0: never
+    queue_age_seconds: float | None = (
+        None  # None: the default above, where the workers reported what they run; 0: never
+    )
     share: float = 1.0  # of each model's capacity that this process may fill: it may be one of several on a port
 
 

@@ -153,7 +153,7 @@ class _ChatRenderer(Renderer):
         return self._chunks
 
     def _in_full(self, output: ChoiceOutput) -> bytes:
-        """Return the chunks of an output with everything its client wants: one for all text, one for each call or piece
+        """Return the chunks of an output with everything its client requests: one for all text, one for each call or piece
         of one. Log probabilities and extensions go with the first chunk, the reason with the last."""
         answer, chunks = self._answer, self._opened()
         beside = b"" if self._dispatch is None else self._dispatch.events(output)

@@ -1,4 +1,4 @@
-"""`/v1/classify` and `/v1/pooling`: what the head of a model says of each input."""
+"""`/v1/classify` and `/v1/pooling`: what the head of a model yields for each input."""
 
 from __future__ import annotations
 

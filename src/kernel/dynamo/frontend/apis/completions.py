@@ -118,7 +118,7 @@ class _CompletionRenderer(Renderer):
     def _chunk(
         self, output: ChoiceOutput, text: str, finished: Finished | None, reason: str | None, logprobs: bytes | None
     ) -> bytes:
-        """Return a chunk with the members that its client wants."""
+        """Return a chunk with the members that its client requests."""
         answer, output = self._answer, self._with_held(output)
         nvext = None
         if answer.wants_nvext:

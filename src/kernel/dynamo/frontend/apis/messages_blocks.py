@@ -4,8 +4,8 @@ The rules are the same for a stream and for a body, because both go through `Blo
 
 - One block is open at a time. What is of another kind closes it and takes the next index.
 - White space that nothing of its kind follows is no block of its own: it is held until something does.
-- A call is told once it is whole, and its input is an object. One that was cut off, or is no call after all, is not
-  told. The input of a tool that asks for it (`eager_input_streaming`) goes out as it is written.
+- A call is sent once it is whole, and its input is an object. One that was cut off, or is no call after all, is not
+  sent. The input of a tool that requests it (`eager_input_streaming`) goes out as it is written.
 - An answer without any block has one empty text.
 """
 
@@ -51,14 +51,14 @@ class _Call:
 
 
 class BlockOrder:
-    """Takes the events of one answer in any pieces, and tells a writer its blocks."""
+    """Takes the events of one answer in any pieces, and passes a writer its blocks."""
 
     __slots__ = ("_calls", "_calls_last", "_eager", "_held", "_held_kind", "_writer", "blocks", "has_called", "open")
 
     def __init__(self, writer: BlockWriter, eager: Collection[str] = (), *, calls_last: bool = False) -> None:
         """`eager`: the tools whose input is written before it is known to be whole.
 
-        `calls_last`: calls are told at the end, as an engine that reads its own text may add to any of them until then.
+        `calls_last`: calls are sent at the end, as an engine that reads its own text may add to any of them until then.
         """
         self._writer, self._eager, self._calls_last = writer, () if calls_last else eager, calls_last
         self._calls: list[_Call] = []
@@ -66,7 +66,7 @@ class BlockOrder:
         self._held_kind = BlockKind.TEXT
         self.open: BlockKind | None = None
         self.blocks = 0
-        self.has_called = False  # a whole call was told
+        self.has_called = False  # a whole call was sent
 
     def take(self, events: Iterable[OutputEvent]) -> None:
         """Take the next events, and write what they make known."""

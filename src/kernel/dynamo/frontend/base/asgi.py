@@ -1,4 +1,4 @@
-"""The little of ASGI that the routes need: read a bounded body, send one answer, look at headers once."""
+"""The little of ASGI that the routes need: read a bounded body, send one answer, read headers once."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def _receive_body(headers: Headers, receive: Receive, limit_bytes: int, bu
             budget.take(len(body))
             whole += body
             if not message.get("more_body", False):
-                # Copying megabytes takes tens of milliseconds of the loop, and who reads a body reads either.
+                # Copying megabytes takes tens of milliseconds of the loop, and the reader of a body reads either.
                 return bytes(whole) if len(whole) <= COPIED_BYTES else cast(bytes, whole)
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -208,6 +208,6 @@ async def reply_rejected(
 ) -> None:
     """Send the answer a rejection stands for, in the shape of the API that rejects."""
     headers = tuple((name.encode(), value.encode()) for name, value in rejected.headers().items())
-    if rejected.limit in ("body_size", "pending_bodies"):  # the rest of the body is not wanted
+    if rejected.limit in ("body_size", "pending_bodies"):  # the rest of the body is not read
         headers += ((b"connection", b"close"),)
     await reply(send, rejected.status, dialect.error_body(rejected, request_id), extra=(*headers, *extra))

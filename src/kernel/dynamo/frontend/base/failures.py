@@ -1,6 +1,6 @@
 """The requests that failed: counted by kind, and the last ones kept as bundles.
 
-For whoever shows them (the inspector) and whoever sends them again (`dynamo replay`):
+For the inspector, which shows them, and for `dynamo replay`, which sends them again:
 
     ring.recent()    the failures that have a bundle, the newest first          -> list[FailedRequest]
     ring.grouped()   what failed, by kind: (status, code, model, worker, message) -> list[FailureGroup]
@@ -124,7 +124,7 @@ class FailureRing:
         process: Callable[[], Mapping[str, Any]] = dict,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`process`: what is the same for all bundles of this process, such as its version; asked when a bundle is read."""
+        """`process`: what is the same for all bundles of this process, such as its version; called when a bundle is read."""
         self._max_bundles, self._max_bytes = max_bundles, max_bytes
         self._process, self._wall_clock = process, wall_clock
         self._kept: OrderedDict[str, tuple[FailedRequest, FailureKey, bytes]] = OrderedDict()
@@ -134,7 +134,7 @@ class FailureRing:
         self.total = 0
         """Failures since the start."""
 
-    # -- for whoever shows them ---------------------------------------------------------------------------------------
+    # -- for the inspector ---------------------------------------------------------------------------------------
 
     def recent(self, limit: int = 100) -> list[FailedRequest]:
         """Return failures that have a bundle, the newest first."""
@@ -260,7 +260,7 @@ def _slot(at_ms: int) -> int:
 
 
 MAX_TEMPLATE_CHARACTERS: Final = 240
-_MAX_READ: Final = 2000  # characters of a message that are looked at; an engine may quote a whole prompt
+_MAX_READ: Final = 2000  # characters of a message that are examined; an engine may quote a whole prompt
 
 # Quoted texts, also one whose end was cut off, and the words between spaces. An apostrophe inside a word opens nothing.
 _PARTS: Final = re.compile(

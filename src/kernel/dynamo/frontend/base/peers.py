@@ -25,7 +25,7 @@ class Peers(Protocol):
         """Return the other processes' answers, and the names of those that gave none in time. Raises TimeoutError."""
 
     def on_asked(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer what the other processes ask with what `answer` returns."""
+        """Answer the requests of the other processes with what `answer` returns."""
 
     def describe(self) -> Mapping[str, int]:
         """Return how many processes there are, for `/health`."""

@@ -13,7 +13,7 @@ Redact = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 def load_redaction(path: str | None) -> Redact | None:
-    """Import the function `module.function`; None for None. Raises InvalidArgument that says what is missing."""
+    """Import the function `module.function`; None for None. Raises InvalidArgument that names what is missing."""
     if path is None:
         return None
     module_name, _, name = path.replace(":", ".").rpartition(".")

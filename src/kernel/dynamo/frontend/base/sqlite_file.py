@@ -34,7 +34,7 @@ def open_database(
     Raises InvalidArgument when the file cannot be opened, or is of another version.
     """
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what clients sent is nobody else's to read
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what clients sent is for no other user to read
         database = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
         raise InvalidArgument(f"{what} {path} cannot be opened: {error}") from error

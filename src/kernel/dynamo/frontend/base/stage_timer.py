@@ -18,7 +18,7 @@ PARSE, TEMPLATE, TOKENISE, QUEUE, ROUTE, WIRE, FIRST_TOKEN, WRITE = range(len(ST
 
 
 def wants_stage_times(headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether the client wants the stage times in its answer."""
+    """Return whether the client requests the stage times in its answer."""
     return OVERHEAD_HEADER in headers and headers[OVERHEAD_HEADER].lower() not in (b"", b"0", b"false")
 
 
@@ -109,9 +109,9 @@ class StageTimer:
         return ", ".join([*parts, f"total;dur={(self._at - self._began) * 1000:.3f}"]).encode()
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Return the header for a client that wants it; () for any other."""
+        """Return the header for a client that requests it; () for any other."""
         return ((b"server-timing", self.server_timing()),) if self.is_wanted else ()
 
     def comment(self) -> bytes:
-        """Return the times as a comment at the end of an event stream; b"" for a client that does not want them."""
+        """Return the times as a comment at the end of an event stream; b"" for a client that does not request them."""
         return b": server-timing " + self.server_timing() + b"\n\n" if self.is_wanted else b""

@@ -1,7 +1,7 @@
 """The adapters of a cluster: loaded at every worker of their base model, unloaded everywhere, and brought to workers that come later.
 
 What should be loaded is remembered here and written on the cards (`lora.source`), so that other frontends, and this one after a
-restart, find it there. A worker that had an adapter and lost it is left alone: somebody unloaded it.
+restart, find it there. A worker that had an adapter and lost it is left alone: an operator unloaded it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynamo.runtime.base.tasks import Background
 logger = logging.getLogger(__name__)
 
 MAX_ADAPTERS: Final = 1000  # that are remembered
-AT_ONCE: Final = 8  # workers that are asked at a time
+AT_ONCE: Final = 8  # workers that are called at a time
 ANSWER_SECONDS: Final = 600.0  # a source may have to be fetched
 RETRY_SECONDS: Final = 5.0
 
@@ -64,7 +64,7 @@ class AdapterKeeper:
         """Leave the workers as they are. Idempotent."""
         await self._background.close()
 
-    # -- what an operator asks for -----------------------------------------------------------------------------------
+    # -- what an operator requests -----------------------------------------------------------------------------------
 
     def bases(self, name: str) -> frozenset[str]:
         """Return the models whose workers have an adapter of this name."""
@@ -89,7 +89,7 @@ class AdapterKeeper:
     async def unload(self, name: str) -> Sequence[WorkerAnswer]:
         """Take an adapter away from every worker that has it, and forget it; return the answers of those that had it.
 
-        The workers are asked: what was loaded a moment ago may not be seen in discovery yet.
+        The workers are queried: what was loaded a moment ago may not be seen in discovery yet.
         """
         wanted = self._wanted.pop(name, None)
         bases = self.bases(name) | ({wanted.base} if wanted is not None else set())
@@ -111,7 +111,7 @@ class AdapterKeeper:
         return failure or WorkerAnswer(entry.instance_id, entry.endpoint, "success")
 
     def listed(self) -> list[dict[str, Any]]:
-        """Return every adapter with its base model and its workers, and what is wanted and not loaded anywhere yet."""
+        """Return every adapter with its base model and its workers, and what is requested and not loaded anywhere yet."""
         names, found = self._models.base_names(), dict[str, dict[str, Any]]()
         for entry in self._models.adapters():
             assert entry.card.lora is not None

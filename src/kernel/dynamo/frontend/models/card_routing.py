@@ -1,4 +1,4 @@
-"""How the workers of one group are chosen: as their card says in `router_config`, else as the frontend is told."""
+"""How the workers of one group are chosen: as their card sets in `router_config`, else as the frontend is set."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CardRouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_router_config(
     value: object, mode: RouterMode, over: KvRouterSettings
 ) -> tuple[RouterMode, KvRouterSettings, list[str]]:
-    """Return the mode and the settings of a card, over those of the frontend, and what it asks for that is not done.
+    """Return the mode and the settings of a card, over those of the frontend, and what it sets that is not done.
 
     Raises ValueError naming the member that is unknown or wrong.
     """
@@ -94,10 +94,10 @@ class CardRouting:
     """The choice of every group, made once: it holds until the group and what is served of it are gone."""
 
     def __init__(self, own: GroupRouting, mode: RouterMode, settings: KvRouterSettings, make: RoutingMaker) -> None:
-        """`own`: by the frontend's `mode` and `settings`, for cards that say nothing."""
+        """`own`: by the frontend's `mode` and `settings`, for cards that set nothing."""
         self._own, self._mode, self._settings, self._make = own, mode, settings, make
-        self._made: dict[bytes, GroupRouting] = {}  # by what cards say
-        self._chosen: dict[GroupKey, GroupRouting] = {}  # of groups whose card says something; bounded by the groups
+        self._made: dict[bytes, GroupRouting] = {}  # by what cards set
+        self._chosen: dict[GroupKey, GroupRouting] = {}  # of groups whose card sets something; bounded by the groups
 
     def of(self, group: Group) -> GroupRouting:
         """Return how the workers of a group are chosen."""

@@ -1,6 +1,6 @@
 """Which worker serves which model: the bookkeeping over `v1/mdc`, without I/O.
 
-Cards are grouped by (model name, namespace, role). The first card of a group says what the model is; a worker whose card
+Cards are grouped by (model name, namespace, role). The first card of a group defines the model; a worker whose card
 has another fingerprint is left out, loudly, until the first card's last worker has gone. The native frontend has the same
 rule but keeps silent about it.
 """
@@ -87,7 +87,7 @@ class CardBook:
     ) -> None:
         """`refused` counts a card that is ignored, under the limit's name."""
         self._scope, self._max_groups, self._refused = scope, max_groups, refused
-        self._is_full = False  # a card was ignored for want of room, and the log says so
+        self._is_full = False  # a card was ignored for want of room, and that was logged
         self._where: dict[str, GroupKey] = {}  # card key -> group
         self._groups: dict[GroupKey, dict[str, CardEntry]] = {}  # insertion order is arrival order
 
@@ -96,7 +96,7 @@ class CardBook:
         return len(self._groups)
 
     def apply(self, changes: Iterable[Change]) -> list[GroupKey]:
-        """Take over a batch; the groups that may look different now, each once, in order."""
+        """Take over a batch; the groups that may be different now, each once, in order."""
         touched: dict[GroupKey, None] = {}
         for change in changes:
             key = change.key.removeprefix(f"{MODEL_CARDS}/")

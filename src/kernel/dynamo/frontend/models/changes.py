@@ -1,4 +1,4 @@
-"""Changes of what is served: the index is brought up to date after them, and whoever waits for one is woken."""
+"""Changes of what is served: the index is brought up to date after them, and a task that waits for one is woken."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ClusterAccess:
         own = self._routing(mode, settings.kv_router)
         self.cards = CardRouting(own, mode, settings.kv_router, self._routing)
         self.kv = own.kv
-        self._adapters: dict[str, Client] = {}  # of the components whose adapters were asked for
+        self._adapters: dict[str, Client] = {}  # of the components whose adapters were requested
 
     async def connect(self, endpoint: str) -> WorkerClient:
         """Return a client of an endpoint."""

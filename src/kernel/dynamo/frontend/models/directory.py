@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_RETRY_SECONDS: Final = 1.0
 SLICE: Final = 16  # records that are taken over in one go; each costs up to a tenth of a millisecond
-INDEXED_AT_ONCE: Final = 64  # groups; looking through more of them takes milliseconds, and is done in a moment
+INDEXED_AT_ONCE: Final = 64  # groups; examining more of them takes milliseconds, and is done in a moment
 
 
 class ModelDirectory:

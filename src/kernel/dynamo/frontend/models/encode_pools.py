@@ -56,9 +56,9 @@ class EncodePools:
         return router is not None and router.workers.is_reachable
 
     def stage(self, key: GroupKey, served: ServedModel) -> EncodeStage | None:
-        """Return the stage before the workers that compute the prompts of a model; None: they ask for none.
+        """Return the stage before the workers that compute the prompts of a model; None: they need none.
 
-        That is told by the card of the workers that get the media: the prefill workers of a disaggregated model.
+        That is set by the card of the workers that get the media: the prefill workers of a disaggregated model.
         """
         takers = self._cards.group(GroupKey(key.model, key.namespace, PREFILL)) if key.role == DECODE else None
         card = served.card if takers is None else takers.card
@@ -136,7 +136,7 @@ async def _give_to_prefill(prefill: PrefillRouter, decoders: ModelPool, body: Wo
 
 
 class _NoTimer:
-    """The times of a request that nobody waits for."""
+    """The times of a request that no client waits for."""
 
     def routed(self) -> None: ...
 

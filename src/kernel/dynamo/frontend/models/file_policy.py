@@ -1,6 +1,6 @@
 """Which places a model card may name its files at: rules, without I/O.
 
-Who can write to discovery can write a card. A card must not make the frontend fetch from addresses that are no worker's,
+A process that can write to discovery can write a card. A card must not make the frontend fetch from addresses that are no worker's,
 nor write outside its cache, nor wait or store without end.
 """
 

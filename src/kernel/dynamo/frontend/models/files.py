@@ -177,7 +177,7 @@ class _Fetch:
                 raise CannotConnect(f"model file {ref.path[:200]} cannot be downloaded: {answer.status}{redirect}")
             while block := answer.read1(_BLOCK_BYTES):
                 yield block
-            if time.monotonic() >= self._deadline:  # a connection that was cut looks like one that ended
+            if time.monotonic() >= self._deadline:  # a connection that was cut is like one that ended
                 raise self._too_slow(ref)
             if answer.length:
                 raise http.client.IncompleteRead(b"", answer.length)
@@ -193,7 +193,7 @@ class _Fetch:
                 facts = os.fstat(source.fileno())
                 if not stat.S_ISREG(facts.st_mode):
                     raise InvalidArgument(f"model file {path} is not a regular file")
-                left = facts.st_size  # files of /proc say 0, and some block their reader for ever
+                left = facts.st_size  # files of /proc report 0, and some block their reader for ever
                 if left > self._policy.file_bytes:
                     raise InvalidArgument(
                         f"model file {path} has {left} bytes, at most {self._policy.file_bytes} (DYN_MODEL_FILE_LIMIT_MB)"

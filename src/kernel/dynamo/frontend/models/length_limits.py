@@ -12,10 +12,10 @@ from dynamo.protocol.records import ModelCard
 class LengthLimits(NamedTuple):
     """How long the prompt and the answer of a model may be, in tokens."""
 
-    context: int | None  # of prompt and answer together, as the model has it; None: the worker did not say
-    prompt: int | None  # a prompt has fewer; None: the worker did not say
-    combined: int | None = None  # of prompt and answer together, where a budget of the worker's says so
-    rejects_total: bool = False  # what is asked for beyond `combined` is refused, and not cut by the engine
+    context: int | None  # of prompt and answer together, as the model has it; None: the worker did not report it
+    prompt: int | None  # a prompt has fewer; None: the worker did not report it
+    combined: int | None = None  # of prompt and answer together, where a budget of the worker's sets it
+    rejects_total: bool = False  # what is requested beyond `combined` is refused, and not cut by the engine
 
     @classmethod
     def of(cls, card: ModelCard, context_length: int | None) -> LengthLimits:

@@ -54,7 +54,7 @@ class PrefillPools:
         router = self._routers.get(_place(key))
         if router is None or not (self._rules.enforce_disagg or router.workers.is_reachable):
             return ()
-        bypass = None if decoders.kv is None else self._rules.bypass  # their card may say something else
+        bypass = None if decoders.kv is None else self._rules.bypass  # their card may set something else
         return (PrefillStage(router, decoders, bypass),)
 
     def update(self, group: Group) -> None:
@@ -80,7 +80,7 @@ class PrefillPools:
         router.set_members({(entry.endpoint, entry.instance_id): entry.card.runtime_config for entry in group.accepted})
 
     def instances_changed(self) -> None:
-        """Let requests that wait for a prefill worker look again."""
+        """Let requests that wait for a prefill worker check again."""
         for router in self._routers.values():
             if (gate := router.workers.gate) is not None:
                 gate.changed()

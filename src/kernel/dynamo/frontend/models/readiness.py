@@ -75,7 +75,7 @@ class Readiness:
                 group.key.role: {
                     "workers": workers[group.key.role],
                     "needs": group.card.needs,
-                    # Ours as well: who replaces workers one by one wants to know of each.
+                    # Ours as well: a replacement of workers one by one needs to know of each.
                     "instance_ids": sorted(entry.instance_id for entry in group.accepted if there(entry)),
                 }
                 for group in groups
@@ -84,7 +84,7 @@ class Readiness:
             "missing_worker_types": missing,
         }
         rejected = [entry for group in groups for entry in group.rejected]
-        if rejected:  # ours: the native frontend leaves them out without telling anybody
+        if rejected:  # ours: the native frontend leaves them out without a line
             body["rejected_workers"] = [
                 {"endpoint": entry.endpoint, "instance_id": entry.instance_id, "reason": "model card differs"}
                 for entry in rejected
@@ -98,7 +98,7 @@ class Readiness:
 
     def _had_all_roles(self, key: GroupKey) -> bool:
         """Return whether a worker may get requests: not before its prefill and encode workers came, and as many like it as
-        are asked for, but still after they left.
+        are requested, but still after they left.
         """
         served, least = self._served[key], self._rules.min_initial_workers
         own = served.card.needs

@@ -18,20 +18,20 @@ class ReplacementWaits:
     def __init__(self, seconds: float, on_expiry: Callable[[], None], *, is_endless: bool = False) -> None:
         """`seconds`: how long such a wait is; 0: there is none. `on_expiry`: called when one is over in vain.
 
-        `is_endless`: it never is, as workers are started when somebody asks for the model.
+        `is_endless`: it never is, as workers are started when a request for the model comes.
         """
         self.seconds = seconds
         self._is_endless = is_endless
         self._started_on_demand: set[GroupKey] = set()  # models without a worker, where that is as it should be
         self._on_expiry = on_expiry
-        self._reachable: set[GroupKey] = set()  # the models that had a worker when that was last looked at
+        self._reachable: set[GroupKey] = set()  # the models that had a worker when that was last checked
         self._expiries: dict[GroupKey, asyncio.TimerHandle] = {}  # of models without a worker, at most one each
 
     def __contains__(self, key: GroupKey) -> bool:
         return key in self._expiries or key in self._started_on_demand
 
     def update(self, served: Mapping[GroupKey, ModelPool]) -> None:
-        """Look at every model again. To be called after each change of members or instances."""
+        """Check every model again. To be called after each change of members or instances."""
         for key, pool in served.items():
             was_reachable = key in self._reachable
             pool.members_changed(was_reachable)

@@ -43,7 +43,7 @@ class ServingRules:
     """Above 0: a model stays without any worker, and each of its requests waits so long for one."""
     rng: random.Random | None = None
     kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
-    cards: CardRouting | None = None  # what cards say of the policy; None: they are not asked
+    cards: CardRouting | None = None  # what cards say of the policy; None: they do not count
     bypass: BypassRules | None = (
         None  # which prompts of a disaggregated model decode workers compute; None: none of them
     )
@@ -65,14 +65,14 @@ class ServingRules:
         return kv.placement(kv.key(group.key.namespace, group.key.role, group.card))
 
     def equip(self, group: Group, pool: ModelPool) -> None:
-        """Let requests wait for the workers of a group, and sessions stay with them, where the settings ask for that."""
+        """Let requests wait for the workers of a group, and sessions stay with them, where the settings require that."""
         pool.holds = self.holds
         if (kv := self.routing(group).kv) is not None:
             key = kv.key(group.key.namespace, group.key.role, group.card)
             pool.pre_dispatch = kv.gate_for(key, group.key.model, pool)
 
     def routing(self, group: Group) -> GroupRouting:
-        """Return how the workers of a group are chosen: as its card says, or else by these rules."""
+        """Return how the workers of a group are chosen: as its card sets, or else by these rules."""
         return GroupRouting(self.new_policy, self.kv) if self.cards is None else self.cards.of(group)
 
     def cache_events(self) -> dict[WorkerRank, CacheEvents]:
@@ -137,8 +137,8 @@ class ServedModel(ModelPool):
         self.card: ModelCard = card
         self.runtime_config = card.runtime_config
         self.mdc_sum = group.fingerprint
-        self.surface_bits: int = card.surfaces.value  # of what it can be called by, which every request asks
-        self.takes_text = card.model_input == str(ModelInput.Text)  # it gets the client's own body, and says text
+        self.surface_bits: int = card.surfaces.value  # of what it can be called by, which every request needs
+        self.takes_text = card.model_input == str(ModelInput.Text)  # it gets the client's own body, and yields text
         self.length_limits = LengthLimits.of(
             card, card.runtime_config.context_length or card.context_length or self.text.context_length or None
         )
@@ -149,7 +149,7 @@ class ServedModel(ModelPool):
 
     @property
     def context_length(self) -> int | None:
-        """Tokens of prompt and answer together; None when the worker did not say."""
+        """Tokens of prompt and answer together; None when the worker did not report them."""
         return self.length_limits.context
 
     @property
@@ -204,7 +204,7 @@ class ServedModels(Mapping[GroupKey, ServedModel]):
         self._waits.forget(key)
 
     def drop_abandoned(self, is_registered: Callable[[GroupKey], bool]) -> list[GroupKey]:
-        """Look at every model again; forget those with no worker registered and no request that may wait for one.
+        """Check every model again; forget those with no worker registered and no request that may wait for one.
 
         Return their keys. To be called after each change of members or instances.
         """

@@ -67,7 +67,7 @@ class Answer:
         *,
         explains_routing: bool = False,
     ) -> None:
-        """`explains_routing`: the answer says why its worker was chosen."""
+        """`explains_routing`: the answer explains why its worker was chosen."""
         self.exchange, self.request, self.model, self.work = exchange, request, model, work
         if request.request_id is not None:  # the client's own name behind the prefix of the API
             prefix = exchange.response_id.partition("-")[0]
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def has_alternatives(self) -> bool:
-        """Whether log probabilities show other tokens: a chat has to ask for some, as at OpenAI."""
+        """Whether log probabilities show other tokens: a chat has to request some, as at OpenAI."""
         return not (isinstance(self.request, ChatRequest) and self.request.requested_logprobs == 0)
 
     @property
@@ -217,7 +217,7 @@ class Renderer(ABC):
         return None
 
     def failed(self, rejected: RequestRejected) -> bytes | None:
-        """Return the last bytes of a stream that fails; None: what the dialect of the API says of any failed stream."""
+        """Return the last bytes of a stream that fails; None: use the dialect's generic error event."""
         return None
 
     @abstractmethod
@@ -239,7 +239,7 @@ class Renderer(ABC):
     def _members(
         self, token_ids: Sequence[int], finished: Finished | None, engine_data: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return vLLM's members of one part of a choice: why it stopped, and what its client has asked for."""
+        """Return vLLM's members of one part of a choice: why it stopped, and what its client has requested."""
         request, members = self._answer.request, dict[str, Any]()
         if finished is not None and finished.stop_reason is not None:
             members["stop_reason"] = finished.stop_reason
@@ -250,7 +250,7 @@ class Renderer(ABC):
         return members
 
     def _prompt_members(self, choice: int) -> dict[str, Any]:
-        """Return the tokens of a choice's prompt, where its client has asked for them."""
+        """Return the tokens of a choice's prompt, where its client has requested them."""
         answer = self._answer
         if answer.request.return_token_ids is not True:
             return {}

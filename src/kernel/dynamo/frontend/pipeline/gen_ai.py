@@ -1,4 +1,4 @@
-"""The attributes of OpenTelemetry's GenAI conventions: their names in one table, and what of a request and its answer they say.
+"""The attributes of OpenTelemetry's GenAI conventions: their names in one table, and what of a request and its answer they carry.
 
 The conventions are in development, and names move. The next renaming is a line of `GenAi`, and a new `CONVENTIONS`.
 """
@@ -75,7 +75,7 @@ _PARAMETERS: Final = (
 def request_attributes(
     endpoint: str, model: str, request: Any, effects: HeaderEffects, *, is_stream: bool
 ) -> dict[str, Any]:
-    """Return what a request asks for, without its content; what it leaves open is left out."""
+    """Return what a request sets, without its content; what it leaves open is left out."""
     found: dict[str, Any] = {
         GenAi.OPERATION: OPERATIONS.get(endpoint, endpoint),
         GenAi.PROVIDER: PROVIDER,
@@ -102,7 +102,7 @@ def request_attributes(
 
 
 def content_attributes(request: Any) -> dict[str, str]:
-    """Return the content of a request, for spans whose operator asked for content; the oldest messages go where it is too long."""
+    """Return the content of a request, for spans whose operator enabled content; the oldest messages go where it is too long."""
     found: dict[str, str] = {}
     messages = getattr(request, "messages", None)
     if messages is None and isinstance(prompt := getattr(request, "prompt", None), str):

@@ -114,7 +114,7 @@ def plan_output(
     """Choose the parsers of this request's answer; None when the answer's text is shown as it comes.
 
     `prompt` is the text that was tokenised, where it is known. `chooses_calls`: an engine that reads its own text may
-    send calls that the request does not want.
+    send calls that the request does not allow.
     """
     tools = TOOL_FORMATS.get(config.tool_call_parser or "")
     unified = _unified_form(config, tools)

@@ -194,7 +194,7 @@ class PlainTokens:
         return self.take_tokens(ids)
 
     def settle(self) -> None:
-        """Tell the decoder and the tally what was taken since they last learned of it."""
+        """Report to the decoder and the tally what was taken since they last learned of it."""
         taken = len(self._generated) - self._settled
         self._settled += taken
         self._decoder.generated += taken

@@ -41,7 +41,7 @@ from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 from dynamo.text.tokenizer import Tokenizer
 
-MAX_PROMPT_TOKENS: Final = 1 << 20  # of a model that does not say how many it takes
+MAX_PROMPT_TOKENS: Final = 1 << 20  # of a model that does not report how many it takes
 CHARACTERS_PER_TOKEN: Final = 4  # a text of more of them for each token of the limit is probed before it is tokenised
 PROBED_CHARACTERS: Final = 64 * 1024  # that are tokenised at once while a prompt is probed
 TOKENS_PER_CUT: Final = 64
@@ -87,7 +87,7 @@ class Preprocessor:
         if request.truncate_prompt_tokens is not None:
             ids = limits.cut(ids, request.truncate_prompt_tokens, request.output_limit)
         limits.check([ids], is_chat=True)
-        if request.is_large:  # which is looked through
+        if request.is_large:  # which is scanned
             plan = await self._offload(partial(self._plan, request, effects, model, [ids]))
         else:
             plan = self._plan(request, effects, model, [ids])
@@ -183,7 +183,7 @@ class Preprocessor:
         return parsing
 
     async def _rendered(self, request: ChatRequest, options: ChatOptions, model: ServedModel) -> RenderedPrompt:
-        """Render here where that is quick, else in the executor: a template may be anybody's program."""
+        """Render here where that is quick, else in the executor: a template may be any program."""
         template = model.text.template
         if not request.is_large and template.expect_cheap():
             try:
@@ -330,7 +330,7 @@ def _encoder(model: ServedModel, prompt: RenderedPrompt) -> Callable[[], list[in
 
 
 def least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
-    """Return a count that the text's tokens reach, looking no further than `limit`.
+    """Return a count that the text's tokens reach, counting no further than `limit`.
 
     Where the text is cut it may take a few tokens more than as a whole; as many are taken off.
     """

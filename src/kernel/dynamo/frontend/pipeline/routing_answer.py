@@ -1,4 +1,4 @@
-"""What an answer tells of its routing: which workers served it, why they were chosen, and where it would have gone."""
+"""What an answer reports of its routing: which workers served it, why they were chosen, and where it would have gone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def queried_routing(plan: Plan, tally: Tally) -> dict[str, Any]:
 
 
 def routing_headers(placement: Placement | None) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers that name the worker of an answer and the trust in what it was said to hold."""
+    """Return the headers that name the worker of an answer and the trust in what it was reported to hold."""
     if placement is None:
         return ()
     headers = [(b"x-dynamo-worker-instance-id", b"%d" % placement.candidate.instance_id)]

@@ -1,6 +1,6 @@
 """Structural tags: the engine may write any text, but a call, once begun, has the form and the arguments it must have.
 
-A worker opts in on its card, and the model's tool format must say how its calls look. The tag goes to the engine as
+A worker opts in on its card, and the model's tool format must define the form of its calls. The tag goes to the engine as
 `guided_decoding.structural_tag`; with a forced choice the answer is calls and nothing else, in the model's own format.
 """
 

@@ -289,7 +289,7 @@ class TextStream(Choice):
                 self.stream.finish()
             elif any(choice.has_run_on for choice in self._choices):
                 self._is_over = True
-                self.stream.stop()  # the worker does not look for the request's stop strings, and would go on
+                self.stream.stop()  # the worker does not search for the request's stop strings, and would go on
         return delta
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:

@@ -180,7 +180,7 @@ class PolicyProfile:
     def resolve(self, asked: str | None, uncached_tokens: int) -> PolicyClass:
         """Return the class of a request.
 
-        `asked` is what the request names: the name of an explicit class, or a family. Any other word, also the name of a
+        `asked` holds what the request names: the name of an explicit class, or a family. Any other word, also the name of a
         class that belongs to a family, counts as none. Within a family the uncached tokens decide.
         """
         if asked is not None and (found := self.classes.get(asked)) is not None and found.is_explicit:

@@ -19,7 +19,7 @@ _TEXT: Final = {"schema": {"type": "string"}}
 _BYTES: Final = {"schema": {"type": "string", "contentMediaType": "application/octet-stream"}}
 _SOUND: Final = {
     "application/json": {"schema": {"type": "object"}},  # an engine may name a URL
-    "application/octet-stream": _BYTES,  # of a format that was not asked for and is not known
+    "application/octet-stream": _BYTES,  # of a format that was not requested and is not known
     "text/event-stream": _TEXT,
     **{kind.decode().partition(";")[0]: _BYTES for kind in CONTENT_TYPES.values()},
 }

@@ -57,7 +57,7 @@ class SpeechRequest(ResultRequest, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether events are asked for; sound as bytes is sent as it is made in any case."""
+        """Whether events are requested; sound as bytes is sent as it is made in any case."""
         return self.stream_format == "sse"
 
 

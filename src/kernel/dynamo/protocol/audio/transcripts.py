@@ -173,13 +173,13 @@ class Transcript:
         return "".join(self._texts)
 
     def shown_usage(self) -> dict[str, Any] | None:
-        """Return what the answer says of its cost: tokens where the engine counts them, else seconds of sound."""
+        """Return what the answer reports of its cost: tokens where the engine counts them, else seconds of sound."""
         if self.usage is not None:
             return {"type": "tokens", **self.usage}
         return None if self._duration is None else {"type": "duration", "seconds": math.ceil(self._duration)}
 
     def written(self) -> tuple[bytes, bytes]:
-        """Return the answer in the form that was asked for, and its content type. Raises Unknown where a part is missing."""
+        """Return the answer in the form that was requested, and its content type. Raises Unknown where a part is missing."""
         wanted = self._request.response_format or "json"
         if wanted == "json":
             body: dict[str, Any] = {"text": self.text}

@@ -1,4 +1,4 @@
-"""What the inspector is asked to do, and what it answers."""
+"""The actions that the inspector takes, and its answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AbortResult(Struct, kw_only=True):
     status: str  # aborting, or aborted: it had ended so before
     frontend: str
     phase: str | None = None  # in which it was
-    workers: list[str] = []  # that were told to end it
+    workers: list[str] = []  # that were sent its end
     message: str = ""
 
 
@@ -35,7 +35,7 @@ class BulkAbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class BulkAbortResult(Struct, kw_only=True):
-    """What a filter holds for, or whom it has ended."""
+    """What a filter holds for, or the requests it has ended."""
 
     matched: int
     aborted: int

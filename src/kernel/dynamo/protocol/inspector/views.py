@@ -3,7 +3,7 @@
 Times are milliseconds since the epoch, by the clock of the frontend that answers; durations are seconds. Ids of workers
 are strings of hexadecimal digits, as logs write them. None: not known, which a reader shows as `-`.
 
-A snapshot is one picture of the asked views. A watch begins with a snapshot and goes on with patches: `Patch.set` maps the
+A snapshot is one picture of the requested views. A watch begins with a snapshot and goes on with patches: `Patch.set` maps the
 key of an entry, `VIEW/ID` or the name of a view that has one entry only (`fleet`), to its new value, `Patch.gone` lists
 keys whose entries have gone. An entry is sent whole, but for what each token changes of a stream: `Patch.progress` has that
 by the id of the stream. Ages are not sent: a reader reckons them from the times, so that an entry that only grows older needs
@@ -21,7 +21,7 @@ VIEWS: Final = (
     "fleet", "frontends", "models", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors",
     "events",
 )  # fmt: skip
-"""What a snapshot and a watch can be asked for; the order is that of the page."""
+"""What a snapshot and a watch can contain; the order is that of the page."""
 
 PHASES: Final = (
     "admitted", "preprocess", "route", "queued", "encode", "prefill", "transfer", "decode", "sending", "client slow",
@@ -30,7 +30,7 @@ PHASES: Final = (
 
 
 class CountersView(Struct, kw_only=True):
-    """Figures of the whole system over the last minute, unless a name says otherwise."""
+    """Figures of the whole system over the last minute, unless a name defines another span."""
 
     requests_per_second: float = 0.0
     input_tokens_per_second: float = 0.0
@@ -62,7 +62,7 @@ class FleetView(Struct, kw_only=True):
     history_seconds: float = 5.0
     read_only: bool = False
     shows_content: bool = False
-    role: str = "admin"  # of who asks: viewer, content, operator or admin
+    role: str = "admin"  # of the viewer: viewer, content, operator or admin
     version: str = ""
 
 
@@ -297,7 +297,7 @@ class PrefixView(Struct, kw_only=True):
 
 
 class ErrorGroup(Struct, kw_only=True):
-    """Failures that look alike."""
+    """Failures that are alike."""
 
     id: str
     status: int
@@ -322,11 +322,11 @@ class SettingView(Struct, kw_only=True):
 
 
 class Picture(Struct, kw_only=True):
-    """One picture. A view that was not asked for is None."""
+    """One picture. A view that was not requested is None."""
 
     seq: int
     taken_ms: int
-    partial: list[str] = []  # members that did not answer in time, and other frontends that could not be asked
+    partial: list[str] = []  # members that did not answer in time, and other frontends that could not be reached
     totals: dict[str, int] = {}  # by view, how many entries there are, where only some of them are sent
     fleet: FleetView | None = None
     frontends: list[FrontendView] | None = None

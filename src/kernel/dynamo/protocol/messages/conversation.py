@@ -51,7 +51,7 @@ class ImageBlock(Struct, tag_field="type", tag="image"):
 class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: ContentBlocks | None = None
-    is_error: bool | None = None  # the text says so to the model
+    is_error: bool | None = None  # the text shows it to the model
 
 
 class DocumentSource(Struct):

@@ -35,7 +35,7 @@ def error_type_of(status: int) -> str:
 
 
 def prompt_too_long(found: str, limit: int) -> RequestRejected:
-    """Return the rejection of a prompt of `found` tokens, worded as agents look for it."""
+    """Return the rejection of a prompt of `found` tokens, worded as agents expect it."""
     text = f"{TOO_LONG}{found} tokens > {limit} maximum"
     return RequestRejected(400, text, param="messages", code="context_length_exceeded")
 

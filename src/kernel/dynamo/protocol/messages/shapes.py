@@ -98,7 +98,7 @@ _decode: Final = decoder_of(MessagesRequest)
 
 
 def decode_messages(body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS, counts_only: bool = False) -> MessagesRequest:
-    """Decode a request and check what every request must have. `counts_only`: no answer is wanted, so it needs no length.
+    """Decode a request and check what every request must have. `counts_only`: no answer is made, so it needs no length.
 
     Raises RequestRejected (400) that names the field.
     """

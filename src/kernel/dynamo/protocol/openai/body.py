@@ -27,7 +27,7 @@ MAX_MESSAGES: Final = 8192  # of one conversation; each costs a template some mi
 MAX_CONTAINERS: Final = 1 << 18  # arrays and objects in one body: an empty one costs 60 bytes for 2 on the wire
 MAX_MEMBERS: Final = 1 << 15  # of all objects: decoding one takes 0.5 us, in one piece and with the interpreter lock
 MAX_ITEMS: Final = 1 << 18  # of all arrays, token ids for one: decoding one takes 0.05 us
-SLICE_BYTES: Final = 1 << 18  # of a body that are looked through in one go
+SLICE_BYTES: Final = 1 << 18  # of a body that are scanned in one go
 MAX_MENDED_BYTES: Final = LARGE_BYTES  # mending holds the interpreter lock for up to 20 ms for as much
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 DETAIL_LIMIT: Final = 512  # characters of a decoder's message we pass on: it may quote the client's own value
@@ -149,7 +149,7 @@ def check_messages(messages: Sized, limit: int) -> None:
 def check_depth(values: Iterable[Any], limit: int = MAX_DEPTH) -> None:
     """Refuse free-form values that nest deeper than `limit`. Level by level: no recursion of ours.
 
-    The decoder gives up by itself near 1000 levels; this lower limit leaves room for whoever recurses later
+    The decoder gives up by itself near 1000 levels; this lower limit leaves room for code that recurses later
     (templates, the worker's wire), each with frames of its own.
     """
     level: list[Any] = [value for value in values if value.__class__ is dict or value.__class__ is list]

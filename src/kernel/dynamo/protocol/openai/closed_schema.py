@@ -1,6 +1,6 @@
 """Schemas for guided decoding: an object that lists its properties has no others.
 
-JSON Schema lets an object have any further member unless `additionalProperties` says otherwise, and clients leave that
+JSON Schema lets an object have any further member unless `additionalProperties` forbids it, and clients leave that
 word out. A guided model may then go on with members until its token limit. So such objects are closed here, for every
 engine alike, wherever closing allows what the schema means: parts that describe one object together (`allOf`, or
 `properties` beside `anyOf`) each know only their own members, and stay open.

@@ -237,7 +237,7 @@ def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLO
     if isinstance(error, RouterQueueLimitExceeded):
         details = _queue_details(error)
     elif kind_of(error) is Unknown and isinstance(error, DynamoException):
-        details = {"backend_status": 500}  # an engine said so; a fault of our own has no backend
+        details = {"backend_status": 500}  # reported by an engine; a fault of our own has no backend
     retry_after = None
     if isinstance(error, Overloaded):
         retry_after = getattr(error, "retry_after_seconds", RETRY_AFTER_SECONDS)
@@ -245,7 +245,7 @@ def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLO
         retry_after = RETRY_AFTER_SECONDS
     message = rule.public if rule.public is not None else str(error) or "Invalid request"
     if isinstance(error, InvalidArgument) and not error.public:
-        message = "Invalid request"  # a bare handler's ValueError says what its author meant for the log
+        message = "Invalid request"  # the text of a bare handler's ValueError is meant for the log
     return RequestRejected(
         status, message, details, type_=rule.phrase, stream_type=rule.stream_type, retry_after_seconds=retry_after
     )

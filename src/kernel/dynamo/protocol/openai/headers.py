@@ -28,7 +28,7 @@ class HeaderEffects(Struct):
     session_final: bool = False
     agent_id: str | None = None  # of several agents in one session
     parent_agent_id: str | None = None
-    explains_routing: bool = False  # the answer says why its worker was chosen
+    explains_routing: bool = False  # the answer explains why its worker was chosen
     warnings: list[str] = field(default_factory=list)  # for the log; the request goes on
 
     @property
@@ -80,7 +80,7 @@ def apply_headers(
         effects.warnings.append("nvext is disabled on this frontend: the request's nvext was ignored")
     chosen: dict[str, tuple[int, str]] = {}  # what is set -> (preference, value); the lowest preference wins
     metadata_bytes = 0
-    # A list is what a frontend gives: it need not be asked whether it is a mapping, which is a search through bases.
+    # A list is what a frontend gives: there is no check whether it is a mapping, which is a search through bases.
     for name, value in headers if headers.__class__ is list or not isinstance(headers, Mapping) else headers.items():
         if name.startswith(metadata_prefix):
             key = name[len(metadata_prefix) :]

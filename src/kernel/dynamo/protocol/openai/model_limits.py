@@ -43,7 +43,7 @@ def check_ranks(request: CommonRequest, ranks: Sequence[range], prefill_ranks: S
     """Refuse a data-parallel rank that no worker has.
 
     `ranks` are those of the workers that may answer, `prefill_ranks` those of the workers that compute prompts for them;
-    where there are none of the latter, nothing looks at the prefill rank.
+    where there are none of the latter, nothing reads the prefill rank.
 
     Raises:
         RequestRejected: 400 naming the field.

@@ -13,7 +13,7 @@ from dynamo.protocol.openai.foreign_members import is_meaningless
 
 T = TypeVar("T")
 
-MAX_WHOLE_FLOATS: Final = 64  # of one body that are read as integers: each costs another look at the body
+MAX_WHOLE_FLOATS: Final = 64  # of one body that are read as integers: each costs another pass over the body
 
 _FLOAT_FOR_INTEGER: Final = re.compile(
     r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$((?:\.[^.\[\]`]+|\[\d+\])+)`"

@@ -66,7 +66,7 @@ def token_logprobs(
 ) -> list[TokenLogprob]:
     """Return the log probabilities of a backend's chunk; texts the backend left out are filled in.
 
-    `log_probs`, `top_logprobs` and `tokens` are aligned with `token_ids`; positions a backend says nothing of are left
+    `log_probs`, `top_logprobs` and `tokens` are aligned with `token_ids`; positions that a backend leaves out are left
     out. Without `has_alternatives`, which were not requested, none are shown. `as_token_ids` (the request's `return_tokens_as_token_ids`) replaces every text by `token_id:<id>`.
     """
     if log_probs is None and not top_logprobs:
@@ -176,7 +176,7 @@ def completion_logprobs(items: Sequence[TokenLogprob], *, text_offset: int = 0) 
 
 
 class FinishedChoice(Struct):
-    """One finished choice. `logprobs` is ready JSON of the shape its surface wants."""
+    """One finished choice. `logprobs` is ready JSON of the shape of its surface."""
 
     index: int
     text: str | None

@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 document of the frontend, generated from the types that decode its requests.
 
-Whatever `shapes` accepts the document says, so the two cannot drift apart.
+Whatever `shapes` accepts is in the document, so the two cannot drift apart.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ Message: TypeAlias = SystemMessage | DeveloperMessage | UserMessage | AssistantM
 class ToolFunction(Struct):
     name: str
     description: str | None = None
-    parameters: Any = None  # must be an object; `validation` says so by the tool's name
+    parameters: Any = None  # must be an object; `validation` reports that by the tool's name
     strict: bool | None = None
 
 
@@ -294,7 +294,7 @@ class MediaPart(Struct, frozen=True):
     uuid: str | None
     where: str  # what errors call it: messages[1].content[0]
     file_id: str | None = None  # an uploaded file, which `frontend/parts/media/uploads` puts its content in place of
-    shown: JsonObject | None = None  # where a file stood, for templates: what kind it is, its bytes tell
+    shown: JsonObject | None = None  # where a file stood, for templates: its bytes define its kind
     is_upload: bool = False  # what the request is about, and no part of a message: its route bounds it
 
 
@@ -322,7 +322,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     repaired = False  # the body was not strict JSON and was mended: worth a warning
 
     key_owner = cast("str | None", None)  # set on a request that came with a key: whose it is
-    is_large = False  # its body was long, or of many values: nothing of it is looked through on an event loop
+    is_large = False  # its body was long, or of many values: nothing of it is scanned on an event loop
     media = cast("RequestMedia | None", None)  # of a chat: what validation took out of its messages
     clamps_output: ClassVar[bool] = (
         False  # of a subclass: an answer longer than the model's context is cut, not refused
@@ -440,7 +440,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
 
     @property
     def extra_fields(self) -> list[str]:
-        """The `nvext` members the client wants in the response."""
+        """The `nvext` members that the client requests in the response."""
         return (self.nvext.extra_fields if self.nvext is not None else None) or []
 
     @property

@@ -31,7 +31,7 @@ _UNFINISHED: Final = b'},"finish_reason":null,"logprobs":'
 class ChatStream:
     """One streamed chat answer.
 
-    `continuous_usage` promises usage on every chunk: pass `usage` to each call. The role is said once per choice, in its
+    `continuous_usage` promises usage on every chunk: pass `usage` to each call. The role is sent once per choice, in its
     first delta.
     """
 
@@ -146,7 +146,7 @@ class ChatStream:
 
     def plain_ends(self) -> tuple[bytes, bytes] | None:
         """Return what stands before and behind the text's JSON string in a choice-0 event with no other content; None while
-        the role is still to be said."""
+        the role is still to be sent."""
         return (self._head[0], self._plain) if self.has_role(0) else None
 
     def has_role(self, index: int) -> bool:

@@ -14,7 +14,7 @@ _SINGLE_SCHEMAS: Final = (
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Walk the schemas right below one, each with its place. Values that only look like schemas are passed over."""
+    """Walk the schemas right below one, each with its place. Values that only resemble schemas are passed over."""
     for group in _SCHEMAS_BY_NAME:
         if isinstance(named := schema.get(group), dict):
             yield from (((group, name), inner) for name, inner in named.items())

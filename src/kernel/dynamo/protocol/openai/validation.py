@@ -1,7 +1,7 @@
 """The rules a well-formed request must also keep, each with its text and its place in the order.
 
 The order is part of the contract: the first broken rule is the one a client receives. All are 400 with the prefix
-`Validation: ` unless the row says otherwise; what this version cannot do yet is a 422 with the code "not_built".
+`Validation: ` unless the row has its own; what this version cannot do yet is a 422 with the code "not_built".
 """
 
 from __future__ import annotations
@@ -464,7 +464,7 @@ def _check_embeds(encoded: str) -> None:
         )
 
 
-# -- saying no ----------------------------------------------------------------------------------------------------------
+# -- rejections --------------------------------------------------------------------------------------------------------
 
 
 def _check_range(label: str, value: float, low: float, high: float, param: str) -> None:

@@ -16,7 +16,7 @@ from dynamo.protocol.openai.tool_schema import call_or_shape, forced_schema
 
 # Events inside a frontend; every other annotation is the worker's, too, as in 1.6.1.
 _INTERNAL_ANNOTATIONS: Final = frozenset({"llm_metrics", "payload_usage"})
-_NEVER_FORWARDED: Final = "x-bypass-remote-prefill"  # only the router may say so
+_NEVER_FORWARDED: Final = "x-bypass-remote-prefill"  # only the router may set it
 _QUERY_PREFIX: Final = "query_instance_id:"
 
 

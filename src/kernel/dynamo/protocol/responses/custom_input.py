@@ -17,7 +17,7 @@ _REPLACEMENT: Final = "\ufffd"  # of half a code point
 
 
 class CustomInputReader:
-    """Reads the input while the arguments are written. What it tells does not depend on how they are cut.
+    """Reads the input while the arguments are written. Its output does not depend on how they are cut.
 
     More is taken for an escape or a character of the text than JSON allows: models write line ends as they are.
     """
@@ -26,13 +26,13 @@ class CustomInputReader:
 
     def __init__(self) -> None:
         self._arguments = ""  # until the input begins
-        self._raw = ""  # of the input, not yet told
+        self._raw = ""  # of the input, not yet returned
         self._is_inside = self._is_over = False
         self._told: list[str] = []
 
     @property
     def text(self) -> str:
-        """What was told so far."""
+        """What was returned so far."""
         return "".join(self._told)
 
     def push(self, arguments: str) -> str:

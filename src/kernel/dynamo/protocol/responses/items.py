@@ -1,6 +1,6 @@
 """The items of a conversation as messages of a chat request.
 
-One turn of the assistant is all that stands between two items of somebody else: its reasoning, its texts and its calls are
+One turn of the assistant is all that stands between two items of another role: its reasoning, its texts and its calls are
 one message. The system messages at the beginning are one message. No item is refused for its type: items of tools that run
 elsewhere are left out.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=Struct)
 
 UNSEEN_IMAGE: Final = "[an image, which this model cannot see]"
-"""Stands for an image in the output of a tool: the agent goes on, and the model can say what it lacks."""
+"""Stands for an image in the output of a tool: the agent goes on, and the model can report what it lacks."""
 
 _PACKED: Final = "plain1."  # of reasoning that travels with the client; anything else is another server's
 
@@ -220,7 +220,7 @@ class ChatConversation:
         self._add({"role": "system", "content": text}, path)
 
     def _assistant(self, path: str) -> JsonObject:
-        """Return the turn that is open; a new one where somebody else spoke last."""
+        """Return the turn that is open; a new one where the last item is of another role."""
         if self._turn is None:
             turn: JsonObject = {"role": "assistant", "content": None}
             self._add(turn, path)

@@ -40,7 +40,7 @@ _MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
 
 
 class ResponsesRequest(ChatRequest, kw_only=True):
-    """A chat request, and what its client asked for."""
+    """A chat request, and what its client requested."""
 
     # No fields of the struct, as what decoding finds is: no member of the body is these, and no worker gets them.
     asked = cast("ResponsesBody", None)  # decoding sets it, and the next one
@@ -158,7 +158,7 @@ def validate_responses(request: ResponsesRequest) -> None:
             f"Top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {asked.top_logprobs}", "top_logprobs"
         )
     if request.needs_history and not request.messages:
-        return  # the rest is looked at together with what was said before
+        return  # the rest is checked together with the earlier turns
     _check_some(request)
     _validate_as_chat(request)
 

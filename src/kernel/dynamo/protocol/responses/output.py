@@ -1,4 +1,4 @@
-"""The output of one response: items in the order in which they came, and the events that tell of them.
+"""The output of one response: items in the order in which they came, and the events that report them.
 
 One item is open at a time: an item of another kind, or the next call, closes it. Streamed or not, the items are written here,
 so they are the same.
@@ -27,7 +27,7 @@ _IN_PROGRESS: Final = "in_progress"
 
 
 class OutputShape(Struct, frozen=True):
-    """What a client asked to see."""
+    """What a client requested to see."""
 
     has_summary: bool = False
     packs_reasoning: bool = False
@@ -197,10 +197,10 @@ class _OpenCall(_OpenItem):
         super().__init__(events, id, index)
         self._call_id, self._tool = call_id, tool
         self._arguments: list[str] = []
-        self.has_ended = False  # the worker said that the call is complete
+        self.has_ended = False  # the worker reported that the call is complete
 
     def add(self, text: str) -> bytes:
-        """Return the event of a piece of the arguments; b"" where it is told later."""
+        """Return the event of a piece of the arguments; b"" where it is sent later."""
         self._arguments.append(text)
         return self._event("response.function_call_arguments.delta", b'"delta":' + json_text(text))
 
@@ -376,7 +376,7 @@ class OutputWriter:
         return b""
 
     def call_dropped(self) -> bytes:
-        """End a call that is none: what was told of it stays, as a call that nobody can run."""
+        """End a call that is none: what was sent of it stays, as a call that cannot be run."""
         return self._close_one("incomplete") if isinstance(self._open, _OpenCall) else b""
 
     def finish(self, status: Status, *, is_failed: bool = False) -> bytes:

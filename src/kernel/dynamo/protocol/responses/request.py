@@ -106,7 +106,7 @@ class ResponsesBody(Struct, kw_only=True):
 
     @property
     def summary(self) -> str | None:
-        """The kind of summary that is asked for; None: none."""
+        """The kind of summary that is requested; None: none."""
         reasoning = self.reasoning
         return None if reasoning is None else reasoning.summary or reasoning.generate_summary
 

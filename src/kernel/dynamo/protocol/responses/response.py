@@ -39,7 +39,7 @@ class ResponseObject:
         error: RequestRejected | None = None,
         nvext: bytes | None = None,
     ) -> bytes:
-        """Return the object. `usage` and `nvext` are ready JSON; `finish_reason` says why an incomplete one ended."""
+        """Return the object. `usage` and `nvext` are ready JSON; `finish_reason` gives why an incomplete one ended."""
         failure = None if error is None else {"code": error_code(error), "message": error.stream_message}
         details = {"reason": _INCOMPLETE.get(finish_reason or "", finish_reason)} if status == "incomplete" else None
         return b"".join(
@@ -78,7 +78,7 @@ def error_code(rejected: RequestRejected) -> str:
 
 
 def _echo(body: ResponsesBody, *, is_stored: bool) -> dict[str, Any]:
-    """Return the members that say how the response came about. Strict clients look for all of them, also for those that
+    """Return the members that record how the response came about. Strict clients require all of them, also for those that
     are null."""
     text = body.text
     reasoning = body.reasoning

@@ -3,7 +3,7 @@
 | type | what the model is offered |
 |---|---|
 | function | itself; the nested form of chat requests is accepted, too |
-| custom | a function with the one string `input`; a grammar is told in its description |
+| custom | a function with the one string `input`; a grammar is written in its description |
 | namespace | its functions by their own names, or as `namespace__name` where two tools have the same name |
 | anything else | nothing: it runs elsewhere, and a request without it can be answered |
 """
@@ -201,7 +201,7 @@ def _chosen_name(choice: Mapping[str, Any], by_name: Mapping[str, OfferedTool], 
 
 
 def echoed_tools(tools: Sequence[JsonObject] | None) -> list[JsonObject]:
-    """Return the tools as the response shows them: as they came, with the members that strict clients look for."""
+    """Return the tools as the response shows them: as they came, with the members that strict clients require."""
     return [_echoed(tool) for tool in tools or ()]
 
 

@@ -62,7 +62,7 @@ def scores_body(head: bytes, scores: Sequence[float], *, prompt_tokens: int) -> 
 
 
 def ranked_list(ranked: Sequence[tuple[int, float]], texts: Sequence[str] | None) -> bytes:
-    """Return the body of `/v1/rerank`, the bare list of 1.6.1. `texts`: the documents, where they are wanted."""
+    """Return the body of `/v1/rerank`, the bare list of 1.6.1. `texts`: the documents, where they are requested."""
     return msgspec.json.encode(
         [
             {"score": score, "index": index, **({} if texts is None else {"document": texts[index]})}

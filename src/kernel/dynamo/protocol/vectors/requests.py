@@ -23,7 +23,7 @@ Inputs: TypeAlias = Sequence[str] | Sequence[list[int]]
 
 
 class ResultRequest(Struct, kw_only=True, dict=True):
-    """What every request for one result has, and what the way through the frontend asks of any request."""
+    """What every request for one result has, and what the way through the frontend needs of any request."""
 
     # What decoding found, as in `CommonRequest`: no fields, so that no JSON key can set them.
     unsupported = cast("tuple[str, ...]", ())

@@ -38,7 +38,7 @@ class InputVectors(Struct, frozen=True):
     """The results of some inputs, in their order, and what they cost."""
 
     items: Sequence[InputVector]
-    prompt_tokens: int | None = None  # None: the worker does not say
+    prompt_tokens: int | None = None  # None: the worker does not report it
 
 
 def read_vectors(answer: Any, count: int) -> InputVectors:

@@ -15,7 +15,7 @@ GIB: Final = 1024 * MIB
 _GROUP: Final = "media"
 _DEFAULT_AGENT: Final = "dynamo-ai/dynamo"
 DEFAULT_TIMEOUT_SECONDS: Final = 30.0
-MAX_TIMEOUT_SECONDS: Final = 300.0  # whatever a card says: each fetch holds one of a few places
+MAX_TIMEOUT_SECONDS: Final = 300.0  # whatever a card sets: each fetch holds one of a few places
 
 _megapixels: Final[SettingReader[int]] = integer(1, times=1_000_000, unit="Mpx")
 _gibibytes: Final[SettingReader[int]] = SettingReader(

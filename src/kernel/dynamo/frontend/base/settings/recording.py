@@ -1,4 +1,4 @@
-"""What an operator says about recordings and about the requests that failed."""
+"""What an operator sets for recordings and about the requests that failed."""
 
 from __future__ import annotations
 
