@@ -35,7 +35,8 @@ from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.frontend.base.settings.recording import RecordingSettings
 from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
 from dynamo.frontend.models.file_policy import FilePolicy
-from dynamo.frontend.settings import ApiLimits, FrontendSettings
+from dynamo.frontend.pipeline.settings import ApiLimits
+from dynamo.frontend.settings import FrontendSettings
 from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT

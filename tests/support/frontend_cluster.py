@@ -11,7 +11,8 @@ from typing import Any
 
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.base.offload import InlineOffload
-from dynamo.frontend.settings import ApiLimits, FrontendSettings
+from dynamo.frontend.pipeline.settings import ApiLimits
+from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.records import ModelCard
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink

@@ -88,20 +88,6 @@ INSIDE_FRONTEND: dict[str, frozenset[str]] = {
 }
 INSIDE_FRONTEND["parts.group"] |= {"app", "args", "settings", "parts.keys"}  # a member of a group is a whole frontend
 
-# Arrows inside the frontend that point the wrong way and are to be cut; nothing may be added here.
-FRONTEND_DEBTS: frozenset[tuple[str, str]] = frozenset(
-    {
-        ("http", "app"),
-        ("http", "settings"),
-        ("models", "settings"),
-        ("parts.batches", "settings"),
-        ("parts.inspector", "settings"),
-        ("parts.keys", "settings"),
-        ("parts.recording", "settings"),
-        ("parts.stored_responses", "settings"),
-        ("pipeline", "settings"),
-    }
-)
 
 # Inside the runtime: each folder and the folders that it may import. What stands beside them is what `dynamo.runtime` exports.
 RUNTIME_FOLDERS = ("base", "observe", "discovery", "calls", "http")  # each may import those before it
@@ -237,8 +223,7 @@ def frontend_arrows() -> dict[tuple[str, str], set[str]]:
 def test_arrows_inside_the_frontend_point_one_way() -> None:
     arrows = frontend_arrows()
     wrong = {pair: sorted(arrows[pair]) for pair in arrows if pair[1] not in INSIDE_FRONTEND[pair[0]] | {pair[0]}}
-    assert {pair: found for pair, found in wrong.items() if pair not in FRONTEND_DEBTS} == {}
-    assert wrong.keys() >= FRONTEND_DEBTS, "a debt that is paid is no debt: take it out"
+    assert wrong == {}
 
 
 def folder_of(name: str) -> str:

@@ -13,8 +13,8 @@ from dynamo.cli import serve_flags
 from dynamo.cli.engines import load_engine
 from dynamo.cli.main import COMMANDS, main
 from dynamo.cli.usage import UsageError
-from dynamo.frontend import settings
 from dynamo.frontend.http.server import PortInUse
+from dynamo.frontend.models import settings
 from support.cases import each_case
 from support.serve_command import GUIDE_ENGINE
 

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.http.settings import default_paths
 from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX, FAMILIES
 from dynamo.frontend.parts.scaling.part import AUTOSCALE_PATH
 from dynamo.frontend.parts.scaling.signals import RoleSignal
-from dynamo.frontend.settings import default_paths
 from dynamo.runtime.base.settings import SystemSettings
 from dynamo.runtime.discovery.kubernetes.records import GROUP, KIND, PLURAL, SELECTOR, VERSION
 from support.cases import each_case

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.args import INERT, REFUSED, parse_args
-from dynamo.frontend.settings import ApiLimits, FrontendSettings
+from dynamo.frontend.pipeline.settings import ApiLimits
+from dynamo.frontend.settings import FrontendSettings
 from dynamo.settings.table import Setting
 from support.cases import each_case
 

@@ -47,7 +47,9 @@ class Frontend:
         self.metrics, self.models = kernel.pipeline.metrics, kernel.pipeline.models
         self.admission, self.exchanges = kernel.pipeline.admission, kernel.pipeline.register
         parts, history = open_parts(settings, opened, peers)
-        over = RoutedParts(parts, kernel.loads, opened.adapters, kernel.budget, kernel.offload, peers, history)
+        over = RoutedParts(
+            settings, parts, kernel.loads, opened.adapters, kernel.budget, kernel.offload, peers, history
+        )
         routes = FrontendRoutes(self.pipeline, over)
         self.asgi, self.admin_asgi = routes.for_clients(), routes.for_operators()
         self.parts: dict[str, Any] = {part.name: part for part in parts}

@@ -36,6 +36,7 @@ from dynamo.frontend.http.operations import (
 )
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
 from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst, PathDialects, Site, UnmatchedPath
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.parts.part import Part
@@ -54,6 +55,7 @@ from dynamo.protocol.vectors.schema import VECTORS_API
 class RoutedParts(NamedTuple):
     """What the routes are made over, beside the pipeline."""
 
+    settings: HttpSettings
     parts: Sequence[Part]
     loads: LoadFollower
     adapters: AdapterKeeper
@@ -67,7 +69,7 @@ class FrontendRoutes:
     """Makes the routes of one frontend."""
 
     def __init__(self, pipeline: Pipeline, over: RoutedParts) -> None:
-        self._settings, self._pipeline, self._over = pipeline.settings, pipeline, over
+        self._settings, self._pipeline, self._over = over.settings, pipeline, over
         self.calls: Mapping[str, Call] = {
             "/v1/chat/completions": GenerationCall(ChatApi(), pipeline),
             "/v1/completions": GenerationCall(CompletionApi(), pipeline),

@@ -13,7 +13,8 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.metrics.buckets import check_buckets
-from dynamo.frontend.settings import DUMP_CONFIG_TO, ROUTES, FrontendSettings
+from dynamo.frontend.http.settings import ROUTES
+from dynamo.frontend.settings import DUMP_CONFIG_TO, FrontendSettings
 from dynamo.runtime.base.addresses import is_loopback
 from dynamo.runtime.calls.faults import injection
 from dynamo.settings.command import CommandParser
@@ -51,9 +52,13 @@ def parse_args(
     return settings
 
 
+_GROUPS: Final = ("http", "access", "cluster", "requests", "media", "recording", "other", "inspector")
+
+
 def flagged_settings() -> Iterator[Setting]:
     """Walk the settings that this command takes as flags, in the order of its help."""
-    yield from (made for _, made in settings_of(FrontendSettings) if made.dest not in _WORKERS_ONLY)
+    found = [made for _, made in settings_of(FrontendSettings) if made.dest not in _WORKERS_ONLY]
+    yield from sorted(found, key=lambda made: _GROUPS.index(made.group) if made.group in _GROUPS else len(_GROUPS))
     yield from (*ONE_VALUE, DUMP_CONFIG_TO, *REFUSED, *INERT)
 
 

@@ -107,7 +107,9 @@ def open_kernel(
         Hooks([RequestCounts(metrics), RequestLog(settings.overload_status)]),
     )
     loads = LoadFollower(settings, models, access.loads, peers, report_own=access.report_own)
-    kernel = Kernel(pipeline, loads, runtime, preparing, BodyBudget(settings.pending_bodies_limit_bytes), peers)
+    kernel = Kernel(
+        settings, pipeline, loads, runtime, preparing, BodyBudget(settings.pending_bodies_limit_bytes), peers
+    )
     return OpenedKernel(kernel, access, text_models, AdapterKeeper(models, access.ask_adapters), intake)
 
 

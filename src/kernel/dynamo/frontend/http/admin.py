@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Final, Self
 
 from dynamo.frontend.base.asgi import Receive, Scope, Send, reply_rejected
-from dynamo.frontend.settings import ApiLimits, FrontendSettings
+from dynamo.frontend.http.settings import HttpSettings
+from dynamo.frontend.pipeline.settings import ApiLimits
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.addresses import LOCAL_STORES, is_loopback
 from dynamo.runtime.base.http_limits import Rejection
@@ -42,7 +43,7 @@ class AdminLimits(ApiLimits):
         return Rejection(503, text, "connections", retry_after_seconds=1)
 
 
-def serves_admin_with_api(settings: FrontendSettings) -> bool:
+def serves_admin_with_api(settings: HttpSettings) -> bool:
     """Return whether the admin routes are served on the port of the API."""
     return settings.admin_port is None and is_loopback(settings.http_host)
 
@@ -50,7 +51,7 @@ def serves_admin_with_api(settings: FrontendSettings) -> bool:
 class AdminElsewhere:
     """An admin route on a port that does not serve it: a 404 that names the way to it."""
 
-    def __init__(self, settings: FrontendSettings) -> None:
+    def __init__(self, settings: HttpSettings) -> None:
         self._way = (
             "it is served on the admin port only (--admin-port)"
             if settings.admin_port is not None
@@ -65,7 +66,7 @@ class AdminElsewhere:
 class SameSiteOnly:
     """An admin route that does nothing for pages of other sites: 403."""
 
-    def __init__(self, route: Route, settings: FrontendSettings) -> None:
+    def __init__(self, route: Route, settings: HttpSettings) -> None:
         self._route = route
         self._listens_at = settings.http_host if settings.admin_port is None else settings.admin_host
 
@@ -78,7 +79,7 @@ class SameSiteOnly:
             await reply_rejected(send, RequestRejected(403, text))
 
 
-def log_exposure(settings: FrontendSettings) -> None:
+def log_exposure(settings: HttpSettings) -> None:
     """Log, once at start, how far the listeners of a frontend are open."""
     if is_loopback(settings.http_host):
         logger.info(

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from dynamo.frontend.http.admin import serves_admin_with_api
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.runtime.base.addresses import WILDCARDS, http_url
 from dynamo.runtime.http.inspector_token import InspectorAccess, publish_access, remove_access
 
 logger = logging.getLogger(__name__)
 
 
-def uses_token(settings: FrontendSettings) -> bool:
+def uses_token(settings: HttpSettings) -> bool:
     """Return whether the inspector is served where no key protects it, so that its token does."""
     if not settings.inspector.is_on or settings.disable_admin_api or settings.admin_keys_file is not None:
         return False
@@ -34,7 +34,7 @@ class AdminKeys(Protocol):
 
 @contextmanager
 def published_access(
-    settings: FrontendSettings, api_port: int, admin_port: int | None, token: str, keys: AdminKeys | None = None
+    settings: HttpSettings, api_port: int, admin_port: int | None, token: str, keys: AdminKeys | None = None
 ) -> Iterator[None]:
     """Keep the file of the token for as long as the block runs; does nothing where no token is used.
 

@@ -18,9 +18,9 @@ from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.base.request_id import reject_route
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.runtime.observe.metrics import CONTENT_TYPE
@@ -202,7 +202,7 @@ _READY = re.compile(r"^(?P<id>.+)/ready$")
 class ModelsRoute:
     """`/v1/models`, `/v1/models/{id}` and `/v1/models/{id}/ready`; an id may contain slashes."""
 
-    def __init__(self, models: ModelDirectory, settings: FrontendSettings) -> None:
+    def __init__(self, models: ModelDirectory, settings: HttpSettings) -> None:
         self._models, self._settings = models, settings
         self._base = settings.paths["models"].rstrip("/")
 

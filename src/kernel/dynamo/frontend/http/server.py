@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
+from starlette.types import ASGIApp
+
 from dynamo.errors import CannotConnect
-from dynamo.frontend.app import Frontend
+from dynamo.frontend.admission.process import Admission
+from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
 from dynamo.frontend.http.connection import render_rejection
 from dynamo.frontend.http.inspector_access import published_access
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.runtime.base.addresses import bound_socket, http_url
 from dynamo.runtime.base.limits import within_descriptors
 from dynamo.runtime.base.tls import ServerTls, TlsFile
@@ -58,7 +61,7 @@ def bind(host: str, port: int, *, flag: str = "--http-port") -> socket.socket:
         raise
 
 
-def bind_admin(settings: FrontendSettings) -> socket.socket | None:
+def bind_admin(settings: HttpSettings) -> socket.socket | None:
     """Return a bound socket for the admin routes, and log its address; None where they have no port of their own.
 
     Raises `PortInUse`, or `CannotConnect` when the host is not an address of this machine.
@@ -91,6 +94,26 @@ class Connections(Protocol):
         """Take no more; idempotent."""
 
 
+class ServedFrontend(Protocol):
+    """What the listener needs of a `Frontend`."""
+
+    settings: Any
+    asgi: ASGIApp
+    admin_asgi: ASGIApp
+    metrics: FrontendMetrics
+    admission: Admission
+    parts: dict[str, Any]
+
+    async def drain(self, timeout_seconds: float, *, grace_seconds: float = 0.0) -> bool:
+        """Decline new requests and wait for those in flight; whether all of them ended in time."""
+
+    def cut(self) -> int:
+        """End every request in flight; return how many there were."""
+
+    def stopping(self) -> None:
+        """Mark the process as neither ready nor alive."""
+
+
 class HttpServer:
     """One listener for one frontend.
 
@@ -103,7 +126,7 @@ class HttpServer:
 
     def __init__(
         self,
-        frontend: Frontend,
+        frontend: ServedFrontend,
         *,
         listener: socket.socket | None = None,
         admin: socket.socket | None = None,
@@ -114,7 +137,7 @@ class HttpServer:
         `admin`: the same for the admin routes, where they have a port of their own. Raises `PortInUse`, and
         `CannotConnect` for an admin address that is not ours.
         """
-        settings = frontend.settings
+        settings: HttpSettings = frontend.settings
         self._frontend = frontend
         self._settings = settings
         self._deliveries = deliveries
@@ -232,13 +255,13 @@ async def serve_until(server: HttpServer, asked: asyncio.Event, serving: Callabl
         await server.close()
 
 
-def _grace_words(settings: FrontendSettings) -> str:
+def _grace_words(settings: HttpSettings) -> str:
     grace = settings.grace_period_seconds
     return f", new requests for {grace:g} s more" if grace > 0 else ", no new requests"
 
 
 async def serve_until_signal(
-    frontend: Frontend, *, listener: socket.socket | None = None, admin: socket.socket | None = None
+    frontend: ServedFrontend, *, listener: socket.socket | None = None, admin: socket.socket | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()

@@ -19,7 +19,7 @@ from dynamo.errors import DynamoException
 from dynamo.frontend.base.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
 from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.models.directory import ModelDirectory
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.models.settings import ModelSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.router.workers.busy_workers import BusyThresholds, BusyWorkers, LoadedPool, LoadReport
 from dynamo.runtime.base.tasks import Background, first_of
@@ -83,7 +83,7 @@ class LoadFollower:
 
     def __init__(
         self,
-        settings: FrontendSettings,
+        settings: ModelSettings,
         models: ModelDirectory,
         subscribe: Subscribe,
         peers: Peers | None = None,

@@ -13,7 +13,7 @@ from dynamo.frontend.models.busy_threshold import LOAD_TOPIC
 from dynamo.frontend.models.card_routing import CardRouting, GroupRouting
 from dynamo.frontend.models.cards import CardEntry
 from dynamo.frontend.models.served import ServingRules
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.models.settings import ModelSettings
 from dynamo.placement import Policy, RouterMode, policy_for
 from dynamo.protocol.records import ADAPTERS_ENDPOINT
 from dynamo.router.kv.domains import KvDomains
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ClusterAccess:
     """Stays within one runtime, which it does not close."""
 
-    def __init__(self, settings: FrontendSettings, runtime: DistributedRuntime) -> None:
+    def __init__(self, settings: ModelSettings, runtime: DistributedRuntime) -> None:
         self._settings = settings
         self._runtime = runtime
         mode = RouterMode.of(settings.router_mode)

@@ -8,7 +8,7 @@ from time import thread_time
 
 from dynamo.frontend.base.offload import Offload, ThreadOffload
 from dynamo.frontend.models.files import ModelFiles
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.models.settings import ModelSettings
 from dynamo.protocol.records import IMAGE_PROCESSOR, ModelCard
 from dynamo.text.model import TextModel, load_text_model
 from dynamo.text.template_sandbox import NO_CLOCK
@@ -17,7 +17,7 @@ from dynamo.text.template_sandbox import NO_CLOCK
 class TextModelLoader:
     """Loads in threads of its own: whatever a card names must not keep prompts waiting for a thread."""
 
-    def __init__(self, settings: FrontendSettings, offload: Offload | None, *, now: Callable[[], datetime]) -> None:
+    def __init__(self, settings: ModelSettings, offload: Offload | None, *, now: Callable[[], datetime]) -> None:
         """`offload`: in place of threads. `now` is the clock that chat templates may print."""
         self._settings = settings
         self._now = now

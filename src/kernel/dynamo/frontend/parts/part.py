@@ -19,6 +19,7 @@ from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.http.admin import SameSiteOnly
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.routes import GuardedRoute, Site
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.outcome import RequestListener
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 class Kernel:
     """What parts are opened over."""
 
+    settings: HttpSettings
     pipeline: Pipeline
     loads: LoadFollower
     runtime: DistributedRuntime
@@ -42,7 +44,7 @@ class Kernel:
 
     def same_site(self, route: ASGIApp) -> ASGIApp:
         """Return an admin route that does nothing for pages of other sites."""
-        return SameSiteOnly(route, self.pipeline.settings)
+        return SameSiteOnly(route, self.settings)
 
 
 class Part(RequestListener):

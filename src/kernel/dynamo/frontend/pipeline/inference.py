@@ -29,8 +29,8 @@ from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.reading import CallReader, Resolved
 from dynamo.frontend.pipeline.request_records import begin_record
 from dynamo.frontend.pipeline.routing_answer import routing_headers
+from dynamo.frontend.pipeline.settings import KEEP_ALIVE_SECONDS, PipelineSettings
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs, OpenAnswer
-from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.vectors.requests import ResultRequest
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """What every call of a frontend goes through."""
 
-    settings: FrontendSettings
+    settings: PipelineSettings
     admission: Admission
     models: ModelDirectory
     metrics: FrontendMetrics
@@ -260,7 +260,7 @@ def _reached(exchange: Exchange) -> Reached:
     return Reached.DOOR if exchange.early_end.task is None else Reached.READ
 
 
-def _keep_alive(settings: FrontendSettings, request: Request | ResultRequest) -> float | None:
+def _keep_alive(settings: PipelineSettings, request: Request | ResultRequest) -> float | None:
     """Return how long a stream may be silent. A request that may hold back all output has a limit even if others do not."""
     holds_back = isinstance(request, ChatRequest) and request.fills_content
     return settings.keep_alive_seconds or (KEEP_ALIVE_SECONDS if holds_back else None)

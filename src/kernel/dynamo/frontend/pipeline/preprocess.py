@@ -18,8 +18,8 @@ from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.plan import Plan
+from dynamo.frontend.pipeline.settings import PipelineSettings
 from dynamo.frontend.pipeline.text_generation import text_plan, text_prompts
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
 from dynamo.protocol.openai.chat_options import ChatOptions, chat_options
 from dynamo.protocol.openai.closed_schema import bounded_guidance
@@ -51,7 +51,7 @@ _QUERY: Final = "query_instance_id:"
 class Preprocessor:
     """Shared by the routes; keeps no state of a request."""
 
-    def __init__(self, settings: FrontendSettings, metrics: FrontendMetrics, offload: Offload) -> None:
+    def __init__(self, settings: PipelineSettings, metrics: FrontendMetrics, offload: Offload) -> None:
         self._settings, self._metrics, self._offload = settings, metrics, offload
 
     @property
@@ -60,7 +60,7 @@ class Preprocessor:
         return self._offload
 
     @property
-    def settings(self) -> FrontendSettings:
+    def settings(self) -> PipelineSettings:
         return self._settings
 
     async def chat(

@@ -16,7 +16,7 @@ from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.api import Api
 from dynamo.frontend.pipeline.exchange import Arrival
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.pipeline.settings import PipelineSettings
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
@@ -44,7 +44,7 @@ class Resolved(Struct, frozen=True):
 class CallReader:
     """Reads the requests of one API."""
 
-    def __init__(self, api: Api[Any], settings: FrontendSettings, models: ModelDirectory, offload: Offload) -> None:
+    def __init__(self, api: Api[Any], settings: PipelineSettings, models: ModelDirectory, offload: Offload) -> None:
         self._api, self._settings, self._models, self._offload = api, settings, models, offload
         prefix = settings.metadata_header_prefix.encode()
         self._metadata_prefix = (

@@ -18,7 +18,7 @@ from dynamo.cli.replay.sending import ResentRequest, SendLimits, send_all
 from dynamo.cli.usage import UsageError
 from dynamo.engines.recorded.files import RecordedRequest, read_recordings
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.settings import ROUTES
+from dynamo.frontend.http.settings import ROUTES
 from dynamo.runtime.observe.log_text import one_line
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags

@@ -8,21 +8,21 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.protocol.inspector.views import SettingView
 from dynamo.settings.table import Setting, settings_of, without_secrets
 
 _LINK: Final = re.compile(r"\[([^\]]+)\]\([^)]*\)")  # of the page that this text is written for
 
 
-def setting_rows(settings: FrontendSettings, environment: Mapping[str, str] = os.environ) -> list[SettingView]:
+def setting_rows(settings: HttpSettings, environment: Mapping[str, str] = os.environ) -> list[SettingView]:
     """Return every setting of a frontend.
 
     A value that differs from the default is from its variable where that is set to it, else from a flag.
     """
     shown = dict(_values(settings, without_secrets(settings)))
     rows = []
-    for name, made in settings_of(FrontendSettings):
+    for name, made in settings_of(type(settings)):
         if name not in shown:
             continue
         value = shown[name]

@@ -18,6 +18,7 @@ from msgspec import Struct
 from dynamo.frontend.admission.process import Admission
 from dynamo.frontend.base.failures import FailureRing
 from dynamo.frontend.base.peers import TOKEN_KEY
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import GroupKey
 from dynamo.frontend.parts.inspector.actions import MAX_SHOWN_IDS, Actions
@@ -128,20 +129,20 @@ class Inspector:
     def __init__(
         self,
         pipeline: Pipeline,
+        settings: HttpSettings,
         loads: LoadFollower,
         peers: GroupPeer | None = None,
         *,
         failures: FailureRing | None = None,
     ) -> None:
         """`peers`: the other processes of the port. `failures`: those of this process; None: they are not kept."""
-        settings = pipeline.settings
         self.settings = settings.inspector
         self.token = new_token()
         """Lets in whoever presents it where no key protects the admin routes."""
         self.clock = InspectorClock()
         metrics = pipeline.metrics
         self.process = _Process(self.clock, pipeline.admission, lambda: metrics.event_loop.lag.value)
-        self.tables = Tables(pipeline, loads, self.clock, self.process.id, failures)
+        self.tables = Tables(pipeline, settings, loads, self.clock, self.process.id, failures)
         self._pipeline = pipeline
         self._figures = _Figures(pipeline)
         self._background = Background()
@@ -315,12 +316,12 @@ class Inspector:
 
     def _own_bundle(self, id: str, with_content: bool) -> _MaybeBundle:
         found = None if self.tables.failures is None else self.tables.failures.bundle(id)
-        is_hidden = found is not None and self._pipeline.settings.recording.keep_failed_content and not with_content
+        is_hidden = found is not None and self.tables.settings.recording.keep_failed_content and not with_content
         return _MaybeBundle(None if is_hidden else found, is_hidden)
 
     def setting_rows(self) -> list[SettingView]:
         """Return the settings in force."""
-        return setting_rows(self._pipeline.settings)
+        return setting_rows(self.tables.settings)
 
     async def take(self, query: PictureQuery, visitor: Visitor, seq: int) -> Picture:
         """Take a picture of all processes of the group. Raises FilterError."""
@@ -406,7 +407,7 @@ class Inspector:
     def _fleet(
         self, merged: MemberPicture, frontends: Sequence[FrontendView], visitor: Visitor, workers: int, models: int
     ) -> FleetView:
-        settings, bounds = self._pipeline.settings, self._figures.bounds
+        settings, bounds = self.tables.settings, self._figures.bounds
         return FleetView(
             cluster=settings.namespace or settings.namespace_prefix or "all namespaces",
             started_ms=self.process.started_ms,

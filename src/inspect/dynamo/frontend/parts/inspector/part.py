@@ -25,6 +25,7 @@ from dynamo.frontend.http.admin import serves_admin_with_api
 from dynamo.frontend.http.inspector_access import uses_token
 from dynamo.frontend.http.operations import OpenApiRoute
 from dynamo.frontend.http.routes import GuardedRoute, Site
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.parts.inspector.inspect_page import INSPECT_PATH, InspectRedirect, inspect_files
 from dynamo.frontend.parts.inspector.inspector import Inspector
 from dynamo.frontend.parts.inspector.members import Question
@@ -33,7 +34,6 @@ from dynamo.frontend.parts.inspector.routes import InspectorRoutes, TokenDoor
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.outcome import Outcome
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.inspector.filters import FilterError
 from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
 from dynamo.protocol.openai.errors import RequestRejected
@@ -44,10 +44,10 @@ class InspectorPart(Part):
 
     name: ClassVar[str] = "inspector"
 
-    def __init__(self, settings: FrontendSettings, kernel: Kernel, failures: FailureRing | None) -> None:
+    def __init__(self, settings: HttpSettings, kernel: Kernel, failures: FailureRing | None) -> None:
         """`failures`: those of this process; None: they are not kept."""
         self._settings, self._kernel = settings, kernel
-        self.inspector = Inspector(kernel.pipeline, kernel.loads, kernel.peers, failures=failures)
+        self.inspector = Inspector(kernel.pipeline, settings, kernel.loads, kernel.peers, failures=failures)
         self._others = open_other_frontends(settings.inspector, kernel.runtime.discovery)
         if self._others is not None:
             self.inspector.join(self._others)

@@ -7,6 +7,7 @@ from typing import Final
 
 from dynamo.frontend.base.failures import FailureRing
 from dynamo.frontend.base.redaction import load_redaction
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.parts.inspector.caches import CacheTable
 from dynamo.frontend.parts.inspector.clock import InspectorClock
@@ -26,13 +27,14 @@ class Tables:
     def __init__(
         self,
         pipeline: Pipeline,
+        settings: HttpSettings,
         loads: LoadFollower,
         clock: InspectorClock,
         frontend_id: str,
         failures: FailureRing | None,
     ) -> None:
         """`failures`: those of this process; None: they are not kept."""
-        self.failures = failures
+        self.failures, self.settings = failures, settings
         self.frontend_id = frontend_id
         self.events = EventLog(clock, frontend_id)
         self.streams = StreamTable(pipeline.register, clock, frontend_id)
@@ -40,11 +42,11 @@ class Tables:
         self.lifecycle = WorkerLifecycle(pipeline.models, self.events, clock)
         self.routing = RoutingLog(pipeline.models.holds, clock, frontend_id)
         self.token_rates = TokenRates()
-        self.contents = ContentReader(pipeline.models, load_redaction(pipeline.settings.request_trace.redact))
+        self.contents = ContentReader(pipeline.models, load_redaction(settings.request_trace.redact))
         self.caches = CacheTable(pipeline.models, clock)
         self.cluster = ClusterTable(
             pipeline.models,
-            pipeline.settings,
+            settings,
             clock,
             loads,
             self.lifecycle.first_seen,

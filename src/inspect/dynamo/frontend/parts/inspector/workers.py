@@ -9,10 +9,10 @@ from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import CardEntry, Group
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.models.settings import ModelSettings
 from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.parts.inspector.stream_rows import worker_name
 from dynamo.frontend.parts.inspector.streams import WorkerPulse
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.inspector.views import ModelView, WorkerView
 from dynamo.router.workers.pool import ModelPool
 from dynamo.runtime.calls.request_plane.base import Instance
@@ -27,7 +27,7 @@ class ClusterTable:
     def __init__(
         self,
         models: ModelDirectory,
-        settings: FrontendSettings,
+        settings: ModelSettings,
         clock: InspectorClock,
         loads: LoadFollower,
         first_seen: Mapping[str, float],

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from dynamo.frontend.base.access import Access, CallerLookup
+from dynamo.frontend.base.settings.batches import BatchesSettings
 from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.parts.batches.batch_routes import BatchesRoute, BatchRoute
 from dynamo.frontend.parts.batches.file_routes import FileContentRoute, FileRoute, FilesRoute
@@ -16,7 +17,6 @@ from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.outcome import Outcome
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.openai.schema import ApiDescription
 
@@ -62,7 +62,7 @@ class Batches(Part):
         await self.service.aclose()
 
 
-def open_batches(settings: FrontendSettings, pipeline: Pipeline, keys: CallerLookup | None) -> BatchService:
+def open_batches(settings: BatchesSettings, pipeline: Pipeline, keys: CallerLookup | None) -> BatchService:
     """Open the directory of files. Raises InvalidArgument when it cannot be used."""
     assert settings.files_dir is not None, "files are switched off"
     limits = FileLimits(settings.file_limit_bytes, settings.batch_file_limit_bytes, settings.files_total_bytes)

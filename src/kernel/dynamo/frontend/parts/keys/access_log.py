@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from dynamo.frontend.base.access import Access, identity_of
 from dynamo.frontend.base.asgi import RESPOND_EXTENSION, Message, Receive, Scope, Send
+from dynamo.frontend.base.settings.keys import KeySettings
 from dynamo.frontend.http.inference_route import EXCHANGE
 from dynamo.frontend.http.routes import Site
 from dynamo.frontend.parts.keys.door import client_address
@@ -24,7 +25,6 @@ from dynamo.frontend.parts.keys.rules.records import Network
 from dynamo.frontend.parts.part import Part
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.request_records import worker_fields
-from dynamo.frontend.settings import FrontendSettings
 
 MAX_BODY_BYTES: Final = 64 * 1024  # of a request or an answer that the audit log shows
 MAX_PATH: Final = 1024  # characters
@@ -276,7 +276,7 @@ class RequestLogs(Part):
     name: ClassVar[str] = "request_logs"
     outlives_models: ClassVar[bool] = True
 
-    def __init__(self, settings: FrontendSettings) -> None:
+    def __init__(self, settings: KeySettings) -> None:
         """Raises InvalidArgument for a file that cannot be written."""
         self._trusted = settings.trusted_proxies
         self.access = None if settings.access_log is None else LineFile(settings.access_log)

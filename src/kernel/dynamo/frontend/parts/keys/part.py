@@ -15,7 +15,10 @@ from starlette.types import ASGIApp
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.access import Access, Caller
 from dynamo.frontend.base.asgi import Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.base.settings.keys import KeySettings
 from dynamo.frontend.http.routes import GuardedRoute, Site
+from dynamo.frontend.http.settings import HttpSettings
+from dynamo.frontend.models.settings import ModelSettings
 from dynamo.frontend.parts.keys.charging import KeyCharges
 from dynamo.frontend.parts.keys.cluster_limits import EVERY_NAMESPACE, ClusterLimits, SharedStore
 from dynamo.frontend.parts.keys.door import KeyDoor
@@ -26,7 +29,6 @@ from dynamo.frontend.parts.keys.metrics import FAMILIES, KeyMetrics
 from dynamo.frontend.parts.keys.quotas import Quotas
 from dynamo.frontend.parts.keys.usage_store import UsageQuery, UsageStore, UsageUnavailable
 from dynamo.frontend.parts.part import Kernel, Part
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.runtime.discovery.base import Discovery
@@ -43,13 +45,13 @@ class Keys(KeyCharges, Part):
     families = FAMILIES
     outlives_models: ClassVar[bool] = True
 
-    def __init__(self, settings: FrontendSettings, kernel: Kernel, table: LimitTable | None) -> None:
+    def __init__(self, settings: KeySettings, kernel: Kernel, table: LimitTable | None) -> None:
         """`table`: of the group, None: this process is alone. Raises InvalidArgument for a file that cannot be used."""
         self._settings, self._kernel = settings, kernel
         self._metrics = KeyMetrics(kernel.pipeline.metrics.families)
         self.store, self.quotas, self.meter = open_keys(settings, self._metrics, table)
         super().__init__(self.quotas)
-        self._cluster_limits = open_cluster_limits(settings, self.store, self.quotas, kernel.runtime.discovery)
+        self._cluster_limits = open_cluster_limits(kernel.settings, self.store, self.quotas, kernel.runtime.discovery)
         self.store.on_look.append(self._cut_revoked)
 
     def routes(self) -> Sequence[GuardedRoute]:
@@ -116,7 +118,7 @@ class OpenedKeys(NamedTuple):
     meter: UsageMeter
 
 
-def open_keys(settings: FrontendSettings, metrics: KeyMetrics, table: LimitTable | None) -> OpenedKeys:
+def open_keys(settings: KeySettings, metrics: KeyMetrics, table: LimitTable | None) -> OpenedKeys:
     """Read the keys, and open the file of what they use. `table`: of the group, None: this process is alone.
 
     Raises InvalidArgument for a file that cannot be used.
@@ -133,7 +135,7 @@ def open_keys(settings: FrontendSettings, metrics: KeyMetrics, table: LimitTable
 
 
 def open_cluster_limits(
-    settings: FrontendSettings, keys: KeyStore, quotas: Quotas, store: Discovery
+    settings: HttpSettings, keys: KeyStore, quotas: Quotas, store: Discovery
 ) -> ClusterLimits | None:
     """Divide the limits of the keys with the other frontends; None where there is no store for it."""
     if not settings.divide_limits:
@@ -143,7 +145,7 @@ def open_cluster_limits(
     return ClusterLimits(quotas, lambda: keys.identities, store, scope=_scope_of(settings))
 
 
-def _scope_of(settings: FrontendSettings) -> str:
+def _scope_of(settings: ModelSettings) -> str:
     """Return the segment of a record's key that says which namespaces a frontend serves."""
     if settings.namespace_prefix is not None:
         return encode_name(settings.namespace_prefix) + EVERY_NAMESPACE

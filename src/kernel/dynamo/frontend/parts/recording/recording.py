@@ -13,6 +13,7 @@ import dynamo
 from dynamo.frontend.base.failures import FailureRing
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.redaction import load_redaction
+from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.parts.part import Part
 from dynamo.frontend.parts.recording.bundles import FailureNotes, KeptBody
 from dynamo.frontend.parts.recording.recorder import RequestRecorder
@@ -21,7 +22,6 @@ from dynamo.frontend.pipeline.outcome import Outcome, Reached
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.tap import TAP
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.observe.metrics import Family
 from dynamo.settings.table import without_secrets
 
@@ -101,7 +101,7 @@ class Recording(Part):
             await asyncio.get_running_loop().run_in_executor(None, self.recorder.close)
 
 
-def open_recording(settings: FrontendSettings, families: FrontendFamilies) -> Recording:
+def open_recording(settings: HttpSettings, families: FrontendFamilies) -> Recording:
     """Return what keeps requests.
 
     Raises InvalidArgument for a redaction that cannot be imported.
@@ -115,9 +115,9 @@ def open_recording(settings: FrontendSettings, families: FrontendFamilies) -> Re
     )
 
 
-def _process(settings: FrontendSettings) -> Mapping[str, Any]:
+def _process(settings: HttpSettings) -> Mapping[str, Any]:
     """Return what all bundles of this process share: its versions, and the settings that are not the defaults."""
-    defaults = without_secrets(FrontendSettings())
+    defaults = without_secrets(type(settings)())
     return {
         "pid": os.getpid(),
         "version": dynamo.__version__,

@@ -9,14 +9,13 @@ from typing import ClassVar, Final
 
 from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.metrics.families import FrontendFamilies
-from dynamo.frontend.base.settings.stored_responses import OFF, SQLITE, StoreLimits
+from dynamo.frontend.base.settings.stored_responses import OFF, SQLITE, StoredResponseSettings, StoreLimits
 from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoreUsage
 from dynamo.frontend.parts.stored_responses.history import ResponseHistory
 from dynamo.frontend.parts.stored_responses.memory import MemoryResponseStore
 from dynamo.frontend.parts.stored_responses.routes import CancelRoute, InputItemsRoute, StoredResponseRoute
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.observe.metrics import Family
 
 FAMILIES: Final = (
@@ -45,7 +44,8 @@ class StoredResponses(Part):
     families = FAMILIES
     outlives_models: ClassVar[bool] = True
 
-    def __init__(self, settings: FrontendSettings, kernel: Kernel, store: ResponseStore) -> None:
+    def __init__(self, kernel: Kernel, store: ResponseStore) -> None:
+        settings = kernel.settings
         self._path, self._store = settings.paths["responses"], store
         self._knows_tenants = not settings.disable_nvext  # a POST ignores the header without it
         self.history = ResponseHistory(
@@ -72,11 +72,11 @@ class StoredResponses(Part):
         await self._store.aclose()
 
 
-def open_stored_responses(settings: FrontendSettings, kernel: Kernel) -> StoredResponses | None:
+def open_stored_responses(settings: StoredResponseSettings, kernel: Kernel) -> StoredResponses | None:
     """Open the store; None where nothing is kept. Raises InvalidArgument for a file that cannot be opened."""
     place, limits = settings.responses_store, settings.response_limits
     store = open_response_store(place, limits, is_shared_port=kernel.peers is not None)
-    return None if store is None else StoredResponses(settings, kernel, store)
+    return None if store is None else StoredResponses(kernel, store)
 
 
 logger = logging.getLogger(__name__)
