@@ -105,6 +105,7 @@ OPERATIONS = [
     "GET /health",
     "GET /live",
     "GET /metrics",
+    "GET /ready",
 ]  # schemathesis leaves the document itself out
 
 

@@ -157,7 +157,7 @@ async def test_without_a_file_usage_is_not_kept_and_says_so(tmp_path: Path) -> N
     async with closed_cluster(tmp_path, key("boss", role="admin")) as found:
         answer = await found.client.call("GET", "/admin/usage", headers=bearer("boss"))
         assert answer.status == 503
-        assert "--usage-db" in answer.json["error"]["message"]
+        assert "DYN_USAGE_DB" in answer.json["error"]["message"]
 
 
 def test_a_file_that_is_something_else_ends_the_start(tmp_path: Path) -> None:

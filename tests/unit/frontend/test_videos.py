@@ -183,7 +183,7 @@ async def test_without_a_store_the_video_is_in_the_answer_alone(tmp_path: Path) 
         for path in ("/v1/videos", f"/v1/videos/{video['id']}", f"/v1/videos/{video['id']}/content"):
             answer = await found.client.get(path)
             assert answer.status == 404
-            assert "--media-store" in answer.json["message"]
+            assert "DYN_MEDIA_STORE" in answer.json["message"]
 
 
 async def test_pictures_are_linked_and_a_changed_link_shows_nothing(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class BypassRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.prefill_busy_threshold is not None or not self.looks_at_prefill:
             return self
         if prefill_busy_threshold is None:
-            raise ValueError(f"policy {self.policy} needs prefill_busy_threshold, or --router-queue-threshold")
+            raise ValueError(f"policy {self.policy} needs prefill_busy_threshold, or DYN_ROUTER_QUEUE_THRESHOLD")
         return msgspec.structs.replace(self, prefill_busy_threshold=prefill_busy_threshold)
 
     @property

@@ -88,14 +88,14 @@ def log_exposure(settings: HttpSettings) -> None:
         )
     elif settings.tls_cert_path is None and settings.key_sources.protect_clients:
         logger.warning(
-            "API keys are sent to %s:%d in plain text: --tls-cert-path is not set (docs/security.md). Leave this as it "
+            "API keys are sent to %s:%d in plain text: DYN_TLS_CERT_PATH is not set (docs/security.md). Leave this as it "
             "is only where a proxy in front, on a trusted network, speaks TLS",
             settings.http_host,
             settings.http_port,
         )
     elif settings.store not in LOCAL_STORES and settings.tls_cert_path is None:
         logger.warning(
-            "anybody who reaches %s:%d can send requests: there are no API keys (--keys), and --tls-cert-path is not set "
+            "anybody who reaches %s:%d can send requests: there are no API keys (--keys), and DYN_TLS_CERT_PATH is not set "
             "(docs/security.md)",
             settings.http_host,
             settings.http_port,

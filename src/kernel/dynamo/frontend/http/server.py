@@ -72,7 +72,7 @@ def bind_admin(settings: HttpSettings) -> socket.socket | None:
     try:
         listener = bind(host, settings.admin_port, flag="--admin-port")
     except OSError as error:
-        raise CannotConnect(f"the admin routes cannot be served at {host} (--admin-host): {error}") from error
+        raise CannotConnect(f"the admin routes cannot be served at {host} (DYN_ADMIN_HOST): {error}") from error
     logger.info("admin routes at %s", http_url(host, listener.getsockname()[1]))
     return listener
 

@@ -37,7 +37,7 @@ class ModelReports:
         if model.admission.ignores_factor:
             logger.warning(
                 "model %s: its workers do not say how many requests they run at once (max_num_seqs), so "
-                "--max-requests-per-model %s does not hold for it; give a number",
+                "DYN_HTTP_MAX_REQUESTS_PER_MODEL=%s does not hold for it; give a number",
                 model.name,
                 admission.limit,
             )

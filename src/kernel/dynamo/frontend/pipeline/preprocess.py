@@ -200,7 +200,7 @@ class Preprocessor:
                 400,
                 f"The model '{request.model}' has no chat template, so messages cannot be made a prompt. Send a prompt "
                 "to the completions route, or have its worker started with --custom-jinja-template FILE (or this "
-                "frontend with --chat-template FILE)",
+                "frontend with DYN_CUSTOM_JINJA_TEMPLATE=FILE)",
                 param="messages",
             )
         began = perf_counter()

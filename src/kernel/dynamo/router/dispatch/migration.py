@@ -33,7 +33,7 @@ def migration_blocker(
     `length`: prompt and answer so far, in tokens; `longest`: `--migration-max-seq-len`.
     """
     if longest is not None and length > longest:
-        return f"its {length} tokens are more than --migration-max-seq-len {longest}"
+        return f"its {length} tokens are more than DYN_MIGRATION_MAX_SEQ_LEN={longest}"
     guided = (body.get("sampling_options") or {}).get("guided_decoding")
     if guided and runtime_data.get(RESUMES_GUIDED) is not True:
         return f"its engine does not take up a grammar in the middle (runtime_data has no {RESUMES_GUIDED!r})"

@@ -368,7 +368,7 @@ class KvDomains:
         self._decisions: DecisionLog | None = None
         if settings.decisions_path is not None:
             if any(other != header for _, other in made.values()):
-                raise InvalidArgument("--router-decisions needs one policy for all roles: its file names one")
+                raise InvalidArgument("DYN_ROUTER_DECISIONS needs one policy for all roles: its file names one")
             self._decisions = DecisionLog(settings.decisions_path, header, limit_bytes=settings.decisions_limit_bytes)
         # A domain lives while it has workers, or a pool holds its placement: the next worker finds the pool where it was.
         self._domains: WeakValueDictionary[DomainKey, KvDomain] = WeakValueDictionary()

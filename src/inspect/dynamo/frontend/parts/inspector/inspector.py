@@ -310,7 +310,7 @@ class Inspector:
             others, _ = await self._members.ask(AskBundle(id, with_content), _MaybeBundle)
             found = next((each for each in others if each.value is not None or each.is_hidden), found)
         if found.is_hidden:
-            text = "This bundle has content, which needs --inspect-content and a key with the role content or admin"
+            text = "This bundle has content, which needs DYN_INSPECT_CONTENT=1 and a key with the role content or admin"
             raise RequestRejected(403, text, code="insufficient_permissions")
         return found.value
 

@@ -62,7 +62,7 @@ def checked_url(url: str) -> str:
     """Return the address of a frontend as it is advertised. Raises InvalidArgument for one that is none."""
     found = _ADDRESS.fullmatch(url)
     if found is None or int(found[1]) > 65_535:
-        raise InvalidArgument(f"--admin-advertise: expected http://HOST:PORT, got {url[:128]!r}")
+        raise InvalidArgument(f"DYN_ADMIN_ADVERTISE: expected http://HOST:PORT, got {url[:128]!r}")
     return url.rstrip("/")
 
 

@@ -172,7 +172,7 @@ class InspectorRoutes:
             try:
                 if inspector.settings.is_read_only:
                     raise RequestRejected(
-                        403, "This inspector only shows: it was started with --inspect-read-only", code="read_only"
+                        403, "This inspector only shows: it was started with DYN_INSPECT_READ_ONLY=1", code="read_only"
                     )
                 if not inspector.actions.rate.take():
                     raise RequestRejected(

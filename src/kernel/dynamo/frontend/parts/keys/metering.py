@@ -117,7 +117,7 @@ class UsageMeter:
     async def rows(self, query: UsageQuery) -> list[dict[str, Any]]:
         """Return what was used until now. Raises UsageUnavailable, and InvalidArgument for a wrong query."""
         if self._store is None:
-            raise UsageUnavailable("the usage of keys is not kept: start the frontend with --usage-db FILE")
+            raise UsageUnavailable("the usage of keys is not kept: set DYN_USAGE_DB=FILE for the frontend")
         await self.write()
         return await self._store.rows(query)
 

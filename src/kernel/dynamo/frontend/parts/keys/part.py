@@ -129,7 +129,7 @@ def open_keys(settings: KeySettings, metrics: KeyMetrics, table: LimitTable | No
     quotas = Quotas(lambda: keys.ring, table or LimitTable(), spent=spent)
     budgets = [*[key.budget for key in keys.ring.keys], *[project.budget for project in keys.ring.projects.values()]]
     if store is None and any(budget is not None for budget in budgets):
-        logger.warning("budgets of API keys begin anew with this process: --usage-db FILE keeps what they have given")
+        logger.warning("budgets of API keys begin anew with this process: DYN_USAGE_DB=FILE keeps what they have given")
     meter = UsageMeter(quotas, metrics, store, keep_days=settings.usage_keep_days, identities=lambda: keys.identities)
     return OpenedKeys(keys, quotas, meter)
 

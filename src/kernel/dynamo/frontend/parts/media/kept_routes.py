@@ -21,7 +21,7 @@ from dynamo.protocol.videos import video_list, video_page
 
 def _checked(store: MediaStore | None) -> MediaStore:
     if store is None:
-        raise RequestRejected(404, "Videos are in the answer only: this frontend keeps none (--media-store)")
+        raise RequestRejected(404, "Videos are in the answer only: this frontend keeps none (DYN_MEDIA_STORE)")
     return store
 
 

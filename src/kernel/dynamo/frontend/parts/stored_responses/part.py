@@ -97,7 +97,7 @@ def open_response_store(place: str, limits: StoreLimits, *, is_shared_port: bool
         return None
     if is_shared_port:
         logger.info(
-            "responses are not stored: each of several processes would find only its own (--responses-store sqlite:FILE)"
+            "responses are not stored: each of several processes would find only its own (DYN_RESPONSES_STORE=sqlite:FILE)"
         )
         return None
     return MemoryResponseStore(limits)
