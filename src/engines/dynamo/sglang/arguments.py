@@ -16,12 +16,13 @@ from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, w
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.kv_events import ZmqSource
 from dynamo.engines.adapter import refuse_roles
+from dynamo.engines.native_flags import SGLANG, add_version, without_native_flags
 from dynamo.errors import InvalidArgument
 from dynamo.worker.hub import served_name
 
 logger = logging.getLogger(__name__)
 
-PROGRAM: Final = "dynamo.sglang"
+PROGRAM: Final = SGLANG
 IS_EMBEDDING: Final = "--is-embedding"  # SGLang's flag
 VECTORS: Final = "embedding"
 SMALLEST_PAGE: Final = 8  # tokens
@@ -30,10 +31,6 @@ MARK: Final = "behaviour tested (0.5.23, on a CPU), speed not"
 _EPILOG: Final = (
     "Every other flag is SGLang's own and is passed on as it is; they follow below where SGLang is installed."
 )
-_REFUSED: Final = {
-    "--enable-multimodal": "images, audio and video are not built",
-    "--skip-tokenizer-init": "SGLang then ignores constraints and min_tokens",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[SglangArguments, 
         check_installed()
         sys.stdout.write("\n" + sglang_parser().format_help())
         raise SystemExit(0)
-    own, rest = parser.parse_known_args(given)
-    for word in rest:
-        flag = word.partition("=")[0]
-        if flag in _REFUSED:
-            raise InvalidArgument(f"{flag}: {_REFUSED[flag]}")
+    own, rest = parser.parse_known_args(without_native_flags(PROGRAM, given))
     refuse_roles(own, "SGLang")
     if not own.model:
         parser.error("--model-path is missing: the directory or name of a model")
@@ -137,6 +130,7 @@ def events_source(config: str | None) -> ZmqSource | None:
 
 def _own_parser() -> BackendArgumentParser:
     parser = BackendArgumentParser(PROGRAM, add_help=False, description=f"SGLang: {MARK}.", epilog=_EPILOG)
+    add_version(parser)
     group = parser.add_argument_group("SGLang engine")
     group.add_argument("--model-path", "--model", "--model-name", dest="model", help="directory or name of the model")
     group.add_argument("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")

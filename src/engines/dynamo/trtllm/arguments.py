@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,11 @@ import yaml
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.engines.adapter import refuse_roles
+from dynamo.engines.native_flags import TRTLLM, add_version, without_native_flags
 from dynamo.errors import InvalidArgument
 from dynamo.worker.hub import served_name
 
-PROGRAM: Final = "dynamo.trtllm"
+PROGRAM: Final = TRTLLM
 MARK: Final = "not yet run on hardware: written from TensorRT-LLM 1.2's API, and tested against a stand-in for it"
 
 
@@ -42,11 +44,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TrtllmArguments, 
 
     Raises InvalidArgument for a missing package, for what is not built, and for files and JSON that cannot be read.
     """
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(without_native_flags(PROGRAM, sys.argv[1:] if argv is None else argv))
     refuse_roles(args, "TensorRT-LLM")
-    for name in ("publish_kv_events", "modality", "encode_endpoint"):
-        if getattr(args, name):
-            raise InvalidArgument(f"--{name.replace('_', '-')} is not built for TensorRT-LLM")
     if args.max_beam_width != 1:
         raise InvalidArgument("--max-beam-width must be 1: beam search is not built for TensorRT-LLM")
     if importlib.util.find_spec("tensorrt_llm") is None:
@@ -108,6 +107,7 @@ def _mapping(flag: str, value: Any) -> dict[str, Any]:
 
 def _parser() -> BackendArgumentParser:
     parser = BackendArgumentParser(PROGRAM, description=f"TensorRT-LLM: {MARK}.")
+    add_version(parser)
     add = parser.add_argument_group("TensorRT-LLM engine").add_argument
     add(
         "--model",
@@ -136,8 +136,5 @@ def _parser() -> BackendArgumentParser:
     )
     add("--extra-engine-args", metavar="FILE", help="further arguments of `LLM`, a YAML file")
     add("--override-engine-args", metavar="JSON", help="further arguments of `LLM`, which win over all others")
-    add("--publish-kv-events", "--publish-events-and-metrics", action="store_true", help="not built: refused")
-    add("--modality", metavar="NAME", help="not built: refused")
-    add("--encode-endpoint", metavar="NAME", help="not built: refused")
     add_backend_arguments(parser)
     return parser

@@ -13,6 +13,7 @@ from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, w
 from dynamo.contract.config import DEFAULT_COMPONENT, DEFAULT_ENDPOINT_TYPES, WorkerConfig
 from dynamo.contract.endpoint_name import ENDPOINT_SCHEME
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.engines.native_flags import VLLM, add_version, without_native_flags
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.model_types import ModelType, parse_endpoint_types
 from dynamo.vllm.errors import configuration_error
@@ -21,19 +22,9 @@ from dynamo.vllm.model_files import check_model, check_weights, is_local
 from dynamo.vllm.pooling import POOLING
 from dynamo.vllm.roles import ROLES, VllmRole, make_role
 
-PROGRAM: Final = "dynamo.vllm"
+PROGRAM: Final = VLLM
 VECTORS: Final = "embedding"  # what a pooling worker serves by default
 _EPILOG: Final = "Every other flag is vLLM's own and is passed on as it is; they follow below where vLLM is installed."
-
-# Names of other releases and systems, and what to write here.
-_REFUSED: Final = {
-    "--headless": "secondary nodes of one engine are not built; start vLLM's own on them",
-    "--classify-worker": "classification workers are not built",
-    "--realtime": "speech workers are not built",
-    "--enable-multimodal": "images, audio and video are not built",
-    "--use-vllm-tokenizer": "the frontend tokenizes",
-    "--benchmark-mode": "measure with dynamo bench",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +54,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
         sys.stdout.write(parser.format_help())
         sys.stdout.write("\n" + _vllm_parser().format_help())
         raise SystemExit(0)
-    own, rest = parser.parse_known_args(given)
+    own, rest = parser.parse_known_args(without_native_flags(PROGRAM, given))
     check_built(own, rest)
     names = served_names(own.served_model_name)
     if not own.model:
@@ -90,10 +81,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 def check_built(own: argparse.Namespace, rest: Sequence[str]) -> None:
     """Raise InvalidArgument that names a flag for which nothing is built."""
-    for word in rest:
-        flag = word.partition("=")[0]
-        if flag in _REFUSED:
-            raise InvalidArgument(f"{flag}: {_REFUSED[flag]}")
+    without_native_flags(PROGRAM, rest)
     if own.connector:
         example = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
         raise InvalidArgument(f"--connector is not an option of this engine; write --kv-transfer-config '{example}'")
@@ -129,6 +117,7 @@ def served_names(values: Sequence[str] | None) -> list[str]:
 
 def _own_parser() -> BackendArgumentParser:
     parser = BackendArgumentParser(PROGRAM, add_help=False, epilog=_EPILOG)
+    add_version(parser)
     group = parser.add_argument_group("vLLM engine")
     group.add_argument("--model", "--model-name", metavar="MODEL", help="directory or name of the model")
     group.add_argument(
