@@ -117,7 +117,7 @@ def test_an_admin_port_that_is_taken_is_named() -> None:
 
 
 def test_an_admin_host_that_is_not_ours_is_named() -> None:
-    with pytest.raises(CannotConnect, match="--admin-host"):
+    with pytest.raises(CannotConnect, match="DYN_ADMIN_HOST"):
         bind_admin(FrontendSettings(admin_port=0, admin_host="192.0.2.1"))
 
 
@@ -143,7 +143,7 @@ def test_with_discovery_of_one_machine_the_api_is_on_loopback(argv: list[str], e
     ("argv", "env", "level", "words"),
     [
         ([], {}, logging.INFO, "--http-host 0.0.0.0"),
-        ([], CLUSTER, logging.WARNING, "--tls-cert-path"),
+        ([], CLUSTER, logging.WARNING, "DYN_TLS_CERT_PATH"),
         (["--http-host", "0.0.0.0"], {"DYN_API_KEY": "a-key-of-twenty-bytes"}, logging.WARNING, "plain text"),
     ],
 )

@@ -362,7 +362,7 @@ async def test_records_that_are_no_frontends_are_passed_over(tmp_path: Path) -> 
         ({"advertise": "http://a:1"}, "DYN_ADMIN_PEER_KEY"),
         ({"peer_key": "short"}, "16 characters"),
         *[
-            ({"peer_key": KEY, "advertise": url}, "--admin-advertise")
+            ({"peer_key": KEY, "advertise": url}, "DYN_ADMIN_ADVERTISE")
             for url in (
                 "",
                 "a:1",
