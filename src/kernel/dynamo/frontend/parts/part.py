@@ -70,11 +70,11 @@ class Part(RequestListener):
         return app
 
     def described(self) -> Sequence[ApiDescription]:
-        """Return what the OpenAPI document says of its routes."""
+        """Return what the OpenAPI document has of its routes."""
         return ()
 
     def open_paths(self) -> Collection[str] | None:
-        """Return the only paths that need no key; None: this part asks for none."""
+        """Return the only paths that need no key; None: this part has none."""
         return None
 
     def links(self) -> Sequence[tuple[str, str]]:

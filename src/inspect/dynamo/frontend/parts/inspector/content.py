@@ -1,4 +1,4 @@
-"""What a request in flight says and is answered, for those who may read it. Nothing is kept for it: the ids are there anyway."""
+"""The content of a request in flight and of its answer, for viewers with the permission. Nothing is kept for it: the ids are there anyway."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _said(body: dict[str, Any]) -> str:
-    """Return what a body of a model that takes text says: its prompt, or its messages as JSON."""
+    """Return the content of a body of a model that takes text: its prompt, or its messages as JSON."""
     prompt = body.get("prompt")
     return prompt if isinstance(prompt, str) else msgspec.json.encode(body.get("messages")).decode()
 

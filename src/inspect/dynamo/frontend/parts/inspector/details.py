@@ -1,4 +1,4 @@
-"""One request in full: where its time went, which workers had it, what it asked for."""
+"""One request in full: where its time went, which workers had it, what it requested."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _timeline(clock: InspectorClock, times: list[float | None]) -> list[tuple[st
 
 
 def _parameters(plan: Plan) -> dict[str, Any]:
-    """Return what a request asked for, without anything that it says."""
+    """Return what a request set, without its content."""
     sampling, stops = plan.body.get("sampling_options") or {}, plan.body.get("stop_conditions") or {}
     found = {name: sampling[name] for name in _SAMPLING if sampling.get(name) is not None}
     found |= {name: stops[name] for name in _STOPS if stops.get(name) is not None}

@@ -19,7 +19,7 @@ def error_rows(ring: FailureRing | None, limit: int) -> list[ErrorGroup]:
 
 
 def without_texts(rows: list[ErrorGroup]) -> list[ErrorGroup]:
-    """Return the rows as those may see them who see no content: what is wrong with a request may repeat all of it."""
+    """Return the rows as viewers may see them that see no content: what is wrong with a request may repeat all of it."""
     return [msgspec.structs.replace(row, message=HIDDEN) if row.status in (400, 422) else row for row in rows]
 
 

@@ -34,7 +34,7 @@ _HEADERS: Final = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
-    (b"cache-control", b"no-cache"),  # asked for again each time, and sent again only after an upgrade
+    (b"cache-control", b"no-cache"),  # requested again each time, and sent again only after an upgrade
 )
 
 

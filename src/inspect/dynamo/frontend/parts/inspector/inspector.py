@@ -70,7 +70,7 @@ _NO_FILTER: Final = Filter("")
 
 
 class _MaybeAborted(Struct):
-    """What a process says to an abort."""
+    """The answer of a process to an abort."""
 
     value: AbortResult | None
 
@@ -79,11 +79,11 @@ class _MaybeBundle(Struct):
     """What a process has of a failure."""
 
     value: dict[str, Any] | None
-    is_hidden: bool = False  # it has content, and is not for who asks
+    is_hidden: bool = False  # it has content, and is not for this viewer
 
 
 class _MaybeDetail(Struct):
-    """What a process says of a request."""
+    """The answer of a process about a request."""
 
     value: RequestDetail | None
 
@@ -138,7 +138,7 @@ class Inspector:
         """`peers`: the other processes of the port. `failures`: those of this process; None: they are not kept."""
         self.settings = settings.inspector
         self.token = new_token()
-        """Lets in whoever presents it where no key protects the admin routes."""
+        """Lets in a viewer that presents it where no key protects the admin routes."""
         self.clock = InspectorClock()
         metrics = pipeline.metrics
         self.process = _Process(self.clock, pipeline.admission, lambda: metrics.event_loop.lag.value)
@@ -162,11 +162,11 @@ class Inspector:
         self._background.start(self.tables.lifecycle.run(), "inspector: workers")
 
     def join(self, others: OtherFrontends) -> None:
-        """Ask the other frontends of the cluster from now on, too."""
+        """Include the other frontends of the cluster from now on."""
         self._members.others = others
 
     def note_scaling(self, found: tuple[GroupKey, int, Decision]) -> None:
-        """Add the event of a load that asks for another number of workers. Whoever scales may have other bounds."""
+        """Add the event of a load that needs another number of workers. The scaler may have other bounds."""
         key, before, decision = found
         workers = f"{decision.target} {key.role} worker{'' if decision.target == 1 else 's'}"
         text = f"the load of {key.model} asks for {workers}, not {before} ({decision.reason}): {decision.text}"
@@ -174,7 +174,7 @@ class Inspector:
 
     @property
     def others(self) -> OtherFrontends | None:
-        """The other frontends of the cluster; None where these are not asked."""
+        """The other frontends of the cluster; None where these are not included."""
         return self._members.others
 
     def stopping(self) -> None:
@@ -182,7 +182,7 @@ class Inspector:
         self.watching.close()
 
     async def aclose(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop. Idempotent."""
         self.stopping()
         self.operator.close()
         await self._background.close()
@@ -236,7 +236,7 @@ class Inspector:
                 return _MaybeAborted(self.actions.abort(id, reason))
             case AskAbortMatching(filter, reason, dry_run):
                 return self.actions.abort_matching(filter, reason, dry_run=dry_run)
-            case AskHold():  # no process of a group asks for one: its holds are shared
+            case AskHold():  # no process of a group requests one: its holds are shared
                 raise LookupError("a hold is asked for by another frontend")
             case _:
                 assert_never(question)
@@ -266,7 +266,7 @@ class Inspector:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     async def abort(self, id: str, reason: str) -> tuple[AbortResult | None, list[str]]:
-        """End the request with this id, whoever has it; None: nobody has. Also return the names of those that gave no answer."""
+        """End the request with this id, whichever process has it; None: none has. Also return the names of those that gave no answer."""
         own = self.actions.abort(id, reason)
         if own is not None:
             return own, []
@@ -452,7 +452,7 @@ class _Figures:
 
 
 def _resident_bytes() -> int | None:
-    """Return the resident memory; None where the system does not say."""
+    """Return the resident memory; None where the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

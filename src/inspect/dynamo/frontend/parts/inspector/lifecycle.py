@@ -11,7 +11,7 @@ from dynamo.frontend.parts.inspector.stream_rows import worker_name
 
 
 class WorkerLifecycle:
-    """Looks at the workers whenever they have changed, and at no other time."""
+    """Checks the workers whenever they have changed, and at no other time."""
 
     def __init__(self, models: ModelDirectory, events: EventLog, clock: InspectorClock) -> None:
         self._models, self._events, self._clock = models, events, clock
@@ -28,7 +28,7 @@ class WorkerLifecycle:
             await self._models.change()
 
     def look(self) -> None:
-        """Compare the workers with those of the last look."""
+        """Compare the workers with those of the last check."""
         now = self._clock.now()
         served: dict[str, str] = {}
         conflicts: dict[str, tuple[str, str]] = {}
@@ -53,8 +53,8 @@ class WorkerLifecycle:
         self._served, self._conflicts = served, set(conflicts)
 
     def look_at_circuits(self) -> None:
-        """Note the workers that were quarantined, or answer again, since the last look. Called at each end of a failed request,
-        and while somebody watches."""
+        """Note the workers that were quarantined, or answer again, since the last check. Called at each end of a failed request,
+        and while a viewer watches."""
         found: dict[str, float] = {}
         for group in self._models.groups():
             if (pool := self._models.pool_of(group.key)) is not None:

@@ -1,4 +1,4 @@
-"""What the processes of one port, and the frontends of a cluster, ask each other, so that any of them answers for all."""
+"""What the processes of one port, and the frontends of a cluster, request of each other, so that any of them answers for all."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class AskAbortMatching(Struct, frozen=True, tag=True):
 
 
 class AskHold(Struct, frozen=True, tag=True):
-    """Keep this worker from new requests, or take that back. Only frontends ask each other: a group shares its holds.
+    """Keep this worker from new requests, or take that back. Only frontends call each other: a group shares its holds.
 
-    The answer is empty; who does not do so is named as silent.
+    The answer is empty; a process that does not do so is named as silent.
     """
 
     worker: str
@@ -90,9 +90,9 @@ class Members:
     """The other processes of the port, and the other frontends; none where this one is alone."""
 
     def __init__(self, peers: GroupPeer | None, answer: Callable[[Question], Any]) -> None:
-        """`answer`: what this process says to a question."""
+        """`answer`: the answer of this process to a question."""
         self.peers, self._answer = peers, answer
-        self.others: OtherFrontends | None = None  # where the inspectors of a cluster ask each other
+        self.others: OtherFrontends | None = None  # where the inspectors of a cluster call each other
         if peers is not None:
             peers.on_asked(self._on_asked)
 
@@ -114,14 +114,14 @@ class Members:
         return found, silent
 
     async def ask_frontends(self, question: Question) -> list[str]:
-        """Ask the other frontends to do something; return the names of those that did not, or not in time."""
+        """Let the other frontends do something; return the names of those that did not, or not in time."""
         if self.others is None:
             return []
         _, silent = await self.others.ask(msgspec.msgpack.encode(question))
         return silent
 
     async def answer_for_all(self, question: Question) -> PeerAnswers:
-        """Return what the processes of this frontend say to a question of another frontend."""
+        """Return the answers of the processes of this frontend to a question of another frontend."""
         asked = msgspec.msgpack.encode(question)
         answers, silent = await self._ask_group(asked)
         return PeerAnswers([self._on_asked(asked), *answers], silent)

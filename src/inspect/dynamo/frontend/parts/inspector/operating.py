@@ -23,7 +23,7 @@ _KINDS: Final = {"drain": "drain", "undrain": "", "quarantine": "quarantine"}
 
 
 class _SharedHold(Struct):
-    """A hold as the processes tell each other. One that starts later gets it, too, and may not begin its time anew."""
+    """A hold as the processes report it to each other. One that starts later gets it, too, and may not begin its time anew."""
 
     hold: WorkerHold
     ends_ms: int | None  # since the epoch
@@ -56,7 +56,7 @@ class WorkerOperator:
         return silent
 
     async def take(self, asked: AskHold) -> str | None:
-        """Do what an operator has asked another frontend to do; return why not, where it is not done.
+        """Do what an operator has requested of another frontend; return why not, where it is not done.
 
         A worker that is not known here is refused: a hold on it would not last until it comes.
         """

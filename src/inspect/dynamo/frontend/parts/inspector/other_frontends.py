@@ -1,6 +1,6 @@
-"""The inspectors of the other frontends of a cluster: found in discovery, asked over HTTP, for one picture of all of them.
+"""The inspectors of the other frontends of a cluster: found in discovery, called over HTTP, for one picture of all of them.
 
-A record in discovery is only an address, and whoever may write there could put one. So the key that all frontends share is
+A record in discovery is only an address, and any process that may write there could put one. So the key that all frontends share is
 never sent: a question carries a code that was made with it, for this address and this moment.
 """
 
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 PEER_PATH: Final = "/admin/v1/peer"
 PEER_HEADER: Final = "x-dynamo-peer"
 MIN_KEY_CHARACTERS: Final = 16
-MAX_FRONTENDS: Final = 64  # that are asked; more would make each picture slow
+MAX_FRONTENDS: Final = 64  # that are called; more would make each picture slow
 ANSWER_SECONDS: Final = 1.0  # longer than the processes of a group have for theirs
-REST_SECONDS: Final = 5.0  # in which one that gave no answer is not asked: a watch takes a picture each second
+REST_SECONDS: Final = 5.0  # in which one that gave no answer is not called: a watch takes a picture each second
 FRESH_SECONDS: Final = 30.0  # by which clocks may differ
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 MAX_HEAD_BYTES: Final = 64 * 1024
@@ -52,7 +52,7 @@ class _NotUnderstood(ValueError):
 
 
 class PeerAnswers(Struct):
-    """What the processes of another frontend say, and the names of those that said nothing."""
+    """The answers of the processes of another frontend, and the names of those that gave none."""
 
     answers: list[bytes]
     silent: list[str]
@@ -82,13 +82,13 @@ def is_from_peer(header: str, key: str, url: str, question: bytes, now_ms: int) 
 
 
 class OtherFrontends:
-    """Asks the other frontends. Used on the event loop only."""
+    """Calls the other frontends. Used on the event loop only."""
 
     def __init__(self, store: Discovery, key: str, own_url: str | None) -> None:
         """`own_url`: by which others reach this one; None: it is not to be found, and finds others."""
         self._store, self._key, self.own_url = store, key, own_url
         self._urls: dict[str, str] = {}  # by the keys of their records
-        self._resting: dict[str, float] = {}  # by address, until when it is not asked: loop times
+        self._resting: dict[str, float] = {}  # by address, until when it is not called: loop times
         self._work = Background()
 
     async def start(self) -> None:
@@ -103,7 +103,7 @@ class OtherFrontends:
                 logger.warning("other frontends cannot find this one: its admin address was not written: %s", error)
 
     async def aclose(self) -> None:
-        """Ask no more. The record goes with the lease. Idempotent."""
+        """Stop. The record goes with the lease. Idempotent."""
         await self._work.close()
 
     @property
@@ -156,13 +156,13 @@ class OtherFrontends:
         for change in batch:
             self._urls.pop(change.key, None)
             if isinstance(change, Put) and len(self._urls) < 4 * MAX_FRONTENDS:
-                with suppress(msgspec.MsgspecError, InvalidArgument):  # nobody of ours writes such a record
+                with suppress(msgspec.MsgspecError, InvalidArgument):  # no frontend writes such a record
                     record = msgspec.json.decode(change.value, type=AdvertisedFrontend)
                     self._urls[change.key] = checked_url(record.url)
 
 
 def open_other_frontends(settings: InspectorSettings, store: Discovery) -> OtherFrontends | None:
-    """Return what asks the other frontends; None where they share no key. Raises InvalidArgument for settings that cannot be."""
+    """Return the client of the other frontends; None where they share no key. Raises InvalidArgument for settings that cannot be."""
     if settings.peer_key is None:
         if settings.advertise is not None:
             raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""One picture of the system: what is asked for, what one process gives, and how those of several become one."""
+"""One picture of the system: what is requested, what one process gives, and how those of several become one."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class PictureQuery(Struct, frozen=True):
 
     views: tuple[str, ...] = ("fleet", "workers", "streams")
     limit: int = DEFAULT_LIMIT  # of the entries of each view
-    filter: str = ""  # of streams and recent requests; of workers where neither of those is asked for
+    filter: str = ""  # of streams and recent requests; of workers where neither of those is requested
     sort: str = "age"  # of streams
 
 
 class MemberPicture(Struct, kw_only=True):
-    """What one process shows. Its lists are limited; `totals` says how many there are."""
+    """What one process shows. Its lists are limited; `totals` holds how many there are."""
 
     frontend: FrontendView
     slots: list[Slot] = []

@@ -1,4 +1,4 @@
-"""Requests that have ended: a short record for each, made into a row only when somebody looks."""
+"""Requests that have ended: a short record for each, made into a row only when a viewer polls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dynamo.router.dispatch.record import served_by
 from dynamo.runtime.calls.request_plane.base import Instance
 
 KEPT: Final = 1000
-KEPT_LONGER: Final = 200  # of the slow and the failed ones, which are looked for when others have long pushed them out
+KEPT_LONGER: Final = 200  # of the slow and the failed ones, which are needed when others have long pushed them out
 SLOW_SECONDS: Final = 30.0
 MAX_MESSAGE: Final = 512  # characters
 
@@ -56,7 +56,7 @@ class EndedRequest(Struct, gc=False):  # nothing that it refers to refers to it
     encode_instance_id: int | None = None  # the worker that encoded its media, if one did
     prefill_instance_id: int | None = None  # the worker that computed its prompt, if that was another one
     moves: int = 0
-    view: RecentView | None = None  # None: nobody has looked yet
+    view: RecentView | None = None  # None: no viewer has polled yet
 
     @property
     def ended_at(self) -> float:
@@ -75,7 +75,7 @@ class RecentRequests:
         return len(self._all)
 
     def add(self, exchange: Exchange, outcome: Outcome) -> EndedRequest:
-        """Take a request that has just ended. Short: it runs for each request, whether anyone looks or not."""
+        """Take a request that has just ended. Short: it runs for each request, with or without a viewer."""
         arrival, work, times, rejected = exchange.arrival, exchange.work, exchange.phase_times, outcome.rejected
         word, code, message = "ok" if outcome.is_answered else "cancelled", None, None
         if rejected is not None:
@@ -128,7 +128,7 @@ class RecentRequests:
         return [*reversed(self._all), *reversed(older)]
 
     def row(self, ended: EndedRequest) -> RecentView:
-        """Return a request as a row, which is made once. Nobody may change it."""
+        """Return a request as a row, which is made once. It must not be changed."""
         if ended.view is None:
             ended.view = self._made(ended)
         return ended.view

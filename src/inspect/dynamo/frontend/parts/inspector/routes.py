@@ -75,7 +75,7 @@ class TokenDoor:
 
 
 class _Answering:
-    """One route: who asks, its handler, and the answer or the rejection as JSON."""
+    """One route: the viewer, its handler, and the answer or the rejection as JSON."""
 
     def __init__(self, handler: _Handler) -> None:
         self._handler = handler

@@ -132,7 +132,7 @@ class RoutingLog:
         return found
 
     def _row(self, decision: _Decision) -> RoutingView:
-        """Return a choice as a row, which is made once. Nobody may change it."""
+        """Return a choice as a row, which is made once. It must not be changed."""
         if decision.view is None:
             decision.view = self._made(decision)
         return decision.view

@@ -160,7 +160,7 @@ class StreamRow:
     # -- the row -------------------------------------------------------------------------------------------------------
 
     def view(self, clock: InspectorClock, frontend_id: str) -> StreamView:
-        """Return the row; the same one as before where nothing has changed. Nobody may change it."""
+        """Return the row; the same one as before where nothing has changed. It must not be changed."""
         row = self._row
         if row is None:
             row = self._row = self._made(clock, frontend_id)
@@ -190,7 +190,7 @@ class StreamRow:
         return row
 
     def _judge_silence(self, row: StreamView, clock: InspectorClock) -> None:
-        """Tell a client that is behind from a worker that sends nothing."""
+        """Distinguish a client that is behind from a worker that sends nothing."""
         last = self.progress.last_token_at
         if self.progress.is_reading:
             row.phase, row.phase_ms = _NAMES[Phase.STREAMING], clock.ms(_entered(self._exchange))

@@ -1,4 +1,4 @@
-"""Who looks at the inspector, and what that visitor may see."""
+"""An authenticated viewer of the inspector, and its permissions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Watches: a picture, and then what has changed of it, once a second or less often. A viewer that is slow costs no memory.
 
 A patch leads from what was sent to this viewer last to what there is now, and is made when the viewer is ready for it. So
-nothing queues up. Whoever was cut off may go on from the last thing that it has: that is kept for a short time.
+nothing queues up. A viewer that was cut off may go on from the last thing that it has: that is kept for a short time.
 """
 
 from __future__ import annotations

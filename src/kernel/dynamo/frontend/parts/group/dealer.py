@@ -56,7 +56,7 @@ class ConnectionDealer:
             self._stop_accepting()
 
     def close(self) -> None:
-        """Stop accepting, and close the listener and what nobody could take."""
+        """Stop accepting, and close the listener and what no member could take."""
         self._stop_accepting()
         for connection in self._held:
             connection.close()

@@ -99,12 +99,12 @@ class Deliveries:
                 return
             except OSError:
                 data, descriptors = b"", []
-            if not data:  # the parent is gone; the control connection says so, too
+            if not data:  # the parent is gone; the control connection ends, too
                 self.close()
                 return
             for descriptor in descriptors:
                 self._adopt(socket.socket(fileno=descriptor))
-                with contextlib.suppress(OSError):  # the parent is gone: the next read says so
+                with contextlib.suppress(OSError):  # the parent is gone: the next read shows it
                     self._source.send(data)
 
     def _adopt(self, connection: socket.socket) -> None:
@@ -113,7 +113,7 @@ class Deliveries:
         # It ends by itself: in the next turn, or within the limit of a TLS handshake.
         task = self._work.start(self._connect(connection), "frontend: connection")
         task.add_done_callback(lambda _: self._report())
-        self._report()  # before the parent hears that it was taken: it must see the connection somewhere
+        self._report()  # before the parent learns that it was taken: it must see the connection somewhere
 
 
 class GroupPeers:
@@ -132,7 +132,7 @@ class GroupPeers:
         self._places, self._row = places, row
         self._metrics = metrics
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._answer: Callable[[bytes], bytes] | None = None  # to what other members ask
+        self._answer: Callable[[bytes], bytes] | None = None  # to requests of other members
         self._told: dict[int, asyncio.Future[None]] = {}
         self._takers: list[Callable[[str, bytes], None]] = []
         self._number = 0
@@ -178,7 +178,7 @@ class GroupPeers:
         self._answer = answer
 
     async def share(self, key: str, value: bytes) -> None:
-        """Tell the others, and those that start later. Raises TimeoutError."""
+        """Report to the others, and to those that start later. Raises TimeoutError."""
         self._number += 1
         number = self._number
         told = self._told[number] = asyncio.get_running_loop().create_future()
@@ -198,7 +198,7 @@ class GroupPeers:
         return {"serving": self.standing.serving, "configured": self.standing.configured}
 
     def ready(self) -> None:
-        """Tell the parent that connections are welcome."""
+        """Report to the parent that connections are welcome."""
         write(self._writer, Ready())
 
     async def run(self) -> None:

@@ -28,7 +28,7 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gathered(msgspec.Struct, frozen=True, tag=True):
-    """Parent, to the member that asked: the metrics of all others, and the counts of processes that have ended."""
+    """Parent, to the requesting member: the metrics of all others, and the counts of processes that have ended."""
 
     number: int
     snapshots: list[bytes]
@@ -83,7 +83,7 @@ class MemberAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class GroupAnswers(msgspec.Struct, frozen=True, tag=True):
-    """Parent, to the member that asked: the answers of the others, and the names of those that gave none in time."""
+    """Parent, to the requesting member: the answers of the others, and the names of those that gave none in time."""
 
     number: int
     answers: list[bytes]

@@ -1,4 +1,4 @@
-"""What one member asks all the others: passed on by the parent, which waits for a short time only."""
+"""What one member requests of all the others: passed on by the parent, which waits for a short time only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.messages import GroupAnswers, MemberAnswer, MemberQuestion
 from dynamo.runtime.base.tasks import Background
 
-ANSWER_SECONDS: Final = 0.5  # a member that is busy for longer is left out of the picture, which says so
+ANSWER_SECONDS: Final = 0.5  # a member that is busy for longer is left out of the picture, which names it
 
 
 class _Question:
@@ -40,7 +40,7 @@ class GroupQuestions:
         self._work = Background()
 
     def begin(self, asker: MemberProcess, message: MemberQuestion) -> None:
-        """MemberQuestion all other members, and answer the one that asks."""
+        """MemberQuestion all other members, and answer the requesting one."""
         self._work.start(self._ask(asker, message), "frontend: question")
 
     def on_answer(self, member: MemberProcess, message: MemberAnswer) -> None:

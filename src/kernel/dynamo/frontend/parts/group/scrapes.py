@@ -13,7 +13,7 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.observe.metric_snapshots import absorb, snapshot
 from dynamo.runtime.observe.metrics import Counter, MetricsRegistry
 
-SNAPSHOT_SECONDS: Final = 1.0  # a member that says nothing for this long is represented by what it said last
+SNAPSHOT_SECONDS: Final = 1.0  # a member that sends nothing for this long is represented by what it sent last
 
 
 class _Gathering:
@@ -65,7 +65,7 @@ class GroupScrapes:
             gathering.answered(member.row)
 
     def keep_counts(self, member: MemberProcess) -> None:
-        """Take over what a process that has ended had counted: a counter that falls would look like a restart of all."""
+        """Take over what a process that has ended had counted: a counter that falls would appear as a restart of all."""
         if member.last_snapshot:
             absorb(self._ended, member.last_snapshot, is_fact=lambda _: False, gauges=False)
             member.last_snapshot = b""

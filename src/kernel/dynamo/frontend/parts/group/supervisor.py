@@ -45,7 +45,7 @@ KILL_RESERVE_SECONDS: Final = 4.0  # for a member that cannot keep its own limit
 
 
 class _SharedValues:
-    """What one member tells all the others, and those that start later."""
+    """What one member reports to all the others, and those that start later."""
 
     def __init__(self, members: Sequence[MemberProcess]) -> None:
         self._members = members
@@ -129,7 +129,7 @@ class Supervisor:
                 loop.remove_signal_handler(number)
         if self._signal is not None:
             signal.signal(self._signal, signal.SIG_DFL)
-            os.kill(os.getpid(), self._signal)  # it was asked twice: end as a process without handlers would
+            os.kill(os.getpid(), self._signal)  # it was stopped twice: end as a process without handlers would
         return self._failure
 
     # -- signals -----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             delay = member.policy.after_death(status, healthy_seconds=None if since is None else loop.time() - since)
-            if delay is None or (not self._was_serving and status > 0):  # it has said why, and would say it again
+            if delay is None or (not self._was_serving and status > 0):  # it has logged why, and would log it again
                 logger.error("%s ended with status %d and cannot be kept running", member.name, status)
                 self._failure = self._failure or (status if status > 0 else 1)
                 self._stop()
@@ -197,7 +197,7 @@ class Supervisor:
                 pass_fds=tuple(inherited.values()),
                 preexec_fn=_ignore_interrupts,
             )
-        if self._stopping.is_set():  # asked while it was being started
+        if self._stopping.is_set():  # stopped while it was being started
             process.terminate()
         reader, member.writer = await asyncio.open_unix_connection(sock=ours)
         member.deliveries.setblocking(False)

@@ -60,7 +60,7 @@ class FetchTarget(NamedTuple):
 
 
 def check_url(url: str, rules: FetchRules) -> FetchTarget:
-    """Read an http or https URL. Raises MediaRefused for what may not be fetched, as far as the text tells."""
+    """Read an http or https URL. Raises MediaRefused for what may not be fetched, as far as the text shows it."""
     if len(url) > MAX_URL_CHARACTERS:
         raise MediaRefused(f"the URL has {len(url)} characters, at most {MAX_URL_CHARACTERS} are taken")
     if _FORBIDDEN.search(url):

@@ -62,7 +62,7 @@ class MediaCache:
 
 
 def _fresh_seconds(cache_control: str, default: float) -> float:
-    """Return how long a server lets its answer be kept; `default` where it says nothing."""
+    """Return how long a server lets its answer be kept; `default` where it sets nothing."""
     if not cache_control:
         return default
     if _NOT_KEPT.search(cache_control):

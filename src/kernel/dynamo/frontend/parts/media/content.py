@@ -1,6 +1,6 @@
 """What the bytes of a part are: their format by their first bytes, the size of an image by its header, and data URLs.
 
-Nothing is decoded here. What a header does not tell plainly is refused.
+Nothing is decoded here. What a header does not state plainly is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Media(Struct, frozen=True):
 
     url: str  # a data URL with the format that the bytes have
     content_hash: int  # XXH3-64 of the bytes: routers and engines name the content by it
-    digest: bytes  # BLAKE3 of the bytes: what the cache names it by, as nobody can make two contents with one
+    digest: bytes  # BLAKE3 of the bytes: what the cache names it by, as two contents never have the same one
     size: int  # of the bytes
     width: int = 0  # of an image
     height: int = 0

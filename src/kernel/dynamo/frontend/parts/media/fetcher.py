@@ -1,6 +1,6 @@
 """The one place that gets media from outside, for every kind of media and every API; it fails closed.
 
-One URL is fetched once at a time, however many requests name it; a fetch that nobody waits for any more is ended.
+One URL is fetched once at a time, however many requests name it; a fetch that no request waits for any more is ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FlightKey = tuple[str, str, FetchRules]  # URL, kind
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:
-    """Look a host up as this machine does."""
+    """Resolve a host as this machine does."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
@@ -63,7 +63,7 @@ class PartFetcher:
         resolve: Resolve = resolve_host,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`count` is told of each part that a URL names. `clock`: of the cache; None: that of the running loop."""
+        """`count` is called for each part that a URL names. `clock`: of the cache; None: that of the running loop."""
         self._settings, self._offload, self._resolve, self._count = settings, offload, resolve, count
         self._places = asyncio.Semaphore(settings.concurrent_fetches)
         self._flights: dict[_FlightKey, _Flight] = {}
@@ -94,7 +94,7 @@ class PartFetcher:
         return await self._shared(key)
 
     def check(self, url: str, rules: FetchRules) -> None:
-        """Check a URL that somebody else is to fetch, as far as its text tells. Raises MediaRefused."""
+        """Check a URL that another process is to fetch, as far as its text allows. Raises MediaRefused."""
         if url[:5].lower() == "file:":
             self._local_file(url)
         else:
@@ -174,7 +174,7 @@ class PartFetcher:
         if flight is not None and flight.task is task:
             del self._flights[key]
         if not task.cancelled():
-            task.exception()  # retrieved: who waits sees it
+            task.exception()  # retrieved: a waiting caller gets it
 
     async def _fetch(self, key: _FlightKey) -> Media:
         url, kind, rules = key

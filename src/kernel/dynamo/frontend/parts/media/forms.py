@@ -18,7 +18,7 @@ _MIB: Final = 1024 * 1024
 
 
 class FormLimit:
-    """How long a form may be, and the setting that says so."""
+    """How long a form may be, and the setting that sets it."""
 
     __slots__ = ("size_bytes", "variable")
 
@@ -39,7 +39,7 @@ class FormDoor:
 
     @staticmethod
     def takes(headers: Headers) -> bool:
-        """Return whether a request says that it is a form."""
+        """Return whether a request declares that it is a form."""
         return headers.get(b"content-type", b"")[:10].lower() == b"multipart/"
 
     async def read(self, headers: Headers, receive: Receive) -> bytes:

@@ -1,7 +1,7 @@
 """One GET request to one address that was checked: HTTP/1.1, no redirects, no proxy, every size bounded.
 
 The name of the host goes into the `Host` header, into TLS and into the check of the certificate; the connection goes to the
-address that the caller chose. So nobody's second DNS answer can move it.
+address that the caller chose. So no second DNS answer can move it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Answered:
 async def get(
     target: FetchTarget, addresses: Sequence[str], *, agent: str, max_bytes: int, take: Callable[[int], None]
 ) -> Answered:
-    """Return the answer of the first address that can be reached. `take` is told of each piece of the body, and may raise.
+    """Return the answer of the first address that can be reached. `take` gets each piece of the body, and may raise.
 
     Raises MediaRefused. The caller bounds the time.
     """
@@ -73,7 +73,7 @@ async def get(
     except (OSError, ssl.SSLError):
         raise MediaRefused("the connection to its server was lost") from None
     finally:
-        writer.transport.abort()  # nothing is reused, and a server that stalls must not delay anybody
+        writer.transport.abort()  # nothing is reused, and a server that stalls must not delay anything
 
 
 async def _connect(target: FetchTarget, addresses: Sequence[str]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

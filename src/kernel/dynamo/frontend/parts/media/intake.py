@@ -1,4 +1,4 @@
-"""From the media of a request to the fields of the worker's request: who takes them, their content, their hashes."""
+"""From the media of a request to the fields of the worker's request: the models that take them, their content, their hashes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dynamo.runtime.calls.context import Context
 
 logger = logging.getLogger(__name__)
 
-PARTS_AT_ONCE: Final = 4  # of one request that are fetched at the same time: many slow ones keep nobody else waiting
+PARTS_AT_ONCE: Final = 4  # of one request that are fetched at the same time: many slow ones delay no other request
 _ANY_KIND: Final = frozenset({"image", "video", "audio"})
 _KEY: Final = {"image": "image_url", "video": "video_url", "audio": "audio_url"}
 
@@ -236,7 +236,7 @@ class MediaIntake:
 
 
 def accepted_kinds(model: ServedModel) -> frozenset[str]:
-    """Return the kinds of media that a model takes, as its cards and files tell.
+    """Return the kinds of media that a model takes, as its cards and files define.
 
     A `media_decoder` names them; else the entry `media` of the runtime data of the workers that get the media; else, where
     media go to encode workers first, any; else what config.json has tokens for.

@@ -100,7 +100,7 @@ class VideoContentRoute(_ContentRoute):
 
 
 class MediaLinkRoute(_ContentRoute):
-    """GET `/v1/media`: whoever has the link has the file, until it expires."""
+    """GET `/v1/media`: a client that has the link has the file, until it expires."""
 
     async def _find(self, scope: Scope) -> KeptMedia:
         query = parse_qs(scope["query_string"].decode("latin-1"))

@@ -88,7 +88,7 @@ class RelayCall(Call):
     async def _send_plain(
         self, exchange: Exchange, writer: RelayWriter, objects: AsyncIterator[Any], opened: OpenAnswer
     ) -> None:
-        """Send bytes as they come, where the writer says what they are; else one body."""
+        """Send bytes as they come, where the writer declares what they are; else one body."""
         timer, sent = exchange.timer, None
         try:
             async for found in objects:
@@ -132,7 +132,7 @@ class RelayCall(Call):
 
 
 def _base_url(exchange: Exchange, prefix: str | None) -> str:
-    """Return what comes before the path of a link: what the operator says, or else what the client called us."""
+    """Return what comes before the path of a link: what the operator set, or else the name in the client's request."""
     if prefix is not None:
         return prefix.rstrip("/")
     host = exchange.arrival.headers.get(b"host", b"").decode("latin-1")

@@ -26,7 +26,7 @@ from dynamo.errors import InvalidArgument
 logger = logging.getLogger(__name__)
 
 MEDIA_PATH: Final = "/v1/media"
-MAX_KEPT: Final = 10_000  # more than a page of a list can be looked through in some ten milliseconds
+MAX_KEPT: Final = 10_000  # more than a page of a list can be scanned in some ten milliseconds
 _KEY_FILE: Final = "signing.key"
 _KEY_BYTES: Final = 32
 _FACTS: Final = ".json"
@@ -89,7 +89,7 @@ class MediaStore:
         return kept
 
     def find(self, id: str, owner: str | None) -> KeptMedia | None:
-        """Return the facts of a file; None where there is none, or it is somebody else's. `owner` None: anybody's."""
+        """Return the facts of a file; None where there is none, or it is another owner's. `owner` None: any owner's."""
         if not id.isascii() or not id.replace("_", "").isalnum():
             return None
         kept = self._facts(self._directory / (id + _FACTS))

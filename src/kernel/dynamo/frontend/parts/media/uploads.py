@@ -1,4 +1,4 @@
-"""Uploaded files as parts of messages: only those of the project that asks, and only what was uploaded to be looked at."""
+"""Uploaded files as parts of messages: only those of the client's project, and only what was uploaded for vision."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class UploadedParts:
 
 
 def _kind_of(part: MediaPart, data: bytes) -> Literal["image", "video", "audio"]:
-    """Return what a file is, and tell the template where it stands. Raises RequestRejected for no media."""
+    """Return what a file is, and mark for the template where it stands. Raises RequestRejected for no media."""
     assert part.shown is not None
     if part.shown["type"] != "file":
         return part.kind

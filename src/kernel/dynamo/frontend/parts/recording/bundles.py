@@ -1,7 +1,7 @@
 """From a request that failed to its line in the `FailureRing` and its bundle there.
 
-A bundle tells what an operator needs to understand a failure without having been there, and what `dynamo replay` needs to
-send the request again. It holds no key, no header that could carry one, and no text of the request unless that was asked for.
+A bundle holds what an operator needs to understand a failure without having been there, and what `dynamo replay` needs to
+send the request again. It holds no key, no header that could carry one, and no text of the request unless that was enabled.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _telling(courses: Sequence[Course]) -> Sequence[Course]:
 
 
 def _what_went_wrong(error: BaseException, rejected: RequestRejected) -> str:
-    """Return the failure in the words of an operator: clients are not told what went wrong inside."""
+    """Return the failure in the words of an operator: clients do not get what went wrong inside."""
     if isinstance(error, RequestRejected):
         return rejected.message
     text = str(error)

@@ -1,4 +1,4 @@
-"""What one frontend keeps of its requests: those that failed, and where it was asked for all of them."""
+"""What one frontend keeps of its requests: those that failed, and where it is enabled all of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A request's body without what its author wrote: parameters stay, texts become their lengths. Pure.
 
-What is kept is listed; any other member is described and not kept, so a member that nobody thought of is no leak.
+What is kept is listed; any other member is described and not kept, so an unexpected member is no leak.
 """
 
 from __future__ import annotations

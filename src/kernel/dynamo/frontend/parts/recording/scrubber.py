@@ -11,7 +11,7 @@ _STEP: Final = 4  # so every common run of _WINDOW + _STEP - 1 characters is fou
 _SHORTEST: Final = 4  # characters of a whole text that is searched for as a word; a shorter one hides too much
 _MAX_SHORT: Final = 64  # such texts of one request
 _MAX_CONTENT: Final = 256 * 1024  # characters of one request that are compared
-_MAX_TEXT: Final = 8192  # characters of one text that are looked at; the rest is cut off
+_MAX_TEXT: Final = 8192  # characters of one text that are examined; the rest is cut off
 
 
 class ContentScrubber:

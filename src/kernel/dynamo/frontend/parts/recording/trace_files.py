@@ -74,7 +74,7 @@ class _Files:
 
     def _begin_file(self) -> None:
         name = f"{os.path.expanduser(self._settings.path)}.{os.getpid()}.{self._number:06}.{self._suffix}"
-        # No file that is there, and no link: the default directory is one that everybody may write to.
+        # No file that is there, and no link: the default directory is one that every user may write to.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         self._number += 1
         self._descriptor = os.open(name, flags, 0o600)

@@ -29,7 +29,7 @@ class TraceWriter:
     def __init__(
         self, settings: RequestTraceSettings, redact: Redact | None, dropped: Callable[[str, int], None]
     ) -> None:
-        """`dropped` is told why ("full", "redaction", "failed", "unwritable") and how many; in either thread."""
+        """`dropped` gets the reason ("full", "redaction", "failed", "unwritable") and how many; in either thread."""
         self._settings, self._redact, self._dropped = settings, redact, dropped
         self._sinks: list[RecordSink] = open_sinks(settings)
         self._waiting: deque[MakeRecords] = deque()

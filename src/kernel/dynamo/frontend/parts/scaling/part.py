@@ -33,7 +33,7 @@ class AutoscalePart(Part):
         models, registry = kernel.pipeline.models, kernel.runtime.metrics
         self._signals = AutoscaleSignals(models, registry, reports_of, rules, kernel.peers, member=str(os.getpid()))
         self.on_decision: list[Callable[[NewDecision], None]] = []
-        """Each is called with a load that asks for another number of workers."""
+        """Each is called with a load that needs another number of workers."""
 
     def routes(self) -> Sequence[GuardedRoute]:
         route = AutoscaleRoute(self._signals)

@@ -29,15 +29,15 @@ from dynamo.scaling.saturation import RoleLoad, Saturation, Smoothed, saturation
 
 logger = logging.getLogger(__name__)
 
-MAX_ROLES: Final = 4096  # of models; more are not followed, and a warning says so
+MAX_ROLES: Final = 4096  # of models; more are not followed, and a warning reports it
 ACT_SECONDS: Final = 900.0
 """How long an autoscaler outside may take to follow a decision; after that the workers there are count as what is aimed at."""
-MEMBER_SECONDS: Final = 5.0  # how long what another process of the group said of its requests holds
-MANY: Final = 100_000  # the most workers is what the autoscaler outside says it is
+MEMBER_SECONDS: Final = 5.0  # how long what another process of the group reported of its requests holds
+MANY: Final = 100_000  # the most workers is what the autoscaler outside sets
 
 
 NewDecision = tuple[GroupKey, int, Decision]
-"""A role whose load asks for another number of workers, the number before, and the decision."""
+"""A role whose load needs another number of workers, the number before, and the decision."""
 
 
 class WorkerStreams(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class RoleSignal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _OwnLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What one process of a group says of its requests."""
+    """What one process of a group reports of its requests."""
 
     key: tuple[str, str, str]
     running: int
@@ -149,11 +149,11 @@ class AutoscaleSignals:
             peers.on_shared(self._hear)
 
     async def aclose(self) -> None:
-        """Tell the other processes nothing more. Idempotent."""
+        """Report nothing more to the other processes. Idempotent."""
         await self._background.close()
 
     def measure(self, now: float) -> list[NewDecision]:
-        """Look at every role, and decide; return what is new."""
+        """Check every role, and decide; return what is new."""
         self._now = now
         own: list[_OwnLoad] = []
         found: list[NewDecision] = []
@@ -292,5 +292,5 @@ def role_load(
 
 
 def _together(of_a_rank: int | None, config: ModelRuntimeConfig, workers: int) -> int | None:
-    """Return what all workers have together; None: they did not say."""
+    """Return what all workers have together; None: they did not report it."""
     return of_a_rank * max(1, config.data_parallel_size) * workers if of_a_rank else None

@@ -9,7 +9,7 @@ from dynamo.protocol.responses.output import ItemIds
 
 
 class StoreUnavailable(Exception):
-    """The store cannot be read or written now; its text says why."""
+    """The store cannot be read or written now; its text gives the reason."""
 
 
 class StoreUsage(NamedTuple):

@@ -94,7 +94,7 @@ class ResponseHistory:
         return [item for turn in reversed(turns) for item in turn], size
 
     async def items(self, references: Mapping[str, str], owner: str) -> dict[str, Any]:
-        """Return items by their ids; `references` says where each was named.
+        """Return items by their ids; `references` holds where each was named.
 
         Raises:
             RequestRejected: 400 for an item that is not kept (any more).

@@ -18,7 +18,7 @@ from dynamo.protocol.openai.escaping import json_line
 
 DEFAULT_PAGE: Final = 20
 LARGEST_PAGE: Final = 100
-TENANT: Final = b"x-tenant-id"  # who stored a response with it finds it with it
+TENANT: Final = b"x-tenant-id"  # a response that was stored with it is found with it
 
 Query = dict[str, list[str]]
 

@@ -115,7 +115,7 @@ class _SpeechWriter(RelayWriter):
         return delta_event(sound) if self._request.is_streaming and sound else sound
 
     def _kind(self, sound: bytes) -> bytes:
-        """Return the content type. Raises Unknown for sound in another format than was asked for."""
+        """Return the content type. Raises Unknown for sound in another format than was requested."""
         found, wanted = media_type(sound[:16]), self._request.response_format
         if wanted is None:
             return found.encode() if found is not None and found.startswith("audio/") else b"application/octet-stream"

@@ -49,7 +49,7 @@ class ImagesApi(RelayedApi[ImageRequest]):
     model_type = ModelType.Images
 
     def __init__(self, store: MediaStore | None = None) -> None:
-        """`store`: keeps the pictures whose URLs are asked for; None: their content is in the URLs."""
+        """`store`: keeps the pictures whose URLs are requested; None: their content is in the URLs."""
         self._store = store
 
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ImageRequest:
@@ -75,7 +75,7 @@ class EditsApi(RelayedApi[ImageEditRequest]):
     model_type = ModelType.Images
 
     def __init__(self, store: MediaStore | None = None) -> None:
-        """`store`: keeps the pictures whose URLs are asked for; None: their content is in the URLs."""
+        """`store`: keeps the pictures whose URLs are requested; None: their content is in the URLs."""
         self._store = store
 
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ImageEditRequest:
