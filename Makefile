@@ -89,8 +89,8 @@ test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2
 test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into fresh environments (pip downloads the requirements)
 	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/process/cli/test_new_package.py tests/process/docs/test_fresh_clone.py -rs $(ARGS)
 
-test-engines: $(VENV)/.dev ## the reference engine against transformers (`engines` extra), guided decoding at length, the real engines (installs llama.cpp and transformers; vLLM and SGLang by DYNAMO_VLLM_PYTHON, DYNAMO_SGLANG_PYTHON)
-	@eval "$$(tools/engine_venvs.sh)"; GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
+test-engines: $(VENV)/.dev ## the reference engine against transformers, guided decoding at length, the real engines (installs torch, transformers, NIXL and llama.cpp, and first lists what will not run; vLLM and SGLang by DYNAMO_VLLM_PYTHON, DYNAMO_SGLANG_PYTHON)
+	@eval "$$(PYTHON=$(BIN)/python tools/engine_venvs.sh)"; GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
 
 test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai and instructor against the demonstration model, each in an environment under .clients (pip downloads them)
 	@$(BIN)/python tools/client_environments.py

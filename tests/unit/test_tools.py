@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -146,3 +147,17 @@ def test_no_case_is_no_test() -> None:
         each_case("number", [])
     with pytest.raises(AssertionError, match="a case can have no marks"):
         each_case("number", [pytest.param(1, marks=pytest.mark.skip)])
+
+
+def test_what_the_engine_tests_will_not_run_is_listed_before_they_begin() -> None:
+    environment = {
+        "PATH": os.environ["PATH"], "PYTHON": "/bin/false", "DYNAMO_LLAMACPP_PYTHON": "", "DYNAMO_TRANSFORMERS_PYTHON": "/x",
+        "DYNAMO_VLLM_PYTHON": "/y",
+    }  # fmt: skip
+    script = Path(__file__).parents[2] / "tools" / "engine_venvs.sh"
+    done = subprocess.run([script], env=environment, capture_output=True, text=True, check=True)
+    listed = [line for line in done.stderr.splitlines() if line.startswith("will not run: ")]
+    assert done.stdout == ""
+    assert [line.removeprefix("will not run: ").partition(":")[0] for line in listed] == [
+        "the reference engine against transformers", "KV transfers over NIXL", "llamacpp", "SGLang",
+    ]  # fmt: skip

@@ -64,7 +64,7 @@ async def test_three_records_accompany_a_request_and_carry_its_ids(
             "endpoint": "chat_completions",
             "request_type": "stream" if streams else "unary",
         }
-    assert sent["http_status"] == 200
+    assert (sent["http_status"], sent["status"]) == (200, "success")
     assert sent["latency_ms"] >= 0
 
 

@@ -53,10 +53,10 @@ def end_record(
     seconds = now - exchange.arrival.at
     if logger.isEnabledFor(logging.INFO):
         fields, level, elapsed = _request_fields(exchange), request_level(), round(seconds * 1000, 3)
-        if level == logging.INFO or logger.isEnabledFor(level):
-            logger.log(level, SENT, extra={**fields, "http_status": http_status, "latency_ms": elapsed})
         fields["status"] = "error" if error_type else "success"
         fields["http_status"] = http_status
+        if level == logging.INFO or logger.isEnabledFor(level):
+            logger.log(level, SENT, extra={**fields, "latency_ms": elapsed})
         if error_type:
             fields["error_type"] = error_type
         if error is not None:
