@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,25 @@ async def test_a_file_that_was_moved_away_is_made_again_and_what_cannot_be_writt
     assert caplog.text.count("cannot be written") == 1
     with pytest.raises(InvalidArgument, match="no-such"):
         LineFile(str(tmp_path / "no-such" / "file"))
+
+
+async def test_a_line_that_is_being_written_when_the_file_is_closed_stands_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.frontend.parts.keys.line_file.WRITE_SECONDS", 0.0)
+    file, writing, go_on = LineFile(str(tmp_path / "log")), threading.Event(), threading.Event()
+    append = file._append
+
+    def slowly(data: bytes, *, is_synced: bool) -> None:
+        writing.set()
+        go_on.wait()
+        append(data, is_synced=is_synced)
+
+    monkeypatch.setattr(file, "_append", slowly)
+    file.add(b"one")
+    await asyncio.to_thread(writing.wait)
+    closing = asyncio.create_task(file.aclose())
+    await asyncio.sleep(0)  # which cancels the loop that writes
+    go_on.set()
+    await closing
+    assert (tmp_path / "log").read_text() == "one\n"

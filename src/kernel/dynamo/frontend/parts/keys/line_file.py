@@ -58,18 +58,19 @@ class LineFile:
     async def _write(self) -> None:
         if not self._lines:
             return
-        data = b"\n".join([*self._lines, b""])
-        count = len(self._lines)
+        lines = list(self._lines)
+        self._lines.clear()
+        data, loop = b"\n".join([*lines, b""]), asyncio.get_running_loop()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._append(data, is_synced=False))
+            # Shielded: where `aclose` cancels this, the thread writes these lines all the same, and no other call does.
+            await asyncio.shield(loop.run_in_executor(self._thread, lambda: self._append(data, is_synced=False)))
         except OSError as error:  # the lines wait for the next time
+            self._lines.extendleft(reversed(lines))
             if not self._is_failing:
                 logger.error("%s cannot be written: %s", self._path, error.strerror or error)
             self._is_failing = True
             return
         self._is_failing = False
-        for _ in range(count):
-            self._lines.popleft()
         if self._dropped:
             logger.error("%d lines for %s were dropped while it could not be written", self._dropped, self._path)
             self._dropped = 0
