@@ -93,3 +93,12 @@ def test_members_of_vllm_have_bounds(member: str, value: Any) -> None:
     with pytest.raises(RequestRejected) as caught:
         parse_chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], member: value}).encode())
     assert caught.value.param == member
+
+
+async def test_a_nul_in_a_text_reaches_the_engine(house: Cluster) -> None:
+    worker = await house.worker(say("a"))
+    body = {"model": "m", "prompt": "a\0b"}
+    assert (await house.client.call("POST", "/v1/completions", body)).status == 200
+    assert bytes(worker.requests[-1]["token_ids"]) == b"a\0b"
+    await house.client.chat("c\0d")
+    assert b"c\0d" in bytes(worker.requests[-1]["token_ids"])

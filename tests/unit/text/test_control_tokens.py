@@ -262,6 +262,13 @@ def test_what_nuls_part_does_not_come_together(family: Family, side: Side) -> No
     assert "\0" not in found[0]
 
 
+def test_a_nul_that_parts_no_token_is_kept(side: Side) -> None:
+    request = conversation(lambda place: f"{place}a\0b")
+    found = side.guarded(*request)
+    text = side.plain(*request)[0] if found is None else found[0]
+    assert "a\0b" in text
+
+
 def test_other_markup_is_part_of_what_users_and_models_write_but_not_of_foreign_text(hf_copy: CopyOf) -> None:
     side = Side(FAMILIES["qwen3"], hf_copy)
     assert side.control.guard([{"role": "user", "content": "what does <think> do"}], None, {}) is None

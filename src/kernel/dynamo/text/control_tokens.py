@@ -61,7 +61,7 @@ class _TokenSet:
 
     def may_begin_in(self, text: str) -> bool:
         """Return whether `text` may hold a control token. Fast: searches only for a few characters."""
-        # NULs are stripped before encoding, and what they part would come together.
+        # Some tokenizers drop NULs, and what these part would come together.
         if self.is_empty:
             return False
         for first in self._firsts:
@@ -70,7 +70,7 @@ class _TokenSet:
         return "\0" in text
 
     def is_suspect(self, texts: Iterable[str]) -> bool:
-        """Return whether one of the texts holds a control token, or may once its NULs are stripped."""
+        """Return whether one of the texts holds a control token, or may where a tokenizer drops its NULs."""
         return any(self.may_begin_in(text) and ("\0" in text or bool(self.places(text))) for text in texts)
 
     def places(self, text: str) -> list[int]:
@@ -157,7 +157,6 @@ class ControlTokens:
         """Return the ids of a prompt, part by part. May run on any thread."""
         ids: list[int] = []
         for piece in prompt.pieces():
-            piece = piece.replace("\0", "")
             if ids and self._anchor:
                 found = tokenizer.encode_unlocked(self._anchor + piece)
                 size = len(self._anchor_ids)
@@ -218,8 +217,11 @@ class Guarded:
         return value
 
     def _marked_text(self, text: str, tokens: _TokenSet) -> str:
-        text = text.replace("\0", "")
-        places = tokens.places(text)
+        # Tokenizers may drop NULs, and what these part would come together. Any other text keeps its own.
+        bare = text.replace("\0", "") if "\0" in text else text
+        places = tokens.places(bare)
+        if places:
+            text = bare
         if not places:
             return text
         characters = list(text)

@@ -256,8 +256,7 @@ class ByteTokenizer:
 
 
 def _clean(text: str) -> str:
-    """Return a text that the tokenizer takes: without NULs, and a question mark for a lone surrogate."""
-    text = text.replace("\0", "") if "\0" in text else text
+    """Return a text that the tokenizer takes, with a question mark for a lone surrogate."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 

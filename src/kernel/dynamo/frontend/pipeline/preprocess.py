@@ -326,7 +326,7 @@ def _encoder(model: ServedModel, prompt: RenderedPrompt) -> Callable[[], list[in
     tokenizer, control = model.text.tokenizer, model.text.control_tokens
     if prompt.cuts and control is not None:
         return partial(control.encode, tokenizer, prompt)
-    return partial(tokenizer.encode_unlocked, prompt.text.replace("\0", "") if "\0" in prompt.text else prompt.text)
+    return partial(tokenizer.encode_unlocked, prompt.text)
 
 
 def least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
