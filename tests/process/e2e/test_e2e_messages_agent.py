@@ -221,11 +221,16 @@ async def test_an_interrupted_turn_and_a_side_request_are_answered(house: tuple[
     said = await client.messages.create(model="m", max_tokens=512, messages=messages, tools=TOOLS)
     assert said.content[0].text == "greeting"
     search: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    # Its search runs at Anthropic: the agent learns that, where an answer without one would be made up.
+    with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
+        await client.messages.create(
+            model="m",
+            max_tokens=512,
+            messages=[{"role": "user", "content": "small request: search"}],
+            tools=[search],
+            tool_choice={"type": "tool", "name": "web_search"},
+        )
     side = await client.messages.create(
-        model="m",
-        max_tokens=512,
-        messages=[{"role": "user", "content": "small request: search"}],
-        tools=[search],
-        tool_choice={"type": "tool", "name": "web_search"},
+        model="m", max_tokens=512, messages=[{"role": "user", "content": "small request: a title"}]
     )
     assert side.content[0].text == "greeting"
