@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 from dynamo.frontend.admission.model import Shed
-from dynamo.frontend.base.asgi import HeaderPairs
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenDemand, TokenUse
@@ -15,7 +14,6 @@ from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.frontend.pipeline.text_generation import TextPlan
-from dynamo.protocol.dialect import Dialect
 
 CHARGE: Final[PartSlot[Charge]] = PartSlot("charge of the key")
 
@@ -80,7 +78,8 @@ class KeyCharges(RequestListener):
         charge = exchange.of(CHARGE)
         if charge is not None:
             charge.enter(resolved.model.name)
-            show_limits(exchange, charge)
+            if exchange.of(ANSWER_HEADERS) is None:  # the key may have limits for this model alone
+                show_limits(exchange, charge)
 
     def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
         """Reserve the tokens that a request may need. Raises as `reserve_tokens`."""
@@ -108,17 +107,4 @@ class KeyCharges(RequestListener):
 def show_limits(exchange: Exchange, charge: Charge) -> None:
     """Show how far the rates of the key are used in every answer, where there are any."""
     if charge.is_limited:
-        exchange.keep(ANSWER_HEADERS, _RateHeaders(charge).shown)
-
-
-class _RateHeaders:
-    """The headers that show how far the rates of one request's key are used."""
-
-    __slots__ = ("_charge",)
-
-    def __init__(self, charge: Charge) -> None:
-        self._charge = charge
-
-    def shown(self, dialect: Dialect) -> HeaderPairs:
-        """Return them as they are now."""
-        return [pair for status in self._charge.statuses() for pair in dialect.rate_headers(status)]
+        exchange.keep(ANSWER_HEADERS, charge.rate_headers)

@@ -18,12 +18,13 @@ from typing import Final
 
 from msgspec import Struct
 
+from dynamo.frontend.base.asgi import HeaderPairs
 from dynamo.frontend.parts.keys.gates import BudgetGate, GateBook, Gates, PlaceGate, RateGate, Spent
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.parts.keys.rules.records import KeyRing, Price
 from dynamo.frontend.parts.keys.rules.spending import period_end
-from dynamo.protocol.dialect import RateStatus
+from dynamo.protocol.dialect import Dialect, RateStatus
 from dynamo.protocol.openai.errors import RequestRejected
 
 __all__ = ["Charge", "Quotas", "Spent", "TokenDemand", "TokenUse"]
@@ -292,6 +293,10 @@ class Charge:
             table.unlock(lock)
         for each in given:
             quotas.on_spent(*each)
+
+    def rate_headers(self, dialect: Dialect) -> HeaderPairs:
+        """Return the headers that show how far the rates are used now, in the shape of an API."""
+        return [pair for status in self.statuses() for pair in dialect.rate_headers(status)]
 
     def statuses(self) -> Sequence[RateStatus]:
         """Return how far the tightest rate of requests and the tightest one of tokens are used."""
