@@ -36,7 +36,7 @@ from support.frontend_cluster import say  # noqa: E402
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 KEYS = (key("good"), key("chats", routes=["inference"]), key("files", routes=["files"]), key("boss", role="admin"))
-OPEN = {"GET /health", "GET /live"}
+OPEN = {"GET /health", "GET /live", "GET /ready"}
 ANY_KEY = {"GET /v1/models", "GET /v1/models/{id}", "GET /v1/models/{id}/ready"}
 SECRET = secret_of("x").partition(".")[2]
 
