@@ -628,7 +628,7 @@ async def test_tool_choice_none_hides_the_tools_unless_told_otherwise(
     assert bytes(worker.requests[-1]["token_ids"]) == shown
 
 
-@pytest.mark.parametrize(("form", "shown"), [("json_string", b"text"), ("json_object", b"K\xc3\xb6ln")])
+@pytest.mark.parametrize(("form", "shown"), [("json_string", b"K\xc3\xb6ln"), ("json_object", b"K\xc3\xb6ln")])
 async def test_earlier_calls_reach_the_template_in_the_form_it_wants(
     house: Cluster, tmp_path: Path, form: str, shown: bytes
 ) -> None:

@@ -327,6 +327,14 @@ async def test_what_would_silently_be_something_else_is_refused(house: Cluster) 
         assert (answer.status, answer.json["error"]["param"]) == (422, name)
 
 
+async def test_a_call_that_was_cut_off_does_not_end_the_conversation(house: Cluster) -> None:
+    await house.worker(say("x"))
+    call = {"type": "function_call", "call_id": "c", "name": "n", "arguments": "{"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "o"}
+    answer = await begin(house, input=[{"role": "user", "content": "hi"}, call, result]).done()
+    assert answer.status == 200, answer.body
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -338,7 +346,6 @@ async def test_what_would_silently_be_something_else_is_refused(house: Cluster) 
         ({"input": ["x"]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "n", "arguments": "{"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call", "name": "n", "arguments": "{}"}]}, "input[0].call_id"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),

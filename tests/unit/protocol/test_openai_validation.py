@@ -228,16 +228,6 @@ CHAT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
         "chat_template_kwargs",
     ),
     (
-        {"messages": calls("[1]")},
-        "messages[1].tool_calls[0].function.arguments must be a JSON string that decodes to an object, or that object",
-        "messages[1].tool_calls[0].function.arguments",
-    ),
-    (
-        {"messages": calls("{" * 5000)},
-        "messages[1].tool_calls[0].function.arguments must be a JSON string that decodes to an object, or that object",
-        "messages[1].tool_calls[0].function.arguments",
-    ),
-    (
         {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message and add_generation_prompt cannot both be true: one continues the last message, "
         "the other starts a new one",

@@ -61,6 +61,9 @@ ITEMS: list[tuple[list[Any], list[dict[str, Any]]]] = [
     ),
     ([user("a"), CALL], [user("a"), called("f", '{"a":1}')]),
     ([user("a"), {**CALL, "arguments": ""}], [user("a"), called("f", "{}")]),
+    ([user("a"), {**CALL, "arguments": None}], [user("a"), called("f", "{}")]),
+    ([user("a"), {**CALL, "arguments": '{"a"'}], [user("a"), called("f", '{"a"')]),
+    ([user("a"), {**CALL, "arguments": "[1]"}], [user("a"), called("f", "[1]")]),
     ([user("a"), {**CALL, "arguments": '{"a"', "status": "incomplete"}], [user("a")]),
     (
         [user("a"), {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'x"y'}],

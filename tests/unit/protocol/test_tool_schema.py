@@ -148,8 +148,8 @@ def test_arguments_of_earlier_calls_become_objects_when_the_template_wants_them(
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     request = chat(messages=messages)
-    assert template_messages(request, "json_string") is request.messages
-    decoded = template_messages(request, "json_object")
+    assert template_messages(request) == request.messages
+    decoded = template_messages(request, as_objects=True)
     assert decoded[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": [1]}}
     assert request.messages == messages
 
@@ -158,9 +158,33 @@ def test_arguments_of_earlier_calls_become_objects_when_the_template_wants_them(
 def test_arguments_sent_as_an_object_are_those_sent_as_text(spelling: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": spelling}}
     request = chat(messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
-    for form, expected in (("json_string", '{"x": ["é", 1]}'), ("json_object", {"x": ["é", 1]})):
-        assert template_messages(request, form)[1]["tool_calls"][0]["function"]["arguments"] == expected
+    for as_objects, expected in ((False, '{"x": ["é", 1]}'), (True, {"x": ["é", 1]})):
+        assert (
+            template_messages(request, as_objects=as_objects)[1]["tool_calls"][0]["function"]["arguments"] == expected
+        )
     assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == spelling
+
+
+@pytest.mark.parametrize("empty", ["", "  ", "null", None, "{}", {}])
+def test_empty_arguments_of_earlier_calls_are_an_empty_object(empty: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": empty}}
+    request = chat(messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
+    shown = [template_messages(request, as_objects=form)[1]["tool_calls"][0]["function"] for form in (True, False)]
+    assert [function["arguments"] for function in shown] == [{}, "{}"]
+    del call["function"]["arguments"]
+    assert template_messages(request, as_objects=True)[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"), [('{"x": ', '{"x": '), ("[1]", "[1]"), ([1], "[1]"), (7, "7"), ("NaN", "NaN"), ("{" * 5000,) * 2]
+)
+def test_arguments_of_earlier_calls_that_are_no_object_are_shown_as_they_are(sent: Any, text: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": sent}}
+    request = chat(messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
+    for as_objects in (True, False):
+        assert template_messages(request, as_objects=as_objects)[1]["tool_calls"][0]["function"]["arguments"] == text
+    unshown = template_messages(request, as_objects=True, takes_raw_text=False)
+    assert unshown[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 @each_case(

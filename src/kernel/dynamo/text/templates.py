@@ -20,6 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from dynamo.errors import InvalidArgument
+from dynamo.text.template_probe import ArgumentForm, find_argument_form
 from dynamo.text.template_sandbox import (
     NO_CLOCK,
     BudgetedSandbox,
@@ -150,6 +151,7 @@ class _Program(NamedTuple):
 
     template: Template
     traits: TemplateTraits
+    arguments: ArgumentForm
 
 
 class ChatTemplate:
@@ -180,18 +182,41 @@ class ChatTemplate:
         self._costly = 0  # of the renderings to come, how many are expected to take long
         environment = _environment(now)
         sources = {"default": source} if isinstance(source, str) else source
-        self._named = {
-            name: _Program(_compile(environment, name, text), traits_of(text)) for name, text in sources.items()
-        }
+        self._constants: dict[str, Any] = dict(special_tokens or {})
+        for role, token in (("bos_token", bos_token), ("eos_token", eos_token)):
+            if token is not None:
+                self._constants[role] = token
+        self._named = {name: self._program(environment, name, text) for name, text in sources.items()}
         if not self._named:
             raise InvalidArgument("the model's list of chat templates is empty")
         self._default: _Program | None = self._named.get("default") or (
             next(iter(self._named.values())) if len(self._named) == 1 else None
         )
-        self._constants: dict[str, Any] = dict(special_tokens or {})
-        for name, token in (("bos_token", bos_token), ("eos_token", eos_token)):
-            if token is not None:
-                self._constants[name] = token
+
+    def _program(self, environment: BudgetedSandbox, name: str, source: str) -> _Program:
+        """Compile one template, and find by an example how it takes the arguments of earlier calls."""
+        template, traits = _compile(environment, name, source), traits_of(source)
+        if "arguments" not in source and "tool_calls" not in source:
+            return _Program(template, traits, ArgumentForm())
+
+        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+            given = {**self._constants, "tools": tools, "add_generation_prompt": True}
+            try:
+                return render_within(
+                    template,
+                    {**given, "messages": readable_messages(messages, traits, None)},
+                    self._budget,
+                    self._clock,
+                )
+            except Exception:  # a template is a program: whatever it raises, it does not accept this example
+                return None
+
+        return _Program(template, traits, find_argument_form(render))
+
+    def argument_form(self, *, has_tools: bool) -> ArgumentForm:
+        """Return how the template that renders requests with or without tools takes the arguments of earlier calls."""
+        program = (self._named.get("tool_use") if has_tools else None) or self._default
+        return ArgumentForm() if program is None else program.arguments
 
     @property
     def reads_parts(self) -> bool:

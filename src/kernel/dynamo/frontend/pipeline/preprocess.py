@@ -211,8 +211,13 @@ class Preprocessor:
             variables["tool_choice"] = msgspec.to_builtins(request.tool_choice)
         config = model.card.runtime_config
         excludes = self._settings.exclude_tools_when_tool_choice_none and config.exclude_tools_when_tool_choice_none
-        messages = template_messages(request, config.tool_call_arguments_format)
         tools = template_tools(request, exclude_when_none=excludes)
+        form = model.text.template.argument_form(has_tools=bool(tools))
+        messages = template_messages(
+            request,
+            as_objects=form.as_objects or config.tool_call_arguments_format == "json_object",
+            takes_raw_text=form.takes_raw_text,
+        )
         guarded: Guarded | None = None
         if model.text.control_tokens is not None and not self._settings.allow_control_tokens_in_text:
             guarded = model.text.control_tokens.guard(messages, tools, variables)

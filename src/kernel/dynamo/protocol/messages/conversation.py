@@ -8,7 +8,7 @@ system     joins the system text where it comes first, and else stays where it i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from msgspec import Struct, to_builtins
 
@@ -33,7 +33,7 @@ class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
 class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: JsonObject
+    input: Any = None  # histories hold what models wrote: also texts, or nothing
 
 
 class ImageSource(Struct):

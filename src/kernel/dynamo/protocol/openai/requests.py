@@ -152,36 +152,49 @@ def template_tools(request: ChatRequest, *, exclude_when_none: bool = True) -> l
     return request.tools
 
 
-def template_messages(request: ChatRequest, arguments_format: str) -> list[JsonObject]:
+def template_messages(
+    request: ChatRequest, *, as_objects: bool = False, takes_raw_text: bool = True
+) -> list[JsonObject]:
     """Return the messages to render, the arguments of earlier calls in one form, however the client wrote them.
 
-    That form is an object with the format "json_object", and JSON text otherwise.
+    That form is an object or its JSON text. Empty arguments are those of a call without any. Arguments that are not
+    an object, as of a call that was cut off, are rendered as they were sent; a template that cannot (not
+    `takes_raw_text`) gets an empty object.
     """
-    wants_object = arguments_format == "json_object"
-    for message in request.messages:
-        if message.get("tool_calls") and _needs_other_arguments(message, wants_object):
-            return [_with_arguments(each, wants_object) for each in request.messages]
-    return request.messages
+    if not any(message.get("tool_calls") for message in request.messages):
+        return request.messages
+    return [_with_arguments(message, as_objects, takes_raw_text) for message in request.messages]
 
 
-def _needs_other_arguments(message: JsonObject, wants_object: bool) -> bool:
-    calls = message.get("tool_calls") or ()
-    return any(isinstance(call["function"]["arguments"], dict) is not wants_object for call in calls)
-
-
-def _with_arguments(message: JsonObject, wants_object: bool) -> JsonObject:
-    if not _needs_other_arguments(message, wants_object):
+def _with_arguments(message: JsonObject, as_objects: bool, takes_raw_text: bool) -> JsonObject:
+    if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
-        arguments = function["arguments"]
-        if wants_object and isinstance(arguments, str):
-            arguments = msgspec.json.decode(arguments)
-        elif not wants_object and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)  # spaced as models write it
+        arguments = _rendered_arguments(function.get("arguments"), as_objects, takes_raw_text)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}
+
+
+def _rendered_arguments(arguments: Any, as_objects: bool, takes_raw_text: bool) -> JsonObject | str:
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+        return {} if as_objects else "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)  # as models write it
+    value = _object_of(text) if isinstance(arguments, str) else arguments
+    if isinstance(value, dict):
+        return value if as_objects else text
+    if takes_raw_text:
+        return text
+    return {} if as_objects else "{}"
+
+
+def _object_of(text: str) -> Any:
+    """Return the value of a JSON text; None for a text that is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
 
 
 def raw_prompt(request: ChatRequest) -> str | None:

@@ -101,7 +101,8 @@ class UserMessage(Struct, tag_field="role", tag="user"):
 
 class CalledFunction(Struct):
     name: str
-    arguments: str | JsonObject  # a JSON string that decodes to an object, or (lenient) that object
+    # JSON text of an object, or (lenient) that object. Histories hold what models wrote: also cut or empty texts.
+    arguments: Any = None
 
 
 class ToolCall(Struct):

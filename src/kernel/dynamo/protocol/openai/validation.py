@@ -19,7 +19,6 @@ from dynamo.protocol.openai.media_parts import take_media
 from dynamo.protocol.openai.shapes import (
     REQUIRED,
     U64_MAX,
-    AssistantMessage,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
@@ -320,15 +319,7 @@ def _check_nvext(request: CommonRequest, *, prompts: int) -> None:
 
 
 def _check_messages(messages: list[JsonObject]) -> None:
-    typed = _convert({"messages": messages}, _Messages).messages
-    for position, message in enumerate(typed):
-        if not isinstance(message, AssistantMessage) or not message.tool_calls:
-            continue
-        for number, call in enumerate(message.tool_calls):
-            where = f"messages[{position}].tool_calls[{number}].function.arguments"
-            arguments = call.function.arguments
-            if isinstance(arguments, str) and not isinstance(_loads(arguments), dict):
-                _invalid(f"{where} must be a JSON string that decodes to an object, or that object", where)
+    _convert({"messages": messages}, _Messages)
 
 
 def _has_media(messages: list[JsonObject]) -> bool:
@@ -489,14 +480,6 @@ def _convert(value: dict[str, Any], type_: type[T]) -> T:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         raise deserialisation_error(error) from error
-
-
-def _loads(text: str) -> Any:
-    """Return the JSON value of `text`, or None when `text` is not valid JSON."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
 
 
 def _number(value: float) -> str:

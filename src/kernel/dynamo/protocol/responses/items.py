@@ -44,7 +44,7 @@ class ItemMessage(Struct):
 class ItemFunctionCall(Struct):
     call_id: str
     name: str
-    arguments: str | JsonObject = ""
+    arguments: Any = ""  # histories hold what models wrote: also cut or empty texts
     namespace: str | None = None
     status: str | None = None
 
@@ -165,7 +165,7 @@ class ChatConversation:
 
     def _add_function_call(self, item: JsonObject, path: str) -> None:
         call = _read(item, ItemFunctionCall, path)
-        arguments = _arguments(call, path)
+        arguments = _arguments(call)
         if arguments is not None:
             self._add_call(call.call_id, self._tools.shown_name(call.name, call.namespace), arguments, path)
 
@@ -324,21 +324,22 @@ def _output_text(output: Any, path: str) -> str:
     return "".join(texts)
 
 
-def _arguments(call: ItemFunctionCall, path: str) -> str | None:
-    """Return the arguments as the JSON text of an object; None for a call that was cut off, and so was never made."""
-    if isinstance(call.arguments, dict):
-        return _json(call.arguments)
-    if not call.arguments.strip():
+def _arguments(call: ItemFunctionCall) -> str | None:
+    """Return the arguments as text; None for a call that was cut off, and so was never made."""
+    arguments = call.arguments
+    if arguments is None:
         return "{}"
+    if not isinstance(arguments, str):
+        return _json(arguments)
+    if not arguments.strip():
+        return "{}"
+    if call.status != "incomplete":
+        return arguments
     try:
-        is_object = isinstance(msgspec.json.decode(call.arguments), dict)
+        is_object = isinstance(msgspec.json.decode(arguments), dict)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         is_object = False
-    if is_object:
-        return call.arguments
-    if call.status == "incomplete":
-        return None
-    raise _refused("arguments must be a JSON string that decodes to an object", f"{path}.arguments")
+    return arguments if is_object else None
 
 
 def _joined_texts(parts: list[JsonObject] | None) -> str:
