@@ -99,7 +99,7 @@ class Module:
 
 
 def modules() -> list[Module]:
-    return [Module(path) for path in source_files() if not re.search(r"/template\w*/", str(path))]
+    return [Module(path) for path in source_files() if not re.search(r"/template\w*/", f"/{name_in_package(path)}")]
 
 
 def imports_of(module: Module, known: Iterable[str]) -> set[str]:
