@@ -183,6 +183,16 @@ _UNLIMITED: Final = Gates()
 _NO_PERIOD: Final = (math.inf, math.inf, 0)
 
 
+class _Generation:
+    """The records that the gates of one version of the key file use, and the charges that were opened under it."""
+
+    __slots__ = ("charges", "records")
+
+    def __init__(self) -> None:
+        self.charges = 0
+        self.records: set[int] = set()
+
+
 class GateBook:
     """The gates of all keys, made when they are first needed, and again when the key file has changed."""
 
@@ -202,6 +212,8 @@ class GateBook:
         self._by_model: dict[tuple[str, str], tuple[Identity, Gates]] = {}
         self._periods: dict[Period, tuple[float, float, int]] = {}
         self._known_ring: KeyRing | None = None
+        self._current = _Generation()
+        self._past: list[_Generation] = []  # a charge of each is still open, or its records have not been released yet
 
     def of(self, identity: Identity) -> Gates:
         """Return the limits of a key and its project."""
@@ -213,6 +225,8 @@ class GateBook:
             self._known_ring = ring
             self._known.clear()
             self._by_model.clear()
+            self._past.append(self._current)
+            self._current = _Generation()
         record, gates = identity.record, _UNLIMITED
         if record.limits is not None or record.budget is not None:
             gates += self._make(f"key {record.id}", record.limits, record.budget)
@@ -221,6 +235,30 @@ class GateBook:
             gates += self._make(f"project {record.project}", project.limits, project.budget)
         self._known[identity.id] = identity, gates
         return gates
+
+    def begin_charge(self) -> _Generation:
+        """Count a charge that was opened: the records of its gates stay until `end_charge`."""
+        self._current.charges += 1
+        return self._current
+
+    def end_charge(self, generation: _Generation) -> None:
+        """Count off a charge that has ended, and release the records of older key files that no charge uses any more."""
+        generation.charges -= 1
+        if self._past and not generation.charges:
+            self.release_past()
+
+    def release_past(self) -> None:
+        """Release the records that only older versions of the key file name, once their charges have ended."""
+        over = [each for each in self._past if not each.charges]
+        self._past = [each for each in self._past if each.charges]
+        still = self._current.records.union(*(each.records for each in self._past))
+        for at in set().union(*(each.records for each in over)) - still:
+            self.table.release(at)
+
+    def _record(self, name: str, *, value: float = 0.0, period: int = 0, granted: float = UNDIVIDED) -> int:
+        at = self.table.record(name, value=value, period=period, granted=granted)
+        self._current.records.add(at)
+        return at
 
     def with_model(self, identity: Identity, gates: Gates, model: str) -> Gates:
         """Return the limits of a key together with those that it has with a model only."""
@@ -256,7 +294,7 @@ class GateBook:
 
         def record(name: str, limit: int) -> int:
             # A limit that is new begins with an equal part, until the frontends have divided it.
-            return self.table.record(f"{scope} {name}", granted=limit / frontends if frontends else UNDIVIDED)
+            return self._record(f"{scope} {name}", granted=limit / frontends if frontends else UNDIVIDED)
 
         def rate(name: str, seconds: float) -> Iterator[RateGate]:
             limit: int | None = getattr(limits, name)
@@ -279,7 +317,7 @@ class GateBook:
         now = period_number(budget.period, self.wall_clock())
         spent, units = self._spent.get(name, Spent(now, 0)), units_of(budget)
         part = spent.units + max(0, units - spent.units) / frontends if frontends else UNDIVIDED
-        at = self.table.record(f"{name} budget", value=float(spent.units), period=spent.period, granted=part)
+        at = self._record(f"{name} budget", value=float(spent.units), period=spent.period, granted=part)
         return BudgetGate(name, scope, budget, self.table, at)
 
     # -- budgets, under the lock -----------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The numbers of all limits in one block of memory, which the processes of a group share.
 
-Each limit has a record: a value, the period that it belongs to, and one column for each process with what that process
-holds: requests in flight, or tokens that are reserved. What a process holds is forgotten with it; a value never is.
+Each limit has a record: a value, the period that it belongs to, and two columns for each process: what that process
+holds (requests in flight, or tokens that are reserved), and whether it uses the record at all. Both are forgotten with the
+process. A record that no process uses stays, with its value, until the table is nearly full and its place is needed.
 Where frontends divide their limits (`cluster_limits.py`) a record also has what this frontend was granted of the limit,
 the most units that were refused since somebody looked, what the other frontends have spent, and what they know of this one:
 all of it is in the table, as another process of the group may go on with it at any moment.
@@ -23,14 +24,17 @@ from typing import Final, Self
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.keys.shared_lock import LOCK_BYTES, SharedLock, create_lock, open_lock
 
-MAX_LIMITS: Final = 65_536  # of all keys, projects and pairs of key and model
+MAX_LIMITS: Final = 65_536  # in use at once, of all keys, projects and pairs of key and model
 SLOTS: Final = 2 * MAX_LIMITS  # twice as many, so that a search ends soon
+LONG_SEARCH: Final = 64  # steps: a table that is not nearly full has hardly a search as long
+RECLAIM_AFTER: Final = 1024  # records that are made between two attempts to free places
 UNDIVIDED: Final = float("inf")
 """What is granted of a limit that no other frontend shares."""
 
 _NAME, VALUE, PERIOD, GRANTED, REFUSED, ELSEWHERE, _BASE, _REPORTED, _COLUMNS = range(9)
 """Where a record has what in `LimitTable.cells`, for those who read and write it for each request."""
 NOT_REPORTED: Final = -1.0
+_FREED: Final = 1.0  # in place of a name; no name has this value, as the lowest bit of each is set
 _LEADER_BYTE: Final = 1  # of the file: its lock is held by the process that divides limits with other frontends
 
 
@@ -39,9 +43,10 @@ class LimitTable:
 
     def __init__(self, members: int = 1, *, member: int = 0, fd: int = -1) -> None:
         """`fd`: a file that `create` has made, for the processes that share it; -1: this process is alone."""
-        self._width, self._fd = _COLUMNS + members, fd
+        self._width, self._members, self._fd = _COLUMNS + 2 * members, members, fd
         self._map = mmap.mmap(fd, self.size_of(members))
-        self._own = _COLUMNS + member
+        self._own, self._pin = _COLUMNS + member, _COLUMNS + members + member
+        self._made = RECLAIM_AFTER  # records since the last attempt to free places
         self._lock_at = self.size_of(members) - LOCK_BYTES
         self.cells = memoryview(self._map)[: self._lock_at].cast("d")
         """The numbers of all records, each from the place that `record` returns."""
@@ -52,7 +57,7 @@ class LimitTable:
     @staticmethod
     def size_of(members: int) -> int:
         """Return the bytes of a table; pages that no limit uses take no memory."""
-        return SLOTS * (_COLUMNS + members) * 8 + LOCK_BYTES
+        return SLOTS * (_COLUMNS + 2 * members) * 8 + LOCK_BYTES
 
     @classmethod
     def create(cls, members: int) -> Self:
@@ -96,24 +101,63 @@ class LimitTable:
     def record(self, name: str, *, value: float = 0.0, period: int = 0, granted: float = UNDIVIDED) -> int:
         """Return the place of a limit's record, which is made with these numbers where there is none.
 
-        Raises InvalidArgument when there are too many limits.
+        This process uses it from now on, until `release`. Raises InvalidArgument when too many limits are in use.
         """
         wanted = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1
         packed = struct.unpack("d", struct.pack("Q", _finite(wanted)))[0]
-        slot = wanted % SLOTS
         with self.locked():
-            for _ in range(SLOTS // 2):
-                at = slot * self._width
-                found = self.cells[at + _NAME]
-                if found == packed:
-                    return at
-                if found == 0.0:
-                    self.cells[at + _NAME] = packed
-                    self.cells[at + VALUE], self.cells[at + PERIOD] = value, float(period)
-                    self.cells[at + GRANTED], self.cells[at + _REPORTED] = granted, NOT_REPORTED
-                    return at
-                slot = (slot + 1) % SLOTS
-        raise InvalidArgument(f"there are more than {MAX_LIMITS} limits")
+            at, is_there = self._find(packed, wanted % SLOTS)
+            if at < 0:  # no place is free or was freed before
+                self._reclaim()
+                at, is_there = self._find(packed, wanted % SLOTS)
+            if at < 0:
+                raise InvalidArgument(f"more than {SLOTS} limits are in use")
+            cells = self.cells
+            if not is_there:
+                self._made += 1
+                for cell in range(at, at + self._width):
+                    cells[cell] = 0.0
+                cells[at + _NAME] = packed
+                cells[at + VALUE], cells[at + PERIOD] = value, float(period)
+                cells[at + GRANTED], cells[at + _REPORTED] = granted, NOT_REPORTED
+            cells[at + self._pin] = 1.0
+        return at
+
+    def release(self, at: int) -> None:
+        """Give up the use of a record by this process. Needs no lock: no other process writes this column."""
+        self.cells[at + self._pin] = 0.0
+
+    def _find(self, packed: float, slot: int) -> tuple[int, bool]:
+        """Return the place of a name and whether it is there, else where it can be made; -1: nowhere."""
+        free = -1
+        for step in range(SLOTS):
+            if step == LONG_SEARCH and free < 0 and self._made >= RECLAIM_AFTER:
+                self._reclaim()
+                return self._find(packed, (slot - step) % SLOTS)
+            at = slot * self._width
+            found = self.cells[at + _NAME]
+            if found == packed:
+                return at, True
+            if found == 0.0:
+                return (at if free < 0 else free), False
+            if found == _FREED and free < 0:
+                free = at
+            slot = (slot + 1) % SLOTS
+        return free, False
+
+    def _reclaim(self) -> None:
+        """Free the records that no process uses. Some 50 ms, once for thousands of new keys."""
+        self._made = 0
+        width, cells = self._width, self.cells
+        names: list[float] = list(cells[_NAME::width])
+        columns = [list(cells[_COLUMNS + column :: width]) for column in range(2 * self._members)]
+        for slot, used in enumerate(map(any, zip(*columns, strict=True))):
+            if not used and names[slot] != 0.0:
+                names[slot] = cells[slot * width + _NAME] = _FREED
+        # A freed place before an empty one ends a search as well as an empty one.
+        for slot in range(2 * SLOTS - 1, -1, -1):  # twice around: the last places go on at the first ones
+            if names[slot % SLOTS] == _FREED and names[(slot + 1) % SLOTS] == 0.0:
+                names[slot % SLOTS] = cells[slot % SLOTS * width + _NAME] = 0.0
 
     # -- one record, under the lock --------------------------------------------------------------------------------
 
@@ -169,9 +213,9 @@ class LimitTable:
 
     def held(self, at: int) -> float:
         """Return what all processes hold."""
-        if self._width == _COLUMNS + 1:
+        if self._members == 1:
             return self.cells[at + _COLUMNS]
-        return sum(self.cells[at + _COLUMNS : at + self._width])
+        return sum(self.cells[at + _COLUMNS : at + _COLUMNS + self._members])
 
     def hold(self, at: int, units: float) -> None:
         """Add to what this process holds; a negative number gives back."""
@@ -180,10 +224,10 @@ class LimitTable:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def clear(self, member: int) -> None:
-        """Forget what a process held that has ended. Needs no lock: nobody else writes its column."""
+        """Forget what a process held and used that has ended. Needs no lock: no other process writes its columns."""
         for at in range(0, SLOTS * self._width, self._width):
             if self.cells[at + _NAME] != 0.0:
-                self.cells[at + _COLUMNS + member] = 0.0
+                self.cells[at + _COLUMNS + member] = self.cells[at + _COLUMNS + self._members + member] = 0.0
 
     def close(self) -> None:
         """Idempotent."""

@@ -104,12 +104,12 @@ class Charge:
     """What one request has taken. `close` ends it, once; later calls do nothing."""
 
     __slots__ = (
-        "_costs", "_gates", "_is_closed", "_quotas", "_reserved", "_taken", "endpoint", "has_succeeded", "identity",
-        "model", "price",
+        "_costs", "_gates", "_generation", "_is_closed", "_quotas", "_reserved", "_taken", "endpoint", "has_succeeded",
+        "identity", "model", "price",
     )  # fmt: skip
 
     def __init__(self, quotas: Quotas, identity: Identity, gates: Gates, endpoint: str) -> None:
-        self._quotas, self._gates = quotas, gates
+        self._quotas, self._gates, self._generation = quotas, gates, quotas.book.begin_charge()
         self.identity, self.endpoint = identity, endpoint
         self.model = ""
         """The model, once it is known."""
@@ -269,8 +269,11 @@ class Charge:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._taken or self._reserved is not None:
-            self._settle(use)
+        try:
+            if self._taken or self._reserved is not None:
+                self._settle(use)
+        finally:
+            self._quotas.book.end_charge(self._generation)
         self._quotas.on_closed(self, use, seconds)
 
     def _settle(self, use: TokenUse) -> None:
