@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, processors
 
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.requests import parse_chat
 from support.cases import each_case
 from support.frontend_cluster import Cluster, cluster, say
+from support.tiny_model import BOS, write_tiny_model
 
 
 @pytest.fixture
@@ -83,6 +85,38 @@ async def test_a_prompt_is_cut_to_its_last_tokens(house: Cluster) -> None:
     body = {"model": "m", "prompt": "hello", "truncate_prompt_tokens": 3}
     assert (await house.client.call("POST", "/v1/completions", body)).json["usage"]["prompt_tokens"] == 3
     assert bytes(worker.requests[-1]["token_ids"]) == b"llo"
+
+
+def write_model_that_begins_with_bos(directory: Path) -> Path:
+    """Write a model whose tokenizer puts its first token, of id 0, before every text, as those of Llama do."""
+    write_tiny_model(directory, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("asked", "begins"),
+    [({}, [0]), ({"add_special_tokens": True}, [0]), ({"add_special_tokens": False}, [])],
+)
+async def test_a_text_prompt_begins_with_the_tokens_of_the_post_processor(
+    house: Cluster, tmp_path: Path, asked: dict[str, Any], begins: list[int]
+) -> None:
+    worker = await house.worker(say("a"), directory=write_model_that_begins_with_bos(tmp_path / "llama"))
+    for prompt in ("hello", ["hello"], [5, 6]):
+        answer = await house.client.call("POST", "/v1/completions", {"model": "m", "prompt": prompt, **asked})
+        ids = worker.requests[-1]["token_ids"]
+        assert answer.json["usage"]["prompt_tokens"] == len(ids)
+        added = [] if prompt == [5, 6] else begins
+        assert (ids[: len(added)], ids.count(0)) == (added, len(added))
+
+
+@pytest.mark.parametrize("asked", [{}, {"add_special_tokens": True}, {"add_special_tokens": False}])
+async def test_a_rendered_chat_has_its_first_token_once(house: Cluster, tmp_path: Path, asked: dict[str, Any]) -> None:
+    worker = await house.worker(say("a"), directory=write_model_that_begins_with_bos(tmp_path / "llama"))
+    assert (await house.client.chat("hi", **asked)).status == 200
+    assert worker.requests[-1]["token_ids"].count(0) == 1
 
 
 @each_case(

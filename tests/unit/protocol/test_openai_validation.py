@@ -716,6 +716,7 @@ ADMITS: Final[dict[str, set[str]]] = {
     "logprob_token_ids": _IDS,
     "bad_words": _IDS,
     "truncate_prompt_tokens": _INT,
+    "add_special_tokens": _BOOL,
     "return_token_ids": _BOOL,
     "request_id": _STRING,
     "messages": set(),

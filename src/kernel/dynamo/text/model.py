@@ -31,6 +31,36 @@ _UNLIMITED: Final = 10**9  # transformers writes "no limit" as a huge model_max_
 
 
 @dataclass(frozen=True, slots=True)
+class TextFrame:
+    """The tokens that a tokenizer's post-processor puts around a text, such as `<s>` before it."""
+
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: BatchTokenizer) -> TextFrame:
+        """Find the tokens by a text that is encoded with them and without."""
+        bare, whole = tokenizer.encode("a"), tokenizer.encode_inputs(["a"])[0]
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return cls(tuple(whole[:start]), tuple(whole[start + len(bare) :]))
+        return cls()
+
+    def around(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a text with those of the frame."""
+        return [*self.before, *ids, *self.behind] if self.before or self.behind else ids
+
+    def around_rendered(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a rendered chat with those of the frame that its template has not written itself."""
+        before = () if tuple(ids[: len(self.before)]) == self.before else self.before
+        behind = () if tuple(ids[len(ids) - len(self.behind) :]) == self.behind else self.behind
+        return [*before, *ids, *behind]
+
+
+NO_FRAME: Final = TextFrame()
+
+
+@dataclass(frozen=True, slots=True)
 class TextModel:
     """What the frontend needs to turn a request into tokens and tokens into an answer."""
 
@@ -42,6 +72,7 @@ class TextModel:
     control_tokens: ControlTokens | None = None  # None: the tokenizer has none
     has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
     media: MediaTokens = NO_MEDIA
+    text_frame: TextFrame = NO_FRAME
     logprob_pieces: ChatLogprobPieces = dataclasses.field(init=False, compare=False, repr=False)
 
     @property
@@ -103,6 +134,7 @@ def load_text_model(
         vocabulary_size=max(loaded.vocab_size, *_ints(_text_config(config).get("vocab_size")), 0),
         control_tokens=ControlTokens.of(loaded),
         has_chat_template=source is not None,
+        text_frame=TextFrame.of(loaded),
         media=media_tokens(config, image_processor or read_json_object(directory / "preprocessor_config.json")),
     )
 

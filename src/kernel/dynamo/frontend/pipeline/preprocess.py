@@ -84,6 +84,8 @@ class Preprocessor:
             prompt = await self._prompt(request, options, model, overhead)
             text = prompt.text
             ids = await self._encode(model, prompt, overhead, _context(request, model), is_chat=True)
+            if request.add_special_tokens is True:
+                ids = model.text.text_frame.around_rendered(ids)
         if request.truncate_prompt_tokens is not None:
             ids = limits.cut(ids, request.truncate_prompt_tokens, request.output_limit)
         limits.check([ids], is_chat=True)
@@ -113,7 +115,8 @@ class Preprocessor:
         runtime_data = model.card.runtime_config.runtime_data
         options = chat_options(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
         prompt = await self._prompt(request, options, model, overhead)
-        return len(await self._encode(model, prompt, overhead, None, is_chat=True))
+        ids = await self._encode(model, prompt, overhead, None, is_chat=True)
+        return len(model.text.text_frame.around_rendered(ids) if request.add_special_tokens is True else ids)
 
     async def _prompt(
         self, request: ChatRequest, options: ChatOptions, model: ServedModel, overhead: StageTimer
@@ -139,9 +142,7 @@ class Preprocessor:
         began = perf_counter()
         sources = request.prompts()
         prompts = [
-            await self._encode(model, RenderedPrompt(prompt), overhead, _context(request, model), is_chat=False)
-            if isinstance(prompt, str)
-            else prompt
+            await self._text_ids(request, prompt, model, overhead) if isinstance(prompt, str) else prompt
             for prompt in sources
         ]
         limits = model.length_limits
@@ -159,6 +160,13 @@ class Preprocessor:
         self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
         return plan, only if isinstance(only, str) else None
+
+    async def _text_ids(
+        self, request: CompletionRequest, text: str, model: ServedModel, overhead: StageTimer
+    ) -> list[int]:
+        """Tokenise one text prompt, with the tokens that the tokenizer's post-processor adds unless the client declines."""
+        ids = await self._encode(model, RenderedPrompt(text), overhead, _context(request, model), is_chat=False)
+        return ids if request.add_special_tokens is False else model.text.text_frame.around(ids)
 
     def _parsing(self, options: ChatOptions, model: ServedModel, plan: Plan, prompt: str | None) -> OutputPlan | None:
         """Choose the parsers of the answer, and write what follows from them into the worker's request."""

@@ -378,6 +378,8 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     # of vLLM
     bad_words: list[str] | None = None
     truncate_prompt_tokens: I64 | None = None  # the last so many tokens of the prompt are kept; -1: as many as fit
+    # Of the tokenizer's post-processor (`<s>`); None: for the texts of completions, not for rendered chats.
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     request_id: str | None = None  # what the answer's id ends in
 
