@@ -153,11 +153,11 @@ async def test_text_in_text_out_without_a_tokenizer(house: House) -> None:
 
 async def test_a_prompt_and_a_conversation_reach_either_kind(house: House) -> None:
     await house.serve(callables.echo)
-    assert said(await house.client.completion("once", temperature=0.0)) == "once|0.0|None"
+    assert said(await house.client.completion("once", temperature=0.0)) == "once|0.0|16"
     assert said(await house.client.chat("once", max_tokens=3)) == "once|0.5|3"  # it takes max_tokens: nobody cuts
     answer = await house.client.completion(["one", "two"], n=2, temperature=1.0)
     assert answer.status == 200, answer.body
-    assert [choice["text"] for choice in answer.json["choices"]] == ["one|1.0|None"] * 2 + ["two|1.0|None"] * 2
+    assert [choice["text"] for choice in answer.json["choices"]] == ["one|1.0|16"] * 2 + ["two|1.0|16"] * 2
     assert answer.json["usage"]["prompt_tokens"] == 6
 
 
