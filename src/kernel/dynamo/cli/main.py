@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "keys": ("dynamo.cli.keys", "make, show and take away API keys"),
     "simulate": ("dynamo.cli.simulate", "run clusters under virtual time with seeded faults"),
     "batch": ("dynamo.cli.batch", "run a file of requests as a batch, and look after batches"),
+    "files": ("dynamo.cli.files", "look after a directory of files: repair its index"),
     "replay": ("dynamo.cli.replay.command", "send recorded requests again and compare, or answer from the recording"),
     "explain": ("dynamo.cli.explain", "say why requests went where they went, and what another policy would have done"),
     "top": ("dynamo.cli.top", "show what a served system is doing, live in the terminal or once as text"),

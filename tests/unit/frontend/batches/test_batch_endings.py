@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dynamo.cli.main import main
+from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.batches.directory import BatchDirectory
 from dynamo.frontend.parts.batches.service import BatchService
 from support.batch_client import begin, chat_line, poll, results, upload
@@ -62,6 +64,40 @@ async def test_a_crash_between_two_last_steps_leaves_what_the_next_runner_finish
         await until(lambda: asyncio.sleep(0, directory.working() == []))
         stored = {id for id, _ in directory.blobs()}
         assert stored == {ended["input_file_id"], ended["output_file_id"], ended["error_file_id"]}
+
+
+async def test_files_whose_index_is_gone_are_kept_and_can_be_listed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "files"
+    async with house_of(tmp_path) as house:
+        file = (await upload(house, b"0123456789", purpose="user_data")).json
+    for path in root.glob("index.sqlite*"):
+        path.unlink()
+    with pytest.raises(InvalidArgument, match=r"1 stored file\(s\), and index.sqlite is gone.*dynamo files repair"):
+        async with house_of(tmp_path):
+            pass
+    assert [id for id, _ in BatchDirectory(root).blobs()] == [file["id"]]
+    assert main(["files", "repair", str(root)]) == 0
+    assert capsys.readouterr().out == f"{file['id']}  10 bytes\n"
+    async with house_of(tmp_path) as house:
+        assert (await house.client.get(f"/v1/files/{file['id']}/content")).body == b"0123456789"
+    assert main(["files", "repair", str(root)]) == 0
+    assert "every stored file has its row" in capsys.readouterr().err
+
+
+async def test_a_file_without_a_row_is_named_and_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dynamo.frontend.parts.batches.stored_files.ORPHAN_SECONDS", -1.0)
+    async with house_of(tmp_path) as house:
+        assert (await upload(house, b"x", purpose="user_data")).status == 200
+    stray = BatchDirectory(tmp_path / "files").blob("file-stray")
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"of a newer index")
+    async with house_of(tmp_path):
+        await until(lambda: asyncio.sleep(0, "file-stray for one" in caplog.text))
+        assert stray.read_bytes() == b"of a newer index"
 
 
 async def test_lines_that_were_done_are_not_executed_again(tmp_path: Path) -> None:

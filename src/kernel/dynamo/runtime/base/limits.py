@@ -67,10 +67,28 @@ def within_descriptors(wanted: int, *, spare: int, share: float = 1.0) -> int:
         import resource
     except ImportError:  # not on this system
         return wanted
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = _raised_limit()
     if descriptors == resource.RLIM_INFINITY:
         return wanted
     room = max(int((descriptors - spare) * share), 16)
     if room < wanted:
         logger.info("at most %d connections at once, as this process may open %d files", room, descriptors)
     return min(wanted, room)
+
+
+def _raised_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, and return it.
+
+    The soft limit is 1,024 on many systems, for the sake of programs that use select(); nothing here does.
+    """
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:  # a system without such a limit of its own, as macOS
+        logger.info("the limit of open files stays at %d: %s", soft, error)
+        return soft
+    return hard

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -541,6 +542,8 @@ class ChaosSettings(FromEnvironment):
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 _FILE_ROOT: Final = Path("/tmp/dynamo_store_kv")
+
+
 TEMPORARY: Final = declared("TMPDIR", text, "Only for the default of `DYN_FILE_KV`", unset="/tmp")
 
 
@@ -563,7 +566,8 @@ class RuntimeSettings(FromEnvironment):
         "How KV events and load reports travel: `zmq` or `nats`, which is reached at start; see [events](events.md)",
         flag="--event-plane", group=_PLANES, shown="`zmq`")
     file_root: Path = setting(_FILE_ROOT, "DYN_FILE_KV", folder,
-        "Directory of the file store", shown="$TMPDIR/dynamo_store_kv")
+        "Directory of the file store, which another user may not own; `dynamo_store_kv-UID` where another user has the default",
+        shown="$TMPDIR/dynamo_store_kv")
     inhibit_seconds: float = setting(5.0, "DYN_RUNTIME_INHIBITED_DURATION_SECS", seconds(),
         "How long an instance that failed is left out the first time ([quarantine](migration.md#quarantine)); 0: not "
         "at all")
@@ -590,4 +594,6 @@ class RuntimeSettings(FromEnvironment):
         """Put the file store below TMPDIR where nothing else is set."""
         if self.file_root != _FILE_ROOT:
             return self
-        return replace(self, file_root=Path(TEMPORARY.value(env)) / _FILE_ROOT.name)
+        shared = Path(TEMPORARY.value(env)) / _FILE_ROOT.name  # that of native processes, too
+        is_taken = sys.platform != "win32" and os.path.lexists(shared) and shared.lstat().st_uid != os.geteuid()
+        return replace(self, file_root=shared.with_name(f"{shared.name}-{os.geteuid()}") if is_taken else shared)

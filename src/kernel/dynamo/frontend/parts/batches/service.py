@@ -27,6 +27,7 @@ from dynamo.frontend.parts.batches.line_pace import LinePace
 from dynamo.frontend.parts.batches.metrics import BatchMetrics
 from dynamo.frontend.parts.batches.model_gate import ModelGates
 from dynamo.frontend.parts.batches.records import BatchRecord
+from dynamo.frontend.parts.batches.repair import check_index
 from dynamo.frontend.parts.batches.run import RunParts
 from dynamo.frontend.parts.batches.stored_files import FileLimits, StoredFiles, no_such_file
 from dynamo.frontend.pipeline.exchange import Exchange
@@ -85,6 +86,7 @@ class BatchService:
         self._settings, self._pipeline, self._keys = settings, pipeline, keys
         self._now, self._after_step = now, after_step
         self._directory = BatchDirectory(settings.directory, allow_network=settings.allow_network)
+        check_index(self._directory)
         self._index = BatchIndex(self._directory.index)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dynamo-batches")
         self.files = StoredFiles(self._directory, self._index, self._disk, settings.limits, now=now)

@@ -169,7 +169,7 @@ class StoredFiles:
             logger.info("file %s has expired and was removed", id)
 
     def sweep(self, keep: frozenset[str]) -> None:
-        """Remove what crashed processes left: half-arrived uploads, and bytes that no row names. Runs in a thread.
+        """Remove the half-arrived uploads of crashed processes, and name stored files without a row. Runs in a thread.
 
         `keep`: ids of files whose rows come later.
         """
@@ -177,14 +177,18 @@ class StoredFiles:
             owner_pid = path.name.partition("-")[0]
             if not owner_pid.isdecimal() or not _is_alive(int(owner_pid)):
                 path.unlink(missing_ok=True)
-        for id, path in self._directory.blobs():
-            if id in keep or self._index.knows_file(id):
-                continue
-            try:
-                if time.time() - path.stat().st_mtime > ORPHAN_SECONDS:
-                    path.unlink()
-            except FileNotFoundError:
-                continue
+        before = time.time() - ORPHAN_SECONDS
+        unnamed = [
+            id
+            for id, path in self._directory.blobs()
+            if id not in keep and not self._index.knows_file(id) and _changed_before(path, before)
+        ]
+        if unnamed:  # never deleted: an index that was put back from an old backup does not know the newest files
+            logger.warning(
+                "%d stored file(s) have no row in the index, %s for one; dynamo files repair lists them again",
+                len(unnamed),
+                unnamed[0],
+            )
 
     def _keep(self, upload: Upload, filename: str, form: FileForm, owner: str) -> FileObject:
         sha256 = upload.seal()
@@ -217,6 +221,13 @@ def storage_failed(error: OSError) -> RequestRejected:
         return RequestRejected(507, "There is no room for the file on the server's disk", param="file")
     logger.error("the directory of files failed: %s", error)
     return RequestRejected(500, "The server could not store the file")
+
+
+def _changed_before(path: Path, moment: float) -> bool:
+    try:
+        return path.stat().st_mtime < moment
+    except FileNotFoundError:
+        return False
 
 
 def _is_alive(pid: int) -> bool:

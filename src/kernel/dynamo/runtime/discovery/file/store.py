@@ -12,6 +12,7 @@ import errno
 import logging
 import math
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -53,7 +54,8 @@ class FileStore:
         if sys.platform == "win32":
             raise CannotConnect("the file discovery store needs POSIX file locks; use --discovery-backend mem")
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(self.root)
             if not os.access(self.root, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
@@ -180,3 +182,16 @@ class FileStore:
     def _place(self, key: str) -> tuple[FileBucket, str]:
         bucket, inside = split_key(key)
         return self._bucket(bucket), encode_name(inside)
+
+
+def _check_owner(root: Path) -> None:
+    """Refuse a root in which another user decides what stands. Raises PermissionError.
+
+    In a shared temporary directory another user may make the root first, and a worker would serve from their records.
+    """
+    users = (0, os.geteuid())
+    for found in (root.lstat(), root.stat()):  # a link is followed, so its owner counts, too
+        if found.st_uid not in users:
+            raise PermissionError(errno.EPERM, f"it belongs to another user (uid {found.st_uid})")
+    if found.st_mode & stat.S_IWOTH and found.st_uid == os.geteuid() != 0:
+        raise PermissionError(errno.EPERM, f"every user may write to it; chmod 700 {root}")
