@@ -98,7 +98,7 @@ async def test_the_engine_sees_the_id_of_the_answer_and_the_trace(stack: Stack, 
     }
     reply = await ask(stack.port, CHAT, chat("scripted"), headers=script(["say", "a"], tag=tag) | sent)
     (seen,) = await stack.scripted.sees("generate", tag)
-    assert seen["id"] == reply.json()["id"]
+    assert f"chatcmpl-{seen['id']}" == reply.json()["id"]
     assert seen["trace"]["traceparent"].split("-")[1] == trace_id
     assert seen["trace"]["tracestate"] == "vendor=value"
     assert seen["trace"]["x-request-id"] == "abc-123"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ async def test_a_bound_is_read_refuses_and_counts(tmp_path: Path, limit: str, va
     assert value_of(FrontendSettings.from_env({}), variable) == int(default)
     settings = FrontendSettings.from_env({variable: tight})
     assert value_of(settings, variable) == int(tight)
-    chosen = {name: getattr(settings, name) for name in FrontendSettings.__slots__ if name != "model_cache_dir"}
+    names = [each.name for each in dataclasses.fields(FrontendSettings) if each.name != "model_cache_dir"]
+    chosen = {name: getattr(settings, name) for name in names}
     async with cluster(tmp_path, **chosen) as house:
         await house.worker(directory=write_tiny_model(tmp_path / "model"))
         if beyond is None:

@@ -109,7 +109,7 @@ MALFORMED = [
     b"GET / SPDY/1.1\r\n\r\n",
     b"get /live HTTP/1.1\r\n\r\n",
     b"GET  HTTP/1.1\r\n\r\n",
-    b"GET http:// HTTP/1.1\r\n\r\n",
+    b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n",
     b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
     b"GET / HTTP/1.1\r\nhost x\r\n\r\n",
     b"GET / HTTP/1.1\r\n: novalue\r\n\r\n",
