@@ -12,6 +12,7 @@ from dynamo.frontend.pipeline.exchange import Exchange, PartSlot
 from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import Resolved
+from dynamo.frontend.pipeline.sink import OpenAnswer
 from dynamo.protocol.openai.errors import RequestRejected
 from support.frontend_cluster import Cluster, cluster, fail, say
 
@@ -131,3 +132,20 @@ async def test_a_hook_that_a_listener_does_not_define_is_not_called(house: Clust
     before = len(hooks.arrived), len(hooks.began), len(hooks.planned), len(hooks.ended)
     hooks.add(Broken())
     assert (len(hooks.arrived), len(hooks.began), len(hooks.planned), len(hooks.ended)) == (*before[:3], before[3] + 1)
+
+
+async def test_no_place_is_lost_where_giving_back_another_one_fails(
+    house: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await house.worker(say("a"))
+
+    def broken(_self: OpenAnswer) -> None:
+        raise RuntimeError("broken at the end")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OpenAnswer, "close", broken)
+        with pytest.raises(RuntimeError, match="broken at the end"):
+            await house.client.chat("hi")
+    (model,) = house.frontend.models.served()
+    assert (house.frontend.admission.in_flight, model.admission.in_flight, len(house.frontend.exchanges)) == (0, 0, 0)
+    assert (await house.client.chat("hi")).status == 200

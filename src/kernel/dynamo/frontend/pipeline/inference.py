@@ -98,11 +98,15 @@ class Call:
             # No local name holds the outcome: its error has a traceback with this frame, and the two would be a circle.
             await self._close(exchange, await self._outcome(exchange, opened), opened)
         finally:
-            opened.close()
-            if exchange.slot is not None:
-                exchange.slot.leave()
-            pipeline.register.remove(exchange)
-            pipeline.admission.leave()
+            try:
+                opened.close()
+            finally:  # a place that is not given back is lost for good
+                try:
+                    if exchange.slot is not None:
+                        exchange.slot.leave()
+                finally:
+                    pipeline.register.remove(exchange)
+                    pipeline.admission.leave()
             exchange.arrival.kept.clear()
             if is_large:
                 pipeline.preprocessor.offload.return_memory_soon()
