@@ -258,7 +258,7 @@ def _way(*arguments: str) -> list[dict[str, Any]]:
     return way
 
 
-LINES: Final = {"kernel": "<= 90000", "engines": "-", "lab": "-", "inspect": "-", "compat": "-"}
+LINES: Final = {"kernel": "<= 90000", "parts": "-", "engines": "-", "lab": "-", "inspect": "-", "compat": "-"}
 
 FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
     ("parameters", long_parameter_lists),

@@ -1,4 +1,4 @@
-"""Where the source lies: one package, `dynamo`, over the five roots of `src` (see `src/README.md`)."""
+"""Where the source lies: one package, `dynamo`, over the six roots of `src` (see `src/README.md`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 __all__ = ["ROOT", "ROOTS", "WINGS", "located", "name_in_package", "source_files", "wing_of"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-WINGS: Final = ("kernel", "engines", "lab", "inspect", "compat")
+WINGS: Final = ("kernel", "parts", "engines", "lab", "inspect", "compat")
 ROOTS: Final = tuple(ROOT / "src" / wing for wing in WINGS)
 
 

@@ -80,6 +80,9 @@ FRONTEND_TOP = frozenset({"app", "application", "opening", "args", "settings", "
 INSIDE_FRONTEND: dict[str, frozenset[str]] = {
     **{folder: frozenset(KERNEL[: place + 1]) for place, folder in enumerate(KERNEL)},
     "parts": frozenset(KERNEL),
+    "parts.opening": frozenset(
+        {*KERNEL, "parts", "opening", "settings", *(f"parts.{part}" for part in FRONTEND_PARTS)}
+    ),
     **{f"parts.{name}": frozenset({*KERNEL, "parts", f"parts.{name}"}) for name in FRONTEND_PARTS},
     **{
         name: frozenset({*KERNEL, "parts", *(f"parts.{part}" for part in FRONTEND_PARTS)}) | FRONTEND_TOP
@@ -106,8 +109,9 @@ INSIDE_ROUTER: dict[str, frozenset[str]] = {
 # The wings: the kernel imports none of them, but finds their modules by name (the commands, the engines) or entry point.
 INSIDE_WINGS: dict[str, frozenset[str]] = {
     "kernel": frozenset({"kernel"}),
+    "parts": frozenset({"kernel", "parts"}),
     "engines": frozenset({"kernel", "engines"}),
-    "compat": frozenset(WINGS) - {"inspect"},  # a facade stands before any wing
+    "compat": frozenset(WINGS) - {"inspect", "parts"},  # a facade stands before any wing
     "lab": frozenset({"kernel", "engines", "compat", "lab"}),
     "inspect": frozenset({"kernel", "inspect"}),
 }
@@ -204,7 +208,11 @@ def frontend_folder(module: str) -> str:
     below = module.split(".")
     if below[0] in FRONTEND_TOP or below == [""]:
         return below[0] or "__init__"
-    return ".".join(below[:2]) if below[0] == "parts" and len(below) > 1 and below[1] in FRONTEND_PARTS else below[0]
+    return (
+        ".".join(below[:2])
+        if below[0] == "parts" and len(below) > 1 and below[1] in {*FRONTEND_PARTS, "opening"}
+        else below[0]
+    )
 
 
 def frontend_arrows() -> dict[tuple[str, str], set[str]]:

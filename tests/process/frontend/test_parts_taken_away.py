@@ -59,8 +59,13 @@ def test_a_frontend_without_the_folder_of_a_part_serves(tmp_path: Path, part: st
     assert part not in found["parts"]  # type: ignore[operator]
 
 
+def test_a_frontend_without_the_whole_wing_of_the_parts_serves(tmp_path: Path) -> None:
+    found = served(tmp_path, "opening")
+    assert (found["status"], found["text"], found["parts"]) == (200, "hello", [])
+
+
 def test_an_idle_frontend_imports_no_module_of_a_part_that_is_off(tmp_path: Path) -> None:
     found = served(tmp_path)
     folders = {name.split(".")[3] for name in found["modules"]}  # type: ignore[attr-defined]
-    assert folders == {"part", "recording", "inspector", "stored_responses", "media"}
-    assert set(found["parts"]) == folders - {"part"}  # type: ignore[call-overload]
+    assert folders == {"part", "opening", "recording", "inspector", "stored_responses", "media"}
+    assert set(found["parts"]) == folders - {"part", "opening"}  # type: ignore[call-overload]

