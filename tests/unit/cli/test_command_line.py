@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from dynamo import __version__
-from dynamo.cli import serve_flags
 from dynamo.cli.engines import load_engine
 from dynamo.cli.main import COMMANDS, main
 from dynamo.cli.usage import UsageError
 from dynamo.frontend.http.server import PortInUse
-from dynamo.frontend.models import settings
 from support.cases import each_case
 from support.serve_command import GUIDE_ENGINE
 
@@ -224,7 +222,3 @@ def test_a_broken_promise_is_named_and_ends_with_1(capsys: pytest.CaptureFixture
     assert said.err == "NoTerminalChunk: the last chunk must have a finish_reason\n"
     assert "ok  metrics set-up is stable" in said.out
     sys.modules.pop("broken_engine")
-
-
-def test_serve_offers_every_router_mode_of_the_frontend() -> None:
-    assert serve_flags.ROUTER_MODES == settings.ROUTER_MODES

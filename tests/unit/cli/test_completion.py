@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.cli.completion import SHELLS, words_of_commands
 from dynamo.cli.main import COMMANDS, main
-from dynamo.cli.serve_flags import ROUTER_MODES
+from dynamo.settings.choices import ROUTER_MODES
 from support.patience import PATIENCE_SECONDS
 
 BASH = """

@@ -92,9 +92,11 @@ def test_every_internal_link_leads_somewhere(path: Path) -> None:
     assert lost == []
 
 
-def test_the_readme_links_every_page_of_the_docs() -> None:
-    text = READ["README.md"].prose
-    assert [path.name for path in sorted((ROOT / "docs").glob("*.md")) if f"docs/{path.name}" not in text] == []
+def test_the_index_links_every_page_and_the_readme_the_index() -> None:
+    text = READ["index.md"].prose
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert sorted(page for page in pages if f"({page})" not in text) == []
+    assert "docs/index.md" in READ["README.md"].prose
 
 
 # -- errors --------------------------------------------------------------------------------------------------------------

@@ -15,9 +15,14 @@ from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.placement import Candidate, LoadBook, Placement, PlacementRequest, Policy, RouterMode, place, policy_for
 from dynamo.placement.policies import RoundRobinCursor
 from dynamo.placement.policies.round_robin import RoundRobin
+from dynamo.settings.choices import ROUTER_MODES
 from support.cases import each_case
 
 BALANCING = [mode for mode in RouterMode if mode not in (RouterMode.DIRECT, RouterMode.KV)]
+
+
+def test_the_commands_offer_every_mode() -> None:
+    assert set(ROUTER_MODES) == {mode.value for mode in RouterMode}
 
 
 class Fleet:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from dynamo.settings.choices import ROUTER_MODES
 from dynamo.settings.readers import (
     SettingReader,
     above_zero,
@@ -24,10 +25,6 @@ MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand
 MAX_FRONTEND_WORKERS: Final = 64  # the limit of the frontend itself
 DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network unless the command line opens it
 DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the start-up probes of `deploy/` allow
-# Those of the frontend, whose import takes longer than all of this command; a test holds them to be the same.
-ROUTER_MODES: Final = (
-    "round-robin", "random", "power-of-two", "least-loaded", "kv", "direct", "device-aware-weighted",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

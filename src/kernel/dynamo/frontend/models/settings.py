@@ -13,6 +13,7 @@ from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.router.dispatch.conditional import ConditionalSettings
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.workers.busy_settings import BusySettings
+from dynamo.settings.choices import ROUTER_MODES
 from dynamo.settings.readers import (
     SettingReader,
     integer,
@@ -25,9 +26,6 @@ from dynamo.settings.table import section, setting
 from dynamo.text.template_sandbox import BudgetSpec
 
 MIB: Final = 1024 * 1024
-ROUTER_MODES: Final = (
-    "round-robin", "random", "power-of-two", "least-loaded", "kv", "direct", "device-aware-weighted",
-)  # fmt: skip
 
 
 _HTTP: Final = "http"
