@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dynamo.protocol.messages import LoweredMessages, alternating, decode_messages, lower
+from dynamo.protocol.messages import LoweredMessages, decode_messages, lower
 from dynamo.protocol.messages.errors import MESSAGES, error_type_of, prompt_too_long
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.requests import validate_chat
@@ -164,45 +161,6 @@ def test_the_answer_goes_on_from_a_text_begun_for_the_assistant(last: Any, conti
     request = lowered(USER, last)
     assert (request.continue_final_message is True) is continues
     assert (request.add_generation_prompt is False) is continues
-
-
-def test_a_conversation_that_a_template_refused_alternates_and_answers_every_call() -> None:
-    later = {"role": "system", "content": "now"}
-    result = {"type": "tool_result", "tool_use_id": "t2", "content": "r"}
-    messages = chat(USER, USER, assistant(TEXT, CALL, {**CALL, "id": "t2"}), later, user(result), USER, system="s")
-    found = alternating(messages)
-    assert [(one["role"], one.get("tool_call_id"), one["content"]) for one in found] == [
-        ("system", None, "s"),
-        ("user", None, "hi\n\nhi"),
-        ("assistant", None, "so"),
-        ("tool", "t1", ""),
-        ("tool", "t2", ""),
-        ("user", None, "now"),
-        ("tool", "t2", "r"),
-        ("user", None, "hi"),
-    ]
-
-
-ROLES = st.sampled_from(
-    [
-        USER,
-        {"role": "user", "content": "u2"},
-        {"role": "system", "content": "s"},
-        {"role": "assistant", "content": "a"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "t1"}]},
-        {"role": "tool", "tool_call_id": "t1", "content": "r"},
-    ]
-)
-
-
-@given(st.lists(ROLES, max_size=8))
-def test_alternating_keeps_every_text_and_leaves_no_neighbours_of_one_role(messages: list[dict[str, Any]]) -> None:
-    found = alternating(messages)
-    roles = [message["role"] for message in found]
-    assert all(a != b or a == "tool" for a, b in itertools.pairwise(roles))
-    assert "system" not in roles[1:]
-    texts = "\n\n".join(message["content"] for message in found if message["content"])
-    assert texts.split("\n\n") == "\n\n".join(one["content"] for one in messages if one["content"]).split("\n\n")
 
 
 # -- everything else of a request ----------------------------------------------------------------------------------------

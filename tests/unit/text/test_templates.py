@@ -20,14 +20,14 @@ def test_a_usual_template() -> None:
     source = (
         "{{ bos_token }}\n"
         "{% for message in messages %}\n"
-        "    {% if message['role'] == 'system' %}\n"
+        "    {% if message['role'] == 'function' %}\n"
         "        {% continue %}\n"
         "    {% endif %}\n"
         "{{ '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}"
         "{% endfor %}\n"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": " hi "}]
+    messages = [{"role": "function", "content": "x"}, {"role": "user", "content": " hi "}]
     assert render(source, messages) == "<s>\n<|user|>hi</s><|assistant|>"
     assert render(source, messages, add_generation_prompt=False) == "<s>\n<|user|>hi</s>"
 

@@ -1,12 +1,18 @@
-"""The form in which a template takes the arguments of earlier calls, found by rendering an example when it is loaded."""
+"""The forms in which a template takes a conversation, found by rendering examples when it is loaded.
+
+What a template does not show is lost without an error, so its source or a refusal alone do not answer these questions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import Any, Final
 
 Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages, Sequence[Mapping[str, Any]] | None], str | None]
+"""Renders an example with these tools; None for one that the template does not accept."""
 
 _NAME: Final = "zqmark"
 _VALUE: Final = "zqvalue"
@@ -34,8 +40,44 @@ class ArgumentForm:
     takes_raw_text: bool = True  # whether arguments that are not an object can be shown as they are
 
 
-def find_argument_form(render: Callable[[Messages, Sequence[Mapping[str, Any]] | None], str | None]) -> ArgumentForm:
-    """Return the form for a template; `render` returns None for messages that the template does not accept."""
+@dataclass(frozen=True, slots=True)
+class RoleForm:
+    """Where a template shows the texts of the system: as sent, unless an example was refused or came out incomplete."""
+
+    knows_developer: bool = False  # the role `developer`; else it is the system by another name
+    knows_system: bool = True  # False: the family has no such role
+    takes_several: bool = True  # further ones right behind the first
+    takes_later: bool = True  # ones behind other messages
+
+
+def find_role_form(render: Render, *, names_developer: bool) -> RoleForm:
+    """Return the form for a template; `names_developer`: the role stands in its source."""
+    for tools in (None, _TOOLS):
+
+        def shows(*roles: str, tools: Sequence[Mapping[str, Any]] | None = tools) -> bool:
+            texts = [f"{_NAME}{letter}" for letter in ascii_lowercase[: len(roles)]]
+            shown = render([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)], tools)
+            return shown is not None and all(text in shown.lower() for text in texts)
+
+        if not shows("user"):
+            continue  # refused for another reason
+        # A template that prints any role would print this one, which its model has never read.
+        knows_developer = names_developer and shows("developer", "user")
+        if not shows("system", "user"):
+            return RoleForm(knows_developer, knows_system=False, takes_several=False, takes_later=False)
+        kinds = ("system", "developer") if knows_developer else ("system",)
+        return RoleForm(
+            knows_developer,
+            takes_several=all(shows(first, second, "user") for first in kinds for second in kinds),
+            takes_later=all(
+                shows(*before, "user", "assistant", kind, "user") for before in ((), ("system",)) for kind in kinds
+            ),
+        )
+    return RoleForm()
+
+
+def find_argument_form(render: Render) -> ArgumentForm:
+    """Return the form for a template."""
     for tools in (_TOOLS, None):
         for of_object, of_text, of_cut in zip(
             _conversations({_NAME: _VALUE}), _conversations(_TEXT), _conversations(_CUT), strict=True

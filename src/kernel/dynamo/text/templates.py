@@ -20,7 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from dynamo.errors import InvalidArgument
-from dynamo.text.template_probe import ArgumentForm, find_argument_form
+from dynamo.text.template_probe import ArgumentForm, Messages, RoleForm, find_argument_form, find_role_form
 from dynamo.text.template_sandbox import (
     NO_CLOCK,
     BudgetedSandbox,
@@ -29,6 +29,7 @@ from dynamo.text.template_sandbox import (
     paid_filter,
     render_within,
 )
+from dynamo.text.turns import alternating, with_placed_systems
 
 __all__ = [
     "INLINE_BUDGET",
@@ -152,6 +153,7 @@ class _Program(NamedTuple):
     template: Template
     traits: TemplateTraits
     arguments: ArgumentForm
+    roles: RoleForm
 
 
 class ChatTemplate:
@@ -194,12 +196,10 @@ class ChatTemplate:
         )
 
     def _program(self, environment: BudgetedSandbox, name: str, source: str) -> _Program:
-        """Compile one template, and find by an example how it takes the arguments of earlier calls."""
+        """Compile one template, and find by examples how it takes conversations."""
         template, traits = _compile(environment, name, source), traits_of(source)
-        if "arguments" not in source and "tool_calls" not in source:
-            return _Program(template, traits, ArgumentForm())
 
-        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        def render(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
             given = {**self._constants, "tools": tools, "add_generation_prompt": True}
             try:
                 return render_within(
@@ -211,12 +211,26 @@ class ChatTemplate:
             except Exception:  # a template is a program: whatever it raises, it does not accept this example
                 return None
 
-        return _Program(template, traits, find_argument_form(render))
+        shows_calls = "arguments" in source or "tool_calls" in source
+        return _Program(
+            template,
+            traits,
+            find_argument_form(render) if shows_calls else ArgumentForm(),
+            find_role_form(render, names_developer="developer" in source),
+        )
 
     def argument_form(self, *, has_tools: bool) -> ArgumentForm:
         """Return how the template that renders requests with or without tools takes the arguments of earlier calls."""
-        program = (self._named.get("tool_use") if has_tools else None) or self._default
+        program = self._used(has_tools)
         return ArgumentForm() if program is None else program.arguments
+
+    def role_form(self, *, has_tools: bool) -> RoleForm:
+        """Return where that template shows the texts of the system."""
+        program = self._used(has_tools)
+        return RoleForm() if program is None else program.roles
+
+    def _used(self, has_tools: bool) -> _Program | None:
+        return (self._named.get("tool_use") if has_tools else None) or self._default
 
     @property
     def reads_parts(self) -> bool:
@@ -263,28 +277,52 @@ class ChatTemplate:
             TemplateRejected: the template refused, cannot work with these messages, or takes more than its own budget.
             BudgetExceeded: it takes more than `budget`.
         """
-        program = (self._named.get("tool_use") if tools else None) or self._default
+        program = self._used(bool(tools))
         if program is None:
             raise TemplateRejected(f"it has only named templates ({', '.join(self._named)}) and none is the default")
-        messages = [_with_joined_text(message, program.traits.reads_parts) for message in messages]
-        messages = readable_messages(messages, program.traits, think_marks)
-        given = {
+        constants = {
             **self._constants,
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             **named,
             **(variables or {}),
-            "messages": messages,
         }
+
+        def attempt(given: Messages) -> str:
+            shaped = [_with_joined_text(message, program.traits.reads_parts) for message in given]
+            shaped = readable_messages(shaped, program.traits, think_marks)
+            values = {**constants, "messages": shaped}
+            prompt = render_within(program.template, values, budget or self._budget, self._clock)
+            return _cut_behind_final_message(prompt, shaped) if continue_final_message else prompt
+
+        messages = with_placed_systems(messages, program.roles)
         try:
-            prompt = render_within(program.template, given, budget or self._budget, self._clock)
+            return _rendered(attempt, messages)
         except BudgetExceeded as error:
             if budget is not None:
                 raise
             raise TemplateRejected(str(error)) from error
-        except Exception as error:  # a template is a program: whatever it raises, these messages made it raise
-            raise TemplateRejected(_describe(error)) from error
-        return _cut_behind_final_message(prompt, messages) if continue_final_message else prompt
+
+
+def _rendered(attempt: Callable[[Messages], str], messages: Messages) -> str:
+    """Render a conversation; one that is refused is rendered in turns of user and assistant, where that changes it."""
+    found = _outcome(attempt, messages)
+    if isinstance(found, Exception) and (turns := alternating(messages)) != list(messages):
+        again = _outcome(attempt, turns)
+        found = found if isinstance(again, Exception) else again  # the first refusal fits what was sent
+    if isinstance(found, Exception):
+        raise TemplateRejected(_describe(found)) from found
+    return found
+
+
+def _outcome(attempt: Callable[[Messages], str], messages: Messages) -> str | Exception:
+    """Return the prompt, or what the template raised. It is a program: whatever it raises, these messages made it raise."""
+    try:
+        return attempt(messages)
+    except (BudgetExceeded, TemplateRejected):
+        raise
+    except Exception as error:
+        return error
 
 
 def _compile(environment: BudgetedSandbox, name: str, source: str) -> Template:

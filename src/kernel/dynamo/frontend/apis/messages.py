@@ -21,7 +21,6 @@ from dynamo.protocol.messages import (
     LoweredMessages,
     StreamBlocks,
     TokenUsage,
-    alternating,
     decode_messages,
     lower,
     message_body,
@@ -34,7 +33,6 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import validate_chat
 from dynamo.text.output import Content
-from dynamo.text.templates import TemplateRejected
 
 _STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
 
@@ -71,12 +69,7 @@ class MessagesApi(GenerationApi[LoweredMessages]):
         timer: StageTimer,
     ) -> tuple[Plan, str | None]:
         try:
-            try:
-                return await preprocessor.chat(request, effects, model, timer)
-            except TemplateRejected:
-                if not _regroup(request):
-                    raise
-                return await preprocessor.chat(request, effects, model, timer)
+            return await preprocessor.chat(request, effects, model, timer)
         except PromptTooLong as error:
             raise prompt_too_long(error.found, error.limit_tokens) from error
 
@@ -93,22 +86,8 @@ class MessagesCountApi(MessagesApi, CountingApi[LoweredMessages]):
     async def count(
         self, preprocessor: Preprocessor, request: LoweredMessages, model: ServedModel, timer: StageTimer
     ) -> bytes:
-        try:
-            tokens = await preprocessor.count_chat(request, model, timer)
-        except TemplateRejected:
-            if not _regroup(request):
-                raise
-            tokens = await preprocessor.count_chat(request, model, timer)
+        tokens = await preprocessor.count_chat(request, model, timer)
         return b'{"input_tokens":%d}' % tokens
-
-
-def _regroup(request: LoweredMessages) -> bool:
-    """Change a conversation that the model's template refused; False when there is nothing to change."""
-    messages = alternating(request.messages)
-    if messages == request.messages:
-        return False
-    request.messages = messages
-    return True
 
 
 def _take(order: BlockOrder, events: Sequence[Event]) -> None:

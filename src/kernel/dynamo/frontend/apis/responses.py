@@ -24,7 +24,6 @@ from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.sse import DONE
-from dynamo.protocol.openai.turns import alternating
 from dynamo.protocol.responses.events import EventNumbers
 from dynamo.protocol.responses.lowering import (
     ResponsesRequest,
@@ -37,7 +36,6 @@ from dynamo.protocol.responses.lowering import (
 from dynamo.protocol.responses.output import ItemIds, OutputWriter
 from dynamo.protocol.responses.response import ResponseObject, response_usage
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
-from dynamo.text.templates import TemplateRejected
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ class ResponsesApi(GenerationApi[ResponsesRequest]):
                 await self._recall(request)
             if request.asked.truncation == "auto":
                 return await _truncated(preprocessor, request, effects, model, timer)
-            return await _prepared(preprocessor, request, effects, model, timer)
+            return await preprocessor.chat(request, effects, model, timer)
         except RequestRejected as error:
             raise request.renamed(error) from error
 
@@ -138,40 +136,10 @@ class ResponsesCountApi(ResponsesApi, CountingApi[ResponsesRequest]):
         try:
             if request.needs_history:
                 await self._recall(request)
-            try:
-                tokens = await preprocessor.count_chat(request, model, timer)
-            except TemplateRejected:
-                if not _take_turns(request):
-                    raise
-                tokens = await preprocessor.count_chat(request, model, timer)
+            tokens = await preprocessor.count_chat(request, model, timer)
         except RequestRejected as error:
             raise request.renamed(error) from error
         return b'{"object":"response.input_tokens","input_tokens":%d}' % tokens
-
-
-async def _prepared(
-    preprocessor: Preprocessor,
-    request: ResponsesRequest,
-    effects: HeaderEffects,
-    model: ServedModel,
-    timer: StageTimer,
-) -> tuple[Plan, str | None]:
-    """Prepare as a chat; where the template refuses the order of the messages, in turns of user and assistant."""
-    try:
-        return await preprocessor.chat(request, effects, model, timer)
-    except TemplateRejected:
-        if not _take_turns(request):
-            raise
-        return await preprocessor.chat(request, effects, model, timer)
-
-
-def _take_turns(request: ResponsesRequest) -> bool:
-    """Change a conversation that the model's template refused; False when there is nothing to change."""
-    messages = alternating(request.messages)
-    if messages == request.messages:
-        return False
-    request.messages = messages
-    return True
 
 
 async def _truncated(
@@ -188,7 +156,7 @@ async def _truncated(
     while prepared is None or fewest < most:
         request.messages = without_old_turns(whole, dropped)
         try:
-            prepared = await _prepared(preprocessor, request, effects, model, timer)
+            prepared = await preprocessor.chat(request, effects, model, timer)
             most = dropped
         except PromptTooLong:
             if dropped >= most:

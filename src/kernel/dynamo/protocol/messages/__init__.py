@@ -12,7 +12,6 @@ from dynamo.protocol.messages.sse import (
     message_end,
     message_start,
 )
-from dynamo.protocol.openai.turns import alternating
 
 __all__ = [
     "MESSAGES",
@@ -23,7 +22,6 @@ __all__ = [
     "MessagesRequest",
     "StreamBlocks",
     "TokenUsage",
-    "alternating",
     "decode_messages",
     "lower",
     "message_body",

@@ -1,0 +1,63 @@
+"""What the frontend does for templates that refuse or lose what was sent: the same on every API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from support.frontend_cluster import Cluster, cluster, say
+from support.tiny_model import tiny_tokenizer, write_tiny_model
+
+REFUSED: Final = "{{ raise_exception('order') }}"
+SHOWN: Final = "{{ m.role }}: {{ m.content }}; "
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with cluster(tmp_path) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            + REFUSED
+            + "{% endif %}"
+            + SHOWN
+            + "{% endfor %}",
+            "system: ab; user: c; assistant: d; user: ef;",
+        ),
+        (
+            "{% for m in messages if m.role != 'developer' %}" + SHOWN + "{% endfor %}",
+            "system: ab; user: c; assistant: d; system: e; user: f;",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'system' %}" + REFUSED + "{% endif %}" + SHOWN + "{% endfor %}",
+            "user: abc; assistant: d; user: ef;",
+        ),
+    ],
+)
+async def test_texts_of_the_system_reach_the_model_on_every_api(
+    house: Cluster, tmp_path: Path, template: str, prompt: str
+) -> None:
+    worker = await house.worker(say([1]), directory=write_tiny_model(tmp_path / "model", chat_template=template))
+    turns = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    rest = [*turns, {"role": "system", "content": "e"}, {"role": "user", "content": "f"}]
+    leading = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
+    renamed = [{**one, "role": "developer"} if one["content"] == "e" else one for one in rest]
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [*leading, *rest]}),
+        ("/v1/chat/completions", {"messages": [*leading, *renamed]}),
+        ("/v1/responses", {"instructions": "a", "input": [*leading[1:], *renamed]}),
+        ("/v1/messages", {"system": "a", "messages": [{"role": "system", "content": "b"}, *rest], "max_tokens": 4}),
+    ):
+        answer = await house.client.call("POST", path, {"model": "m", **fields})
+        assert answer.status == 200, (path, answer.body)
+    prompts = {"".join(tiny_tokenizer().decode(one["token_ids"]).split()) for one in worker.requests}
+    # Responses and Messages send the system's texts at the beginning as one.
+    assert {one.replace(";system:b", "b") for one in prompts} == {prompt.replace(" ", "")}
