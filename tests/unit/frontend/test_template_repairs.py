@@ -61,3 +61,19 @@ async def test_texts_of_the_system_reach_the_model_on_every_api(
     prompts = {"".join(tiny_tokenizer().decode(one["token_ids"]).split()) for one in worker.requests}
     # Responses and Messages send the system's texts at the beginning as one.
     assert {one.replace(";system:b", "b") for one in prompts} == {prompt.replace(" ", "")}
+
+
+async def test_a_template_that_reads_only_parts_shows_texts_on_every_api(house: Cluster, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{{ part.text }}{% endfor %};{% endfor %}"
+    worker = await house.worker(say([1]), directory=write_tiny_model(tmp_path / "model", chat_template=template))
+    parts = {kind: [{"type": kind, "text": "b"}, {"type": kind, "text": "c"}] for kind in ("text", "input_text")}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "d"}]
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [*turns, {"role": "user", "content": parts["text"]}]}),
+        ("/v1/responses", {"input": [*turns, {"role": "user", "content": parts["input_text"]}]}),
+        ("/v1/messages", {"messages": [*turns, {"role": "user", "content": parts["text"]}], "max_tokens": 4}),
+    ):
+        answer = await house.client.call("POST", path, {"model": "m", **fields})
+        assert answer.status == 200, (path, answer.body)
+    prompts = {tiny_tokenizer().decode(one["token_ids"]) for one in worker.requests}
+    assert prompts == {"user:a;assistant:d;user:bc;"}

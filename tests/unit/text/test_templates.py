@@ -71,7 +71,7 @@ def test_the_clock_is_an_argument() -> None:
         (["a", "b"], "a\nb"),
         ("plain", "plain"),
         (None, ""),
-        ([], "[]"),
+        ([], ""),
     ],
 )
 def test_text_parts_are_joined_before_rendering(content: Any, expected: str) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any, Final
 
-Messages = Sequence[Mapping[str, Any]]
-Render = Callable[[Messages, Sequence[Mapping[str, Any]] | None], str | None]
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
+Render = Callable[[Messages, Messages | None], str | None]
 """Renders an example with these tools; None for one that the template does not accept."""
 
 _NAME: Final = "zqmark"
@@ -20,6 +21,7 @@ _TEXT: Final = f'{{"{_NAME}": "{_VALUE}"}}'
 _CUT: Final = f'{{"{_NAME}": "{_VALUE}'  # as an answer that ended at its length leaves it
 # Python's own writing of an object: no model was trained on it, so a template that prints it expected text.
 _PYTHON_TEXT: Final = f"{{'{_NAME}': '{_VALUE}'}}"
+_ID: Final = "abcdef123"  # of the length that some templates demand
 _TOOLS: Final = [
     {
         "type": "function",
@@ -41,6 +43,78 @@ class ArgumentForm:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentForm:
+    """The roles whose contents a template reads as a list of parts."""
+
+    parts: frozenset[str] = frozenset()  # it shows each text of a list, and has a place for media
+    only_parts: frozenset[str] = frozenset()  # it loses or refuses a content that is a text
+
+
+def find_content_form(render: Render) -> ContentForm:
+    """Return the form for a template; `render` must not change the contents."""
+    parts, only_parts = set[str](), set[str]()
+    for role in ("user", "system", "assistant", "tool"):
+        asked = _parts("text") if "user" in only_parts else "text"
+        found = [kinds for tools in (None, _TOOLS) if (kinds := _shown_kinds(render, role, asked, tools))]
+        if found and all("parts" in kinds for kinds in found):
+            parts.add(role)
+        if found and not any("text" in kinds for kinds in found):
+            only_parts.add(role)
+    return ContentForm(frozenset(parts), frozenset(only_parts))
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+_FIRST: Final = f"{_NAME}a"
+_SECOND: Final = f"{_NAME}b"
+_CONTENTS: Final[Mapping[str, tuple[object, tuple[str, ...]]]] = {  # the kind -> a content, and the texts in it
+    "text": (_FIRST, (_FIRST,)),
+    "part": (_parts(_FIRST), (_FIRST,)),
+    "parts": (_parts(_FIRST, _SECOND), (_FIRST, _SECOND)),
+}
+
+
+def _shown_kinds(render: Render, role: str, asked: object, tools: Messages | None) -> set[str]:
+    """Return the kinds of contents that are shown of messages of a role; none where no example is accepted."""
+    for before, message, behind in _places_of(role, {"role": "user", "content": asked}):
+        kinds = {
+            kind
+            for kind, (content, texts) in _CONTENTS.items()
+            if _is_shown(render([*before, {**message, "content": content}, *behind], tools), texts)
+        }
+        if kinds:
+            return kinds
+    return set()
+
+
+def _places_of(role: str, asked: Message) -> Iterator[tuple[Messages, Message, Messages]]:
+    """Make conversations around a message of a role that templates accept."""
+    if role != "tool":
+        yield [asked] if role == "assistant" else [], {"role": role}, [] if role == "user" else [asked]
+        return
+    for content in (None, "text"):
+        called, result = _call({_NAME: _VALUE}, content), {"role": "tool", "tool_call_id": _ID, "name": "probe"}
+        yield [asked, called], result, []
+        yield [asked, called], result, [{"role": "assistant", "content": "text"}, asked]
+
+
+def _call(arguments: object, content: str | None) -> Message:
+    call = {"id": _ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _is_shown(shown: str | None, texts: Sequence[str]) -> bool:
+    """Return whether the texts stand in a prompt in their order, and not as a list is written in Python or JSON."""
+    if shown is None:
+        return False
+    places = [shown.find(text) for text in texts]
+    between = shown[places[0] : places[-1]]
+    return -1 not in places and places == sorted(places) and not any(mark in between for mark in ("'type'", '"type"'))
+
+
+@dataclass(frozen=True, slots=True)
 class RoleForm:
     """Where a template shows the texts of the system: as sent, unless an example was refused or came out incomplete."""
 
@@ -54,7 +128,7 @@ def find_role_form(render: Render, *, names_developer: bool) -> RoleForm:
     """Return the form for a template; `names_developer`: the role stands in its source."""
     for tools in (None, _TOOLS):
 
-        def shows(*roles: str, tools: Sequence[Mapping[str, Any]] | None = tools) -> bool:
+        def shows(*roles: str, tools: Messages | None = tools) -> bool:
             texts = [f"{_NAME}{letter}" for letter in ascii_lowercase[: len(roles)]]
             shown = render([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)], tools)
             return shown is not None and all(text in shown.lower() for text in texts)
@@ -94,9 +168,7 @@ def find_argument_form(render: Render) -> ArgumentForm:
 def _conversations(arguments: object) -> Iterator[Messages]:
     """Make the conversations of an earlier call that templates accept; some refuse a null content, or a last tool."""
     for content in (None, "text"):
-        call = {"id": "abcdef123", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-        asked = {"role": "user", "content": "text"}
-        called = {"role": "assistant", "content": content, "tool_calls": [call]}
-        result = {"role": "tool", "tool_call_id": "abcdef123", "name": "probe", "content": "text"}
+        asked, called = {"role": "user", "content": "text"}, _call(arguments, content)
+        result = {"role": "tool", "tool_call_id": _ID, "name": "probe", "content": "text"}
         yield [asked, called, result]
         yield [asked, called, result, {"role": "assistant", "content": "text"}, asked]

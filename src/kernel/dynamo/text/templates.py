@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -20,7 +20,17 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from dynamo.errors import InvalidArgument
-from dynamo.text.template_probe import ArgumentForm, Messages, RoleForm, find_argument_form, find_role_form
+from dynamo.text.contents import in_form
+from dynamo.text.template_probe import (
+    ArgumentForm,
+    ContentForm,
+    Message,
+    Messages,
+    RoleForm,
+    find_argument_form,
+    find_content_form,
+    find_role_form,
+)
 from dynamo.text.template_sandbox import (
     NO_CLOCK,
     BudgetedSandbox,
@@ -56,7 +66,6 @@ ThinkMarks = tuple[str, str]
 
 _TESTS_NULL_CONTENT: Final = re.compile(r"content['\"]?\s*\]?\s*(?:is\s+(?:not\s+)?none|[!=]=\s*none)\b", re.IGNORECASE)
 _OTHER_MEMBER: Final = re.compile(r"\b(?:m|msg|\w*message)(?:\.|\[['\"])(thinking|reasoning)\b")
-_READS_PARTS: Final = re.compile(r"\bfor\s+\w+\s+in\s+[^%}]*\bcontent\b['\"]?\]?\s*(?![\w.])")
 _OPTIONAL: Final = ("tool_calls", "reasoning_content", "reasoning", "refusal", "name", "audio", "function_call")
 
 
@@ -66,7 +75,6 @@ class TemplateTraits:
 
     tests_null_content: bool = False  # a null content means something to it (some write calls only beside a null)
     reasoning_member: str | None = None  # the member it reads earlier reasoning from; None: it reads none
-    reads_parts: bool = False  # it walks through a content that is a list; else media have no place in its prompt
 
 
 def traits_of(source: str) -> TemplateTraits:
@@ -74,13 +82,10 @@ def traits_of(source: str) -> TemplateTraits:
     member = "reasoning_content" if "reasoning_content" in source else None
     if member is None and (other := _OTHER_MEMBER.search(source)) is not None:
         member = other.group(1)
-    reads_parts = _READS_PARTS.search(source) is not None
-    return TemplateTraits(_TESTS_NULL_CONTENT.search(source) is not None, member, reads_parts)
+    return TemplateTraits(_TESTS_NULL_CONTENT.search(source) is not None, member)
 
 
-def readable_messages(
-    messages: Sequence[Mapping[str, Any]], traits: TemplateTraits, think_marks: ThinkMarks | None
-) -> list[Mapping[str, Any]]:
+def readable_messages(messages: Messages, traits: TemplateTraits, think_marks: ThinkMarks | None) -> list[Message]:
     """Return the messages for a template of these traits; a message that needs no change is the same object.
 
     Reasoning of earlier turns goes into the member the template reads. For a template that reads none the reasoning
@@ -89,7 +94,7 @@ def readable_messages(
     return [_readable(message, traits, think_marks) for message in messages]
 
 
-def _readable(message: Mapping[str, Any], traits: TemplateTraits, think_marks: ThinkMarks | None) -> Mapping[str, Any]:
+def _readable(message: Message, traits: TemplateTraits, think_marks: ThinkMarks | None) -> Message:
     dropped = [name for name in _OPTIONAL if name in message and (message[name] is None or message[name] == [])]
     if dropped:
         message = {name: value for name, value in message.items() if name not in dropped}
@@ -103,9 +108,7 @@ def _readable(message: Mapping[str, Any], traits: TemplateTraits, think_marks: T
     return message
 
 
-def _with_reasoning(
-    message: Mapping[str, Any], traits: TemplateTraits, think_marks: ThinkMarks | None
-) -> Mapping[str, Any]:
+def _with_reasoning(message: Message, traits: TemplateTraits, think_marks: ThinkMarks | None) -> Message:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if not isinstance(reasoning, str) or not reasoning:
         return message
@@ -114,12 +117,23 @@ def _with_reasoning(
             return message
         return {**message, traits.reasoning_member: reasoning}
     content = message.get("content")
+    if think_marks is not None and isinstance(content, list) and content and isinstance(first := content[0], Mapping):
+        block = _think_block(reasoning, think_marks)
+        parts = (
+            [{**first, "text": block + first["text"]}, *content[1:]]
+            if "text" in first
+            else [{"type": "text", "text": block}, *content]
+        )
+        return {**message, "content": parts}
     # Beside a null content such a template writes the calls; a text there would make it leave them out.
     is_needed_null = content is None and traits.tests_null_content and "tool_calls" in message
     if think_marks is None or is_needed_null or not isinstance(content, str | None):
         return message
-    opening, closing = think_marks
-    return {**message, "content": f"{opening}\n{reasoning.strip()}\n{closing}\n\n{content or ''}"}
+    return {**message, "content": _think_block(reasoning, think_marks) + (content or "")}
+
+
+def _think_block(reasoning: str, marks: ThinkMarks) -> str:
+    return f"{marks[0]}\n{reasoning.strip()}\n{marks[1]}\n\n"
 
 
 # For a model known only by name: readable lines, and an open line for the answer.
@@ -132,7 +146,6 @@ PLAIN_TEMPLATE: Final = (
 
 
 MAX_SOURCE_CHARACTERS: Final = 256 * 1024  # the longest template in use has 30 KiB; this one compiles in seconds
-_MEDIA_PARTS: Final = frozenset({"image", "video", "audio"})  # as validation leaves them in a message
 COSTLY_RENDERINGS: Final = 100  # that go elsewhere at once, after one that took too long where it was
 INLINE_BUDGET: Final = BudgetSpec(steps=20_000, sizes=4 * 1024 * 1024, seconds=0.005)
 """What a rendering may take on an event loop; a conversation of 20 messages takes 300 steps and under a millisecond."""
@@ -152,8 +165,9 @@ class _Program(NamedTuple):
 
     template: Template
     traits: TemplateTraits
-    arguments: ArgumentForm
+    contents: ContentForm
     roles: RoleForm
+    arguments: ArgumentForm
 
 
 class ChatTemplate:
@@ -199,24 +213,27 @@ class ChatTemplate:
         """Compile one template, and find by examples how it takes conversations."""
         template, traits = _compile(environment, name, source), traits_of(source)
 
-        def render(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        contents = ContentForm()
+
+        def raw(messages: Messages, tools: Messages | None) -> str | None:
             given = {**self._constants, "tools": tools, "add_generation_prompt": True}
+            shown = readable_messages(messages, traits, None)
             try:
-                return render_within(
-                    template,
-                    {**given, "messages": readable_messages(messages, traits, None)},
-                    self._budget,
-                    self._clock,
-                )
+                return render_within(template, {**given, "messages": shown}, self._budget, self._clock)
             except Exception:  # a template is a program: whatever it raises, it does not accept this example
                 return None
 
+        def render(messages: Messages, tools: Messages | None) -> str | None:
+            return raw(in_form(messages, contents), tools)
+
+        contents = find_content_form(raw)
         shows_calls = "arguments" in source or "tool_calls" in source
         return _Program(
             template,
             traits,
-            find_argument_form(render) if shows_calls else ArgumentForm(),
+            contents,
             find_role_form(render, names_developer="developer" in source),
+            find_argument_form(render) if shows_calls else ArgumentForm(),
         )
 
     def argument_form(self, *, has_tools: bool) -> ArgumentForm:
@@ -233,9 +250,14 @@ class ChatTemplate:
         return (self._named.get("tool_use") if has_tools else None) or self._default
 
     @property
+    def content_form(self) -> ContentForm:
+        """How the template that is used without tools takes contents."""
+        return ContentForm() if self._default is None else self._default.contents
+
+    @property
     def reads_parts(self) -> bool:
-        """Whether the template that is used without tools has a place for media."""
-        return self._default is not None and self._default.traits.reads_parts
+        """Whether that template has a place for media."""
+        return "user" in self.content_form.parts
 
     def expect_cheap(self) -> bool:
         """Return whether the next rendering is expected to stay within `INLINE_BUDGET`; costly ones are tried again later."""
@@ -250,10 +272,10 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         /,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Messages | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         think_marks: ThinkMarks | None = None,
@@ -266,7 +288,7 @@ class ChatTemplate:
         What a user wrote (`chat_template_args`) belongs in `variables`: there any key is allowed, only `messages` is
         not replaced.
 
-        A content list of text parts only is joined with newlines first. No tools (None or empty) is `None` in the
+        Contents get the form that the template reads (see `contents.in_form`). No tools (None or empty) is `None` in the
         template. `think_marks` are the tags around the model's reasoning: see `messages.readable_messages`, which also
         determines what becomes of null members. `continue_final_message` ends the prompt with the last message's text, so that the answer goes on
         from it; it excludes the generation prompt, which is then left out.
@@ -289,8 +311,7 @@ class ChatTemplate:
         }
 
         def attempt(given: Messages) -> str:
-            shaped = [_with_joined_text(message, program.traits.reads_parts) for message in given]
-            shaped = readable_messages(shaped, program.traits, think_marks)
+            shaped = in_form(readable_messages(given, program.traits, think_marks), program.contents)
             values = {**constants, "messages": shaped}
             prompt = render_within(program.template, values, budget or self._budget, self._clock)
             return _cut_behind_final_message(prompt, shaped) if continue_final_message else prompt
@@ -349,22 +370,7 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
 
 
-def _with_joined_text(message: Mapping[str, Any], reads_parts: bool) -> Mapping[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, list) or not content:
-        return message
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif reads_parts or not isinstance(part, Mapping) or part.get("type") not in _MEDIA_PARTS:
-            return message  # images and the like: the template places them itself
-    return {**message, "content": "\n".join(texts)}
-
-
-def _cut_behind_final_message(prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
+def _cut_behind_final_message(prompt: str, messages: Messages) -> str:
     final = messages[-1].get("content") if messages else None
     if isinstance(final, list):
         final = next(

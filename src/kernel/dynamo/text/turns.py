@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from dynamo.text.template_probe import RoleForm
-
-Message = Mapping[str, Any]
+from dynamo.text.template_probe import Message, Messages, RoleForm
 
 _SYSTEM: Final = ("system", "developer")
 
 
-def with_placed_systems(messages: Sequence[Message], form: RoleForm) -> Sequence[Message]:
+def with_placed_systems(messages: Messages, form: RoleForm) -> Messages:
     """Return the conversation with each text of the system where a template of this form shows it.
 
     Those at the beginning are joined; a later one, and each for a family without that role, becomes text of a user in
@@ -42,7 +39,7 @@ def with_placed_systems(messages: Sequence[Message], form: RoleForm) -> Sequence
     return found
 
 
-def alternating(messages: Sequence[Message]) -> list[Message]:
+def alternating(messages: Messages) -> list[Message]:
     """Return the conversation for a template that refused it: users and assistants in turns, and each call with its result.
 
     A system message behind the first message becomes text of a user, texts of the same role are joined, and a call that
