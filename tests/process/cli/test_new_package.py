@@ -93,7 +93,7 @@ def test_a_package_of_the_guide_installs_through_the_stand_in(tmp_path: Path) ->
     ours = f'"dynamo-unified>={dynamo.__version__}"'
     assert ours in project.read_text()
     project.write_text(project.read_text().replace(ours, '"ai-dynamo>=1.2.0"'))
-    (order,) = [block.text for block in READ["README.md"].blocks if "./shim" in block.text]
+    (order,) = [block.text for block in READ["writing-a-backend.md"].blocks if "./shim" in block.text]
     assert '"my-backend[dev]"' in order  # a path, as the page says
     script = order.replace("my-backend[dev]", f"{tmp_path}/guide-backend[dev]")
     told = bash(

@@ -38,7 +38,7 @@ class FreshShell(Shell):
 
     def _command(self, text: str) -> list[str]:
         # Ctrl-C in a terminal reaches make and the server; a signal of ours only the process that was started.
-        text = re.sub(r"^exec make serve$", "make .venv/.run; exec .venv/bin/dynamo serve", text)
+        text = re.sub(r"^exec make serve$", "make .venv/.run .venv/.model; exec .venv/bin/dynamo serve", text)
         return super()._command(text)
 
     def run(self, text: str) -> str:

@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @each_case(
     ("argv", "words"),
     [
-        ([], "no command given; use one of serve, chat, new, conformance"),
+        ([], "no command given; use one of serve, models, chat, new, conformance"),
         (["serv"], "there is no command 'serv'"),
         (
             ["serve", "--engine", "nope"],
@@ -81,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["srve"], "there is no command 'srve'; did you mean serve?"),
         (
             ["serve", "test-model"],
-            "there is no directory or file test-model; write hub:test-model (or add --allow-download)",
+            "there is no directory, file or short name test-model (dynamo models lists the short names); write hub:test-model (or add --allow-download)",
         ),
         (["serve", "m.gguf"], "m.gguf is named like a GGUF file, and is not one"),
         (["serve", "gguf-in-disguise"], "gguf-in-disguise is a GGUF file, for which llama.cpp is needed: pip install"),

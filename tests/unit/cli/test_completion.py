@@ -103,6 +103,7 @@ def test_what_is_offered_is_what_may_stand_there(shell: str, scripts: Path, here
         "dynamo serve --config p": {"plan.toml"},
         "dynamo serve --store ": {"models"},
         "dynamo serve m": {"models"},
+        "dynamo mod": {"models"},
         "dynamo explain p": {"plan.toml"},
         "dynamo chat keys cre": set(),  # `keys` is a command in the first place only
         "dynamo keys rot": {"rotate"},

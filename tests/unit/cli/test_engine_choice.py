@@ -22,7 +22,7 @@ Install = Callable[..., None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Packages that are installed, as directories with the files that are looked at."""
     packages: dict[str, Path] = {}
-    monkeypatch.setattr(engine_choice, "_package_directory", packages.get)
+    monkeypatch.setattr(engine_choice, "package_directory", packages.get)
 
     def make(package: str, *known: str) -> None:
         root = tmp_path / "packages" / package
@@ -103,7 +103,7 @@ def test_the_hub_is_asked_only_on_request(tmp_path: Path, monkeypatch: pytest.Mo
 
     with pytest.raises(UsageError, match=r"write hub:owner/model \(or add --allow-download\)"):
         locate_model("owner/model", allow_download=False, fetch=fetch)
-    with pytest.raises(UsageError, match="there is no directory or file"):
+    with pytest.raises(UsageError, match="there is no directory, file or short name"):
         locate_model("./owner/model", allow_download=True, fetch=fetch)
     assert asked == []
     assert locate_model(str(tmp_path), allow_download=True, fetch=fetch) == tmp_path

@@ -70,6 +70,12 @@ def test_the_lines_of_a_page_are_short(path: Path) -> None:
     assert path.name in LONG_LINES or long == []
 
 
+def test_the_readme_fits_on_two_screens() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert [line for line in lines if len(line) > 160] == []
+
+
 # -- links ---------------------------------------------------------------------------------------------------------------
 
 

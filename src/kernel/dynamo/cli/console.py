@@ -24,7 +24,11 @@ class Console:
     With `jsonl` every line on stderr is a JSON object that names its process: stderr then belongs to a collector.
     """
 
-    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, *, jsonl: bool = False) -> None:
+    def __init__(
+        self, out: TextIO | None = None, err: TextIO | None = None, *, jsonl: bool = False, above_table: str = ""
+    ) -> None:
+        """`above_table`: a line that is printed once the start has gone so far that there is a table."""
+        self._above_table = above_table
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._jsonl = jsonl
@@ -71,6 +75,8 @@ class Console:
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a small table."""
+        if self._above_table:
+            self.say(self._above_table)
         if self._out.isatty():
             from rich.console import Console as Terminal
             from rich.table import Table

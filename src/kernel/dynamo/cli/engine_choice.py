@@ -5,7 +5,6 @@ Nothing here imports an engine: whether a package is installed, and knows a mode
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -14,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dynamo.cli.packaged_models import DEMO, PACKAGED, package_directory, packaged
 from dynamo.cli.usage import UsageError
+from dynamo.settings.command import did_you_mean
 from dynamo.settings.extras import install_command
 
 # What a file is that was given where a model's directory belongs, and what to write instead.
@@ -98,7 +99,7 @@ def choose_engine(model: Path | None, *, has_tokenizer_flag: bool = False) -> En
     Raises UsageError for a file that no engine serves, and for a package that is needed and missing.
     """
     if model is None:
-        return EngineChoice(DEFAULT_ENGINE, "no model is named: the demonstration model", None)
+        return EngineChoice(DEFAULT_ENGINE, "the demonstration model, a toy; dynamo models lists real ones", None)
     file = _gguf_in(model)
     if file is not None:
         if not _is_installed("xllamacpp"):
@@ -127,14 +128,17 @@ def locate_model(name: str, *, allow_download: bool, fetch: Fetch) -> Path:
     path = Path(name).expanduser()
     if not name.startswith(HUB_PREFIX) and path.exists():
         return path
+    if (model := packaged(name)) is not None:
+        return model.locate()
     if name.startswith(HUB_PREFIX) or (allow_download and not name.startswith(("/", ".", "~"))):
         return fetch(name.removeprefix(HUB_PREFIX))
     from dynamo.worker.hub import cached_copy
 
     if (cached := cached_copy(name)) is not None:
         return cached
+    close = did_you_mean(name, [DEMO, *(model.name for model in PACKAGED)])
     raise UsageError(
-        f"there is no directory or file {name}; write {HUB_PREFIX}{name} (or add --allow-download) to fetch a model of that name "
+        f"there is no directory, file or short name {name}{close} (dynamo models lists the short names); write {HUB_PREFIX}{name} (or add --allow-download) to fetch a model of that name "
         "from the hub. To serve a name without a model, add --engine sample"
     )
 
@@ -187,23 +191,12 @@ def _architecture(directory: Path) -> tuple[str, str]:
 
 
 def _is_installed(package: str) -> bool:
-    return _package_directory(package) is not None
-
-
-def _package_directory(package: str) -> Path | None:
-    """Return where a package is, without importing it."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations)))
+    return package_directory(package) is not None
 
 
 def _vllm_knows(architecture: str, _kind: str) -> bool:
     """Return whether vLLM's table of models has an architecture."""
-    directory = _package_directory("vllm")
+    directory = package_directory("vllm")
     table = None if directory is None else directory / "model_executor" / "models" / "registry.py"
     try:
         return table is not None and f'"{architecture}"' in table.read_text(encoding="utf-8")
@@ -213,7 +206,7 @@ def _vllm_knows(architecture: str, _kind: str) -> bool:
 
 def _transformers_knows(architecture: str, kind: str) -> bool:
     """Return whether transformers generates with an architecture."""
-    directory = _package_directory("transformers")
+    directory = package_directory("transformers")
     if directory is None or not re.fullmatch(r"[A-Za-z0-9_\-]+", kind) or not architecture.endswith("ForCausalLM"):
         return False
     return (directory / "models" / kind.replace("-", "_")).is_dir()

@@ -17,6 +17,7 @@ from dynamo.settings.command import EXIT_USAGE, did_you_mean
 COMMANDS: Final = {
     # name: (module with `main(argv) -> int`, what it does)
     "serve": ("dynamo.cli.serve", "start a frontend and workers on this machine, ready for curl"),
+    "models": ("dynamo.cli.packaged_models", "list the models that have a short name, and what installs them"),
     "chat": ("dynamo.cli.chat", "talk to a served model in the terminal"),
     "new": ("dynamo.cli.new", "write the package of a new backend, with tests that pass"),
     "conformance": ("dynamo.cli.conformance", "hold an engine to the contract and name what it breaks"),

@@ -17,6 +17,7 @@ from typing import Any, Final
 from dynamo.cli.console import Console
 from dynamo.cli.engine_choice import HUB_PREFIX, Fetch, choose_engine, fetch_from_hub, locate_model
 from dynamo.cli.engines import BUILT_IN, class_path
+from dynamo.cli.packaged_models import DEMO, default_model
 from dynamo.cli.readiness import Address, bind
 from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
 from dynamo.cli.usage import UsageError, split_engine_args
@@ -86,10 +87,11 @@ def _flags(path: Path, table: str, entries: object) -> tuple[str, ...]:
 
 
 _EPILOG: Final = f"""\
-Without a MODEL and an engine, the small demonstration model is served that comes with this package. A MODEL is a directory
-in the Hugging Face layout, a GGUF file, or hub:OWNER/NAME (a file: hub:OWNER/NAME/FILE.gguf), which is fetched first. Without
---engine, GGUF goes to llama.cpp; a directory to vLLM, where that is installed and knows the model, else to transformers, else to
-the reference engine, which is for small models only. What was chosen, and why, is printed.
+A MODEL is a directory in the Hugging Face layout, a GGUF file, a short name that `dynamo models` lists (smollm2), or
+hub:OWNER/NAME (a file: hub:OWNER/NAME/FILE.gguf), which is fetched first. Without a MODEL and an engine, smollm2 is served
+where it is installed, else the demonstration model (demo), a toy that comes with this package. Without --engine, GGUF goes to
+llama.cpp; a directory to vLLM, where that is installed and knows the model, else to transformers, else to the reference
+engine, which is for small models only. What was chosen, and why, is printed.
 
 engines: {", ".join(sorted(BUILT_IN))}, or module:Class, module:function (also from the current directory) or
 file.py:function. A function that takes messages, prompt or token_ids and yields text or token ids is an engine.
@@ -136,9 +138,8 @@ class ServeOptions:
 def main(argv: list[str]) -> int:
     """Serve until a signal; the exit status."""
     options = read_options(argv, os.environ)
-    console = Console(jsonl=_logs_jsonl(os.environ))
-    if options.engine_reason:
-        console.say(f"engine {options.engine}: {options.engine_reason} (--engine takes another)")
+    reason = options.engine_reason and f"engine {options.engine}: {options.engine_reason} (--engine takes another)"
+    console = Console(jsonl=_logs_jsonl(os.environ), above_table=reason)
     flags = options.flags
     with closing(bind(flags.http_host, flags.http_port)) as listener:
         address = Address.of(flags.http_host, listener.getsockname()[1], os.environ, options.own_key)
@@ -239,10 +240,14 @@ def _engine_of(
     if flags.engine is not None:
         return flags.engine, "", [] if named is None else ["--model-name", named]
     given = {argument.partition("=")[0] for argument in engine_args}
+    if named is None and (installed := default_model()) is not None:
+        named = installed.name
+    elif named == DEMO and not Path(DEMO).exists():
+        named = None
     model = None if named is None else locate_model(named, allow_download=flags.allow_download, fetch=fetch)
     choice = choose_engine(model, has_tokenizer_flag="--tokenizer" in given)
     if named is None or choice.model is None:
-        return choice.engine, "", []  # the demonstration model needs no line
+        return choice.engine, choice.reason, []
     # A model from the hub is requested by its name there, and not by the directory it is kept in.
     is_here = Path(named).expanduser().exists()
     name = "" if is_here else named.removeprefix(HUB_PREFIX)
