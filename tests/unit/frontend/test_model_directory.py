@@ -25,7 +25,7 @@ from dynamo.worker.registration import build_card, read_model_directory
 from support.cases import each_case
 from support.frontend_cluster import Cluster, cluster, memory_runtime, say
 from support.patience import PATIENCE_SECONDS
-from support.tiny_model import write_tiny_model
+from support.tiny_model import tiny_tokenizer, write_tiny_model
 
 
 @pytest.fixture
@@ -229,6 +229,59 @@ def test_a_template_of_the_operator_overrides_the_models_own(tmp_path: Path, kin
             f"hf_chat_template_{kind}": value for value in (card.chat_template_file or {}).values()
         }
     assert ModelFiles(tmp_path / "cache").collect(card).custom_template == "MINE"
+
+
+@pytest.mark.parametrize("place", ["local", "hosted", "scattered"])
+def test_the_named_templates_of_a_model_come_with_its_card(tmp_path: Path, hosted: Hosted, place: str) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    extra = directory / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "tool_use.jinja").write_text("TOOLS")
+    (extra / "rag.jinja").write_text("RAG")
+    card = card_of(directory)
+    if place == "hosted":
+        card = moved(card, {str(directory): hosted.url})
+    elif place == "scattered":
+        (directory / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+        card = moved(card, {str(directory / "tokenizer.json"): str(tmp_path / "tokenizer.json")})
+    found = ModelFiles(tmp_path / "cache").collect(card, {"127.0.0.1"})
+    assert found.named_templates == {"rag": "RAG", "tool_use": "TOOLS"}
+    (extra / "rag.jinja").write_text("another")
+    if place != "scattered":
+        assert card_of(directory).checksum() != card.checksum()
+    if place == "local":
+        with pytest.raises(ChecksumMismatch):
+            ModelFiles(tmp_path / "cache").collect(card)
+
+
+def test_a_file_of_templates_by_name_is_read_whole(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    named = [{"name": "default", "template": "PLAIN"}, {"name": "tool_use", "template": "TOOLS"}]
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": named}))
+    found = ModelFiles(tmp_path / "cache").collect(card_of(directory))
+    assert (found.custom_template, found.named_templates) == ("PLAIN", {"tool_use": "TOOLS"})
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": named[1:]}))
+    with pytest.raises(InvalidArgument, match="named `default`"):
+        ModelFiles(tmp_path / "cache").collect(card_of(directory))
+
+
+@pytest.mark.parametrize("operators", ["none", "worker", "frontend"])
+async def test_requests_with_tools_get_the_template_for_tools(tmp_path: Path, operators: str) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    (directory / "chat_template.jinja").write_text("plain")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    custom = tmp_path / "custom.jinja"
+    custom.write_text("mine")
+    settings = {"custom_jinja_template": str(custom)} if operators == "frontend" else {}
+    members = {"custom_template_path": custom} if operators == "worker" else {}
+    async with cluster(tmp_path, **settings) as house:
+        worker = await house.worker(say([1]), directory=directory, **members)
+        tool = {"type": "function", "function": {"name": "f"}}
+        for fields in ({}, {"tools": [tool]}):
+            assert (await house.client.chat("hi", **fields)).status == 200
+        prompts = [tiny_tokenizer().decode(request["token_ids"]) for request in worker.requests]
+        assert prompts == (["plain", "tools"] if operators == "none" else ["mine", "mine"])
 
 
 # -- live ----------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,18 @@ def test_template_files_in_their_order(directory: Path) -> None:
     model = load_text_model(directory, now=lambda: datetime(2031, 1, 1))
     assert model.template.render(USER) == "file <pad>"
     assert model.template.render(USER, tools=[{"type": "function"}]) == "tools 2031"
+    model = load_text_model(directory, custom_template="mine")  # which is for every request
+    assert [model.template.render(USER, tools=tools) for tools in (None, [{}])] == ["mine", "mine"]
+    model = load_text_model(directory, custom_template="mine", named_templates={"tool_use": "given"})
+    assert [model.template.render(USER, tools=tools) for tools in (None, [{}])] == ["mine", "given"]
+
+
+def test_named_templates_of_a_configuration_are_not_those_of_a_separate_file(directory: Path) -> None:
+    named = [{"name": "default", "template": "listed"}, {"name": "tool_use", "template": "listed tools"}]
+    edit(directory / "tokenizer_config.json", chat_template=named)
+    assert load_text_model(directory).template.render(USER, tools=[{}]) == "listed tools"
+    (directory / "chat_template.jinja").write_text("file")
+    assert load_text_model(directory).template.render(USER, tools=[{}]) == "file"
 
 
 @pytest.mark.parametrize("value", [7, [{"name": "x"}], [1], {"default": 3}])

@@ -402,6 +402,22 @@ async def test_a_status_server_offers_the_cards_files(model_directory: Path, tmp
     assert host.files == {}
 
 
+async def test_a_status_server_offers_the_named_templates(model_directory: Path) -> None:
+    extra = model_directory / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "tool_use.jinja").write_text("TOOLS")
+    host = Host()
+    endpoint = HostedEndpoint(host)
+    role = WorkerType.Aggregated
+    await register_model(ModelInput.Tokens, ModelType.Chat, endpoint, str(model_directory), "m", worker_type=role)
+    (ref,) = decode_card(endpoint.cards[None]).named_templates().values()
+    assert host.files[ref.path.removeprefix(host.url)] == extra / "tool_use.jinja"
+    for number in range(16):
+        (extra / f"{number}.jinja").touch()
+    with pytest.raises(InvalidArgument, match="at most 16"):
+        await register_model(ModelInput.Tokens, ModelType.Chat, endpoint, str(model_directory), "m", worker_type=role)
+
+
 @pytest.mark.parametrize("how", ["argument", "environment"])
 async def test_self_hosting_can_be_switched_off(
     model_directory: Path, how: str, monkeypatch: pytest.MonkeyPatch

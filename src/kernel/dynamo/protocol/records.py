@@ -61,6 +61,11 @@ IMAGE_PROCESSOR_MEMBERS: Final[tuple[str, ...]] = (
     "image_processor_type", "patch_size", "merge_size", "min_pixels", "max_pixels", "size",
 )  # fmt: skip
 
+CHAT_TEMPLATES: Final = "chat_templates"
+"""The entry of a worker's `runtime_data` with the files of further chat templates of its model, by name: `tool_use` is for
+requests with tools."""
+MAX_CHAT_TEMPLATES: Final = 16  # the models that have some have two or three
+
 RESUMES_GUIDED: Final = "resumes_guided_decoding"
 """The entry of an engine's `runtime_data` that declares: for a request that lost its worker it brings the grammar up to
 date with what was generated, the tokens behind `Context.prompt_tokens`. An engine that does not would begin the
@@ -282,6 +287,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
         for name in _ARTEFACTS:
             for kind, value in (getattr(self, name) or {}).items():
                 yield kind, _file_ref(f"{name}.{kind}", value)
+        for name, ref in self.named_templates().items():
+            yield f"{CHAT_TEMPLATES}.{name}", ref
 
     def file(self, kind: str) -> FileRef | None:
         """Return the file of one kind, wherever it stands in the card."""
@@ -295,6 +302,15 @@ class ModelCard(msgspec.Struct, kw_only=True):
         for kind, value in (self.chat_template_file or {}).items():
             return kind, _file_ref(f"chat_template_file.{kind}", value)
         return None
+
+    def named_templates(self) -> dict[str, FileRef]:
+        """Return the files of the chat templates besides the default one. Raises InvalidArgument for malformed ones."""
+        given = self.runtime_config.runtime_data.get(CHAT_TEMPLATES, {})
+        if not isinstance(given, dict) or len(given) > MAX_CHAT_TEMPLATES:
+            raise InvalidArgument(
+                f"model card: {CHAT_TEMPLATES} must be an object of at most {MAX_CHAT_TEMPLATES} files"
+            )
+        return {name: _file_ref(f"{CHAT_TEMPLATES}.{name}", value) for name, value in given.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Return the card as it is published; absent members are left out."""

@@ -95,6 +95,7 @@ def load_text_model(
     directory: Path | str | None,
     *,
     custom_template: str | Path | None = None,
+    named_templates: Mapping[str, str] | None = None,
     now: Callable[[], datetime] | None = None,
     template_budget: BudgetSpec | None = None,
     template_clock: Callable[[], float] = NO_CLOCK,
@@ -103,7 +104,8 @@ def load_text_model(
 ) -> TextModel:
     """Read a model directory; None is a model known only by name: bytes as tokens, and the plain template.
 
-    `custom_template` replaces the model's template: its text, or the path of a file with it. `now` is the clock that
+    `custom_template` replaces the model's template: its text, or the path of a file with it. `named_templates` stand
+    beside either, in place of those in the directory: `tool_use` is for requests with tools. `now` is the clock that
     templates may print; `template_budget` bounds each rendering, its seconds as `template_clock` counts them. A positive `tokenizer_cache_bytes` puts a `CachedTokenizer` of that size in front.
     `image_processor` stands in for preprocessor_config.json.
 
@@ -121,7 +123,11 @@ def load_text_model(
     generation = read_json_object(directory / "generation_config.json")
     tokenizer_config = read_json_object(directory / "tokenizer_config.json")
     loaded = load_tokenizer(directory)
-    source = custom or _template_source(directory, tokenizer_config)
+    if named_templates is None:
+        extra = () if custom else sorted(directory.glob("additional_chat_templates/*.jinja"))
+        named_templates = {path.stem: path.read_text(encoding="utf-8") for path in extra}
+    own = {"default": custom} if custom else _template_source(directory, tokenizer_config)
+    source = {**own, **named_templates}
     tokenizer: BatchTokenizer = CachedTokenizer(loaded, tokenizer_cache_bytes) if tokenizer_cache_bytes > 0 else loaded
     names = special_tokens(directory)
     return TextModel(
@@ -133,30 +139,23 @@ def load_text_model(
         context_length=_context_length(config, tokenizer_config),
         vocabulary_size=max(loaded.vocab_size, *_ints(_text_config(config).get("vocab_size")), 0),
         control_tokens=ControlTokens.of(loaded),
-        has_chat_template=source is not None,
+        has_chat_template=bool(source),
         text_frame=TextFrame.of(loaded),
         media=media_tokens(config, image_processor or read_json_object(directory / "preprocessor_config.json")),
     )
 
 
-def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the template, or several by name; a separate template file wins over a member of tokenizer_config.json."""
-    found: dict[str, str] = {}
-    for value in (
-        tokenizer_config.get("chat_template"),
-        read_json_object(directory / "chat_template.json").get("chat_template"),
-    ):
-        found.update(_by_name(value))
-    extra = directory / "additional_chat_templates"
-    for path in sorted(extra.glob("*.jinja")) if extra.is_dir() else ():
-        found[path.stem] = path.read_text(encoding="utf-8")
+def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates by name; a separate file wins over the member of tokenizer_config.json, as in transformers."""
     main = directory / "chat_template.jinja"
     if main.is_file():
-        found["default"] = main.read_text(encoding="utf-8")
-    return found or None
+        return {"default": main.read_text(encoding="utf-8")}
+    in_json = read_json_object(directory / "chat_template.json").get("chat_template")
+    return {**templates_by_name(tokenizer_config.get("chat_template")), **templates_by_name(in_json)}
 
 
-def _by_name(value: Any) -> dict[str, str]:
+def templates_by_name(value: Any) -> dict[str, str]:
+    """Return the templates of a member `chat_template`. Raises InvalidArgument for another shape."""
     match value:
         case None:
             return {}

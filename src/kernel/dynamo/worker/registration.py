@@ -24,6 +24,7 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType, parse_endpoint_types
 from dynamo.protocol.records import (
+    CHAT_TEMPLATES,
     DEFAULT_BLOCK_SIZE,
     ENCODER_HANDOFF,
     IMAGE_PROCESSOR,
@@ -100,6 +101,9 @@ class ModelAssets:
     architectural_context_length: int | None = None
     legacy_context_length: int | None = None  # the tokenizer's figure; used when nothing better is known
     image_processor: Mapping[str, Any] = field(default_factory=dict)  # what gives how many tokens an image becomes
+    named_templates: Mapping[str, Mapping[str, object]] = field(
+        default_factory=dict
+    )  # further chat templates, as FILEs
 
 
 def read_model_directory(directory: Path) -> ModelAssets:
@@ -132,7 +136,8 @@ def read_model_directory(directory: Path) -> ModelAssets:
             break
     processor = _read_json(directory / "preprocessor_config.json")
     sizes = {name: processor[name] for name in IMAGE_PROCESSOR_MEMBERS if name in processor}
-    return ModelAssets(artefacts, _context_length_of(config), _legacy_context_length_of(tokenizer_config), sizes)
+    named = {path.stem: file_record(path) for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
+    return ModelAssets(artefacts, _context_length_of(config), _legacy_context_length_of(tokenizer_config), sizes, named)
 
 
 def read_context_lengths(name: str) -> ModelAssets | None:
@@ -341,6 +346,8 @@ def build_card(
     runtime_config = runtime_config or ModelRuntimeConfig()
     if assets.image_processor:
         runtime_config.runtime_data.setdefault(IMAGE_PROCESSOR, dict(assets.image_processor))
+    if assets.named_templates and custom_template_path is None:  # the operator's template is for every request
+        runtime_config.runtime_data.setdefault(CHAT_TEMPLATES, dict(assets.named_templates))
     card = ModelCard(
         display_name=display_name,
         source_path=source_path or display_name,

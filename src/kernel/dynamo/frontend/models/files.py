@@ -17,9 +17,9 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
@@ -28,6 +28,7 @@ from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
 from dynamo.frontend.models.file_policy import FilePolicy, check_url, path_part
 from dynamo.protocol.records import FileRef, ModelCard
 from dynamo.runtime.base.addresses import detect_host
+from dynamo.text.model import templates_by_name
 
 FILE_NAMES: Final = {
     "hf_config_json": "config.json",
@@ -52,13 +53,12 @@ class ChecksumMismatch(DynamoException):
         self.where, self.expected, self.found = where, expected, found
 
 
-class Sources:
-    """What is needed to load a model: a directory of its files (None: a name only) and a template that overrides it."""
+class Sources(NamedTuple):
+    """What is needed to load a model."""
 
-    __slots__ = ("custom_template", "directory")
-
-    def __init__(self, directory: Path | None, custom_template: str | None) -> None:
-        self.directory, self.custom_template = directory, custom_template
+    directory: Path | None  # of its files; None: a name only
+    custom_template: str | None = None  # instead of the directory's
+    named_templates: Mapping[str, str] = {}  # beside it
 
 
 class ModelFiles:
@@ -79,24 +79,29 @@ class ModelFiles:
         files = [(kind, ref) for kind, ref in card.files() if ref != template_ref and kind in FILE_NAMES]
         # Both parts are safe: the slug is a stranger's text, the checksum our own hash.
         home = self._cache_dir / path_part(card.slug or "model") / card.checksum()
-        custom = None
+        custom: dict[str, str] = {}
         if override is not None:
             kind, template_ref = override
             found = fetch.obtain(template_ref, home / f"override_{FILE_NAMES.get(kind, 'chat_template.jinja')}")
-            custom = _template_text(kind, found)
+            custom = _templates_in(kind, found)
+        default = custom.pop("default", None)
+        named = custom | {
+            name: fetch.obtain(ref, home / "additional_chat_templates" / path_part(name)).read_text(encoding="utf-8")
+            for name, ref in card.named_templates().items()
+        }
         if not files:
-            return Sources(None, custom)
+            return Sources(None, default, named)
         together = _common_directory(files)
         if together is not None:
             for kind, ref in files:
                 fetch.obtain(ref, home / FILE_NAMES[kind])
-            return Sources(together, custom)
+            return Sources(together, default, named)
         for kind, ref in files:
             wanted = home / FILE_NAMES[kind]
             found = fetch.obtain(ref, wanted)
             if found != wanted:
                 _link(found, wanted)
-        return Sources(home, custom)
+        return Sources(home, default, named)
 
 
 class _Fetch:
@@ -246,18 +251,16 @@ def _with_own_address(hosts: Collection[str]) -> frozenset[str]:
     return frozenset({*hosts, detect_host()} if on_loopback else hosts)
 
 
-def _template_text(kind: str, path: Path) -> str:
-    """Read the template inside a file of one of the two kinds; a JSON file may hold several templates by name."""
+def _templates_in(kind: str, path: Path) -> dict[str, str]:
+    """Read the template of a file of one of the two kinds; a JSON file may hold several by name."""
     text = path.read_text(encoding="utf-8")
     if kind != "hf_chat_template_json":
-        return text
+        return {"default": text}
     try:
-        found = json.loads(text)["chat_template"]
+        found = templates_by_name(json.loads(text)["chat_template"])
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(f"chat template {path} is no JSON object with `chat_template`") from error
-    if isinstance(found, list):  # [{"name", "template"}]: the plain one is called default
-        found = next((item.get("template") for item in found if item.get("name") == "default"), None)
-    if not isinstance(found, str):
+    if "default" not in found:
         raise InvalidArgument(f"chat template {path} holds no template named `default`")
     return found
 

@@ -36,14 +36,15 @@ class TextModelLoader:
 
     def _load(self, card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
         sources = self._files.collect(card, worker_hosts)
-        template = sources.custom_template
+        template, named = sources.custom_template, sources.named_templates
         if self._settings.custom_jinja_template is not None:
             with open(self._settings.custom_jinja_template, encoding="utf-8") as file:
-                template = file.read()
+                template, named = file.read(), {}
         processor = card.runtime_config.runtime_data.get(IMAGE_PROCESSOR)
         return load_text_model(
             sources.directory,
             custom_template=template,
+            named_templates=named,
             now=self._now,
             template_budget=self._settings.template_budget,
             template_clock=self._template_clock,
