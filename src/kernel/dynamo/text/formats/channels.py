@@ -108,7 +108,7 @@ class Harmony:
                     if mark in _ENDS:
                         s.take(s.at + len(mark))
                     return
-                read, text = read + text + mark, ""
+                read, text = (read + text + mark)[-4 * _MAX_HEADER :], ""
                 s.take(s.at + len(mark))
             yield from self._body(s, read, tools)
 

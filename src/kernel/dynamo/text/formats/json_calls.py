@@ -163,8 +163,9 @@ def _another(s: Scanner, separators: str) -> Step[bool]:
     while True:
         end = s.at
         while end < len(s.text) and (s.text[end].isspace() or s.text[end] in separators):
-            end += 1
-        if end < len(s.text) or s.is_ended or end - s.at > MAX_NAME:
+            if (end := end + 1) - s.at > MAX_NAME:
+                return False
+        if end < len(s.text) or s.is_ended:
             break
         yield
     if s.text[end : end + 1] != "{":

@@ -22,7 +22,7 @@ _NOISE: Final = re.compile(r"(?:\[(?=[^\s\w]|\d))+")  # no name follows
 _WORD: Final = re.compile(r"[^\W\d][\w.\-]*")
 _NUMBER: Final = re.compile(r"[0-9+\-.eE_]+")
 _INTEGER: Final = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,999}")
-_FLOAT: Final = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
+_FLOAT: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
 _WORDS: Final = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\\": "\\", "'": "'", '"': '"'}
 _HEX: Final = {"x": 2, "u": 4, "U": 8}

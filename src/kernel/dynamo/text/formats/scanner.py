@@ -88,7 +88,9 @@ class Scanner:
         # Beyond the limit nothing is kept: what was emitted of the call stays, and is never complete.
         raw, self.raw = "".join(self.raw or ()), None
         if (end := goes_on(raw)) < len(raw):
-            self.text, self.at = raw[end:] + self.text[self.at :], 0
+            if (back := len(raw) - end) > self.at:  # a piece that came before began it
+                self.text, self.at = raw[end:] + self.text[self.at :], back
+            self.at -= back
             raw = raw[:end]
             self.out.drop(raw, is_cut=False)
             return
@@ -219,7 +221,7 @@ class Scanner:
         return None, self.is_ended or not any(literal.startswith(rest) for literal in literals)
 
     def _is_begun(self, at: int, literals: tuple[str, ...]) -> bool:
-        return any(literal.startswith(self.text[at:]) for literal in literals)
+        return any(len(self.text) - at <= len(literal) and literal.startswith(self.text[at:]) for literal in literals)
 
     # -- JSON ------------------------------------------------------------------------------------------------------------
 
