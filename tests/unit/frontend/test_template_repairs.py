@@ -77,3 +77,18 @@ async def test_a_template_that_reads_only_parts_shows_texts_on_every_api(house: 
         assert answer.status == 200, (path, answer.body)
     prompts = {tiny_tokenizer().decode(one["token_ids"]) for one in worker.requests}
     assert prompts == {"user:a;assistant:d;user:bc;"}
+
+
+async def test_an_effort_becomes_one_that_the_family_knows_on_every_api(house: Cluster, tmp_path: Path) -> None:
+    template = "{{ 'Reasoning: ' + reasoning_effort }}"
+    worker = await house.worker(say([1]), directory=write_tiny_model(tmp_path / "model", chat_template=template))
+    user = {"role": "user", "content": "a"}
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [user], "reasoning_effort": "xhigh"}),
+        ("/v1/chat/completions", {"messages": [user], "chat_template_kwargs": {"reasoning_effort": "max"}}),
+        ("/v1/responses", {"input": "a", "reasoning": {"effort": "xhigh"}}),
+        ("/v1/messages", {"messages": [user], "output_config": {"effort": "max"}, "max_tokens": 4}),
+    ):
+        answer = await house.client.call("POST", path, {"model": "m", **fields})
+        assert answer.status == 200, (path, answer.body)
+    assert {tiny_tokenizer().decode(one["token_ids"]) for one in worker.requests} == {"Reasoning: high"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.text.template_probe import ArgumentForm
+from dynamo.text.template_probe import EFFORTS, ArgumentForm
 from dynamo.text.templates import ChatTemplate
 
 
@@ -49,3 +49,41 @@ def test_each_named_template_has_its_own_form() -> None:
     sources = {"default": program("{{ '' + f.arguments }}"), "tool_use": program("{{ f.arguments | tojson }}")}
     template = ChatTemplate(sources)
     assert [template.argument_form(has_tools=has) for has in (False, True)] == [TEXT, OBJECTS]
+
+
+WRITES_EFFORT = "Reasoning: {{ reasoning_effort | default('medium') }}"
+REFUSES_EFFORT = (
+    "{% if reasoning_effort is not defined %}no_think{% elif reasoning_effort not in ['low', 'high', 'no_think'] %}"
+    "{{ raise_exception('which effort?') }}{% else %}{{ reasoning_effort }}{% endif %}"
+)
+COMPARES_EFFORT = "{{ 'think hard' if reasoning_effort == 'max' else 'think' }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (WRITES_EFFORT, ["low", "low", "low", "medium", "high", "high", "high"]),
+        ("{# 'max' #}" + WRITES_EFFORT, ["low", "low", "low", "medium", "high", "max", "max"]),
+        ("{{ reasoning_effort | capitalize }}", ["Low", "Low", "Low", "Medium", "High", "High", "High"]),
+        (REFUSES_EFFORT, ["no_think", "low", "low", "high", "high", "high", "high"]),
+        (
+            "{% if reasoning_effort not in ['low', 'high'] %}{{ raise_exception('no') }}{% endif %}{{ reasoning_effort }}",
+            ["low", "low", "low", "high", "high", "high", "high"],
+        ),
+        (COMPARES_EFFORT, [*["think"] * 6, "think hard"]),
+        ("{% if thinking %}on{% endif %}", [""] * 7),
+    ],
+)
+def test_an_effort_that_a_family_does_not_know_is_the_nearest_that_it_knows(source: str, shown: list[str]) -> None:
+    template = ChatTemplate(source)
+    found = [
+        template.render([], variables={"reasoning_effort": effort}).removeprefix("Reasoning: ") for effort in EFFORTS
+    ]
+    assert found == shown
+
+
+def test_an_effort_of_the_applications_own_is_given_as_it_is() -> None:
+    template = ChatTemplate(WRITES_EFFORT)
+    assert template.render([], variables={"reasoning_effort": "extreme"}) == "Reasoning: extreme"
+    assert template.render([], variables={"reasoning_effort": 3}) == "Reasoning: 3"
+    assert template.render([]) == "Reasoning: medium"

@@ -6,6 +6,7 @@ What a template does not show is lost without an error, so its source or a refus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any, Final
@@ -148,6 +149,43 @@ def find_role_form(render: Render, *, names_developer: bool) -> RoleForm:
             ),
         )
     return RoleForm()
+
+
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The reasoning efforts of requests, in their order."""
+_WRITTEN_EFFORTS: Final = frozenset(
+    {"low", "medium", "high"}
+)  # that families know whose template writes the word itself
+
+
+def find_efforts(render: Callable[[str | None], str | None], source: str) -> Mapping[str, str | None]:
+    """Return what stands in for each effort that a family does not know; None: nothing is given to its template.
+
+    `render` returns the prompt of an example with an effort, or None where it is refused. A template that compares the
+    word with those it knows decides by itself about others.
+    """
+    if "reasoning_effort" not in source:
+        return {}
+    shown = render(_NAME)
+    if shown is None:
+        known = frozenset(effort for effort in EFFORTS if render(effort) is not None)
+    elif _NAME in shown.lower():
+        named = {effort for effort in EFFORTS[1:] if f"'{effort}'" in source or f'"{effort}"' in source}
+        known = _WRITTEN_EFFORTS | named
+    else:
+        return {}
+    found: dict[str, str | None] = {
+        effort: _nearest(effort, known) for effort in EFFORTS if effort not in known and known
+    }
+    if shown is None and "none" in found and render(None) is not None:
+        found["none"] = None  # the template's own way without reasoning has another name
+    return found
+
+
+def _nearest(effort: str, known: AbstractSet[str]) -> str:
+    """Return the effort that is nearest to one; of two the higher."""
+    place = EFFORTS.index(effort)
+    return min(known, key=lambda other: (abs(EFFORTS.index(other) - place), -EFFORTS.index(other)))
 
 
 def find_argument_form(render: Render) -> ArgumentForm:

@@ -29,6 +29,7 @@ from dynamo.text.template_probe import (
     RoleForm,
     find_argument_form,
     find_content_form,
+    find_efforts,
     find_role_form,
 )
 from dynamo.text.template_sandbox import (
@@ -160,6 +161,9 @@ class TemplateRejected(InvalidArgument):
         self.detail = detail
 
 
+_ASKED: Final = ({"role": "user", "content": "text"},)
+
+
 class _Program(NamedTuple):
     """One compiled template."""
 
@@ -168,6 +172,7 @@ class _Program(NamedTuple):
     contents: ContentForm
     roles: RoleForm
     arguments: ArgumentForm
+    efforts: Mapping[str, str | None]  # what stands in for those that the family does not know
 
 
 class ChatTemplate:
@@ -215,8 +220,8 @@ class ChatTemplate:
 
         contents = ContentForm()
 
-        def raw(messages: Messages, tools: Messages | None) -> str | None:
-            given = {**self._constants, "tools": tools, "add_generation_prompt": True}
+        def raw(messages: Messages, tools: Messages | None, **variables: str) -> str | None:
+            given = {**self._constants, "tools": tools, "add_generation_prompt": True, **variables}
             shown = readable_messages(messages, traits, None)
             try:
                 return render_within(template, {**given, "messages": shown}, self._budget, self._clock)
@@ -226,6 +231,9 @@ class ChatTemplate:
         def render(messages: Messages, tools: Messages | None) -> str | None:
             return raw(in_form(messages, contents), tools)
 
+        def with_effort(effort: str | None) -> str | None:
+            return raw(in_form(_ASKED, contents), None, **({} if effort is None else {"reasoning_effort": effort}))
+
         contents = find_content_form(raw)
         shows_calls = "arguments" in source or "tool_calls" in source
         return _Program(
@@ -234,6 +242,7 @@ class ChatTemplate:
             contents,
             find_role_form(render, names_developer="developer" in source),
             find_argument_form(render) if shows_calls else ArgumentForm(),
+            find_efforts(with_effort, source),
         )
 
     def argument_form(self, *, has_tools: bool) -> ArgumentForm:
@@ -309,6 +318,11 @@ class ChatTemplate:
             **named,
             **(variables or {}),
         }
+        effort = constants.get("reasoning_effort")
+        if isinstance(effort, str) and effort in program.efforts:
+            del constants["reasoning_effort"]
+            if (known := program.efforts[effort]) is not None:
+                constants["reasoning_effort"] = known
 
         def attempt(given: Messages) -> str:
             shaped = in_form(readable_messages(given, program.traits, think_marks), program.contents)
