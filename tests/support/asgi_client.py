@@ -14,9 +14,19 @@ from support.patience import PATIENCE_SECONDS
 class Exchange:
     """One request to an ASGI application."""
 
-    def __init__(self, app: Any, method: str, path: str, body: bytes, headers: dict[str, str], query: str = "") -> None:
+    def __init__(
+        self,
+        app: Any,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        query: str = "",
+        *,
+        more_body: bool = False,
+    ) -> None:
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": more_body})
         self._scope = {
             "type": "http",
             "method": method,
@@ -99,12 +109,19 @@ class AsgiClient:
         self._open: list[Exchange] = []
 
     def begin(
-        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, query: str = ""
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: dict[str, str] | None = None,
+        query: str = "",
+        more_body: bool = False,
     ) -> Exchange:
-        """Start a request and return at once."""
+        """Start a request and return at once; `more_body`: its client sends no more of it, and does not leave."""
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         base = {"content-type": "application/json"} if method == "POST" else {}
-        exchange = Exchange(self._app, method, path, raw, {**base, **(headers or {})}, query)
+        exchange = Exchange(self._app, method, path, raw, {**base, **(headers or {})}, query, more_body=more_body)
         self._open.append(exchange)
         return exchange
 

@@ -16,6 +16,7 @@ from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload, ThreadOffload
 from dynamo.frontend.base.peers import Peers
+from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import Scope
@@ -101,9 +102,8 @@ def open_kernel(
         Hooks([RequestCounts(metrics), RequestLog(settings.overload_status)]),
     )
     loads = LoadFollower(settings, models, access.loads, peers, report_own=access.report_own)
-    kernel = Kernel(
-        settings, pipeline, loads, runtime, preparing, BodyBudget(settings.pending_bodies_limit_bytes), peers
-    )
+    budget = BodyBudget(settings.pending_bodies_limit_bytes)
+    kernel = Kernel(settings, pipeline, loads, runtime, preparing, budget, peers, Shares())
     return OpenedKernel(kernel, access, text_models, AdapterKeeper(models, access.ask_adapters), intake)
 
 

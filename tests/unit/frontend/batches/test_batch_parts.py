@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission, Urgency
+from dynamo.frontend.base.shares import SharedBound
 from dynamo.frontend.http.multipart import FilePiece, FormField, read_form
 from dynamo.frontend.parts.batches.fair_slots import FairSlots
 from dynamo.frontend.parts.batches.group_commit import GroupCommit
@@ -173,32 +174,34 @@ def test_no_more_than_a_hundred_errors_are_listed_and_a_long_line_ends_the_check
 
 
 async def test_a_small_batch_waits_for_one_line_of_a_huge_one() -> None:
-    slots, order = FairSlots(1), list[str]()
+    bound = SharedBound(1, None)
+    slots, order = FairSlots(bound), list[str]()
 
     async def lines(owner: str, batch: str, count: int) -> None:
         for _ in range(count):
             await slots.acquire(owner, batch)
             order.append(batch)
             await asyncio.sleep(0)
-            slots.release()
+            slots.release(owner)
 
     await asyncio.gather(lines("a", "huge", 20), lines("a", "second", 4), lines("b", "small", 4))
     assert order.index("small") <= 2
     # Two owners take turns, and the batches of one owner share that owner's turns.
     assert order[:8].count("small") == 4
     assert order[:16].count("second") == 4
-    assert slots.taken == 0
+    assert bound.used == 0
 
 
 async def test_a_slot_that_was_granted_to_a_cancelled_wait_comes_back() -> None:
-    slots = FairSlots(1)
+    bound = SharedBound(1, None)
+    slots = FairSlots(bound)
     await slots.acquire("a", "1")
     waiting = asyncio.ensure_future(slots.acquire("a", "2"))
     await asyncio.sleep(0)
-    slots.release()
+    slots.release("a")
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert slots.taken == 0
+    assert bound.used == 0
 
 
 def test_a_gate_opens_wider_with_every_answer_and_shuts_at_a_refusal() -> None:

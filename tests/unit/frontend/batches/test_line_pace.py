@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.frontend.base.shares import SharedBound
 from dynamo.frontend.parts.batches.fair_slots import FairSlots
 from dynamo.frontend.parts.batches.line_pace import QUIET_SECONDS, LinePace, Metered
 from dynamo.testing.simulation.loop import VirtualLoop, run_virtual
@@ -29,7 +30,7 @@ def keep(seconds: float) -> None:
 
 async def lines_in(seconds: float, pace: LinePace, line_seconds: float) -> int:
     """How many lines end in so many seconds, each of which keeps the loop for so long."""
-    slots, ended = FairSlots(1000, pace.begin), 0
+    slots, ended = FairSlots(SharedBound(1000, None), pace.begin), 0
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
 
@@ -43,7 +44,7 @@ async def lines_in(seconds: float, pace: LinePace, line_seconds: float) -> int:
         work = Metered(line())
         await work
         pace.end(work.seconds)
-        slots.release()
+        slots.release("a")
         ended += 1
 
     async with asyncio.TaskGroup() as group:
@@ -88,7 +89,7 @@ def test_lines_take_everything_again_a_moment_after_the_last_person() -> None:
         people, loop = [True], asyncio.get_running_loop()
         pace = LinePace(lambda: bool(people))
         pace.waited(0.005)
-        slots = FairSlots(1000, pace.begin)
+        slots = FairSlots(SharedBound(1000, None), pace.begin)
         await slots.acquire("a", "1")
         people.clear()
         pace.end(0.05)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.peers import Peers
+from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.http.admin import SameSiteOnly
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.routes import GuardedRoute, Site
@@ -41,6 +42,7 @@ class Kernel:
     offload: Offload
     budget: BodyBudget
     peers: Peers | None  # the other processes on the same port
+    shares: Shares
 
     def same_site(self, route: ASGIApp) -> ASGIApp:
         """Return an admin route that does nothing for pages of other sites."""

@@ -127,4 +127,4 @@ def _open_batches(settings: FrontendSettings, kernel: Kernel, keys: Keys | None)
         return None
     from dynamo.frontend.parts.batches.part import Batches, open_batches
 
-    return Batches(open_batches(settings, kernel.pipeline, None if keys is None else keys.store), kernel)
+    return Batches(open_batches(settings, kernel, None if keys is None else keys.store), kernel)

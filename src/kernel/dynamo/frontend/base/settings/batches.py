@@ -35,7 +35,9 @@ class BatchesSettings:
     batch_file_limit_bytes: int = setting(200 * MIB, "DYN_FILES_MAX_BATCH_MB", mebibytes,
         "Size of the input of a batch; more is a 413")
     files_total_bytes: int = setting(100 * 1024 * MIB, "DYN_FILES_TOTAL_MB", mebibytes,
-        "Size of all files of a project; more is a 413")
+        "Size of all files of a project, those on their way in included; more is a 413")
+    files_total_count: int = setting(20_000, "DYN_FILES_TOTAL_COUNT", integer(1),
+        "How many files a project may have, empty ones included; more is a 413")
     batch_concurrency: int | None = setting(None, "DYN_BATCH_CONCURRENCY", integer(1),
         "Lines of batches that run at once. Unset: a quarter of `--max-requests-in-flight`",
         flag="--batch-concurrency", group=_REQUESTS)

@@ -15,7 +15,7 @@ import msgspec
 from dynamo.frontend.parts.batches.directory import BatchDirectory
 from dynamo.frontend.parts.batches.finishing import Step, publish, result_file_id, seal
 from dynamo.frontend.parts.batches.index import BatchIndex
-from dynamo.frontend.parts.batches.input_check import CheckedInput, LineReader, check_input, has_places
+from dynamo.frontend.parts.batches.input_check import InputChecks, LineReader, has_places
 from dynamo.frontend.parts.batches.journal import ResultJournal
 from dynamo.frontend.parts.batches.records import BatchRecord
 from dynamo.frontend.parts.batches.run import BatchRun, RunParts
@@ -43,7 +43,7 @@ class BatchConductor:
         files: StoredFiles,
         parts: RunParts,
         *,
-        max_line_bytes: int,
+        checks: InputChecks,
         now: Callable[[], float],
         after_step: Step,
         is_revoked: Callable[[str], bool],
@@ -51,7 +51,7 @@ class BatchConductor:
         """`is_revoked`: whether the key with this id may not be used any more."""
         self._directory, self._index, self._files, self._parts = directory, index, files, parts
         self._is_revoked = is_revoked
-        self._max_line_bytes, self._now, self._after_step = max_line_bytes, now, after_step
+        self._checks, self._now, self._after_step = checks, now, after_step
         self._conducted: dict[str, BatchRun | None] = {}  # None: it does not execute lines now
         self._stuck: dict[str, str] = {}  # of batches that cannot go on for now: why
         self._look = asyncio.Event()
@@ -172,8 +172,7 @@ class BatchConductor:
         if record.status is not BatchStatus.VALIDATING:
             return record
         source = self._directory.blob(batch.input_file_id)
-        check = partial(check_input, source, work, batch.endpoint, max_line_bytes=self._max_line_bytes)
-        found: CheckedInput = await self._parts.disk(check)
+        found = await self._checks.run(record, source, work)
         self._after_step("checked")
 
         def change(current: BatchRecord) -> BatchRecord:
@@ -246,7 +245,7 @@ class BatchConductor:
             backlog=sum(run.backlog for run in runs),
             oldest_seconds=0.0 if oldest is None else max(0.0, self._now() - oldest),
             paused=sum(run.trouble is not None for run in runs),
-            file_bytes=await self._parts.disk(self._index.file_bytes),
+            file_bytes=sum((await self._parts.disk(self._index.file_bytes)).values()),
         )
 
 

@@ -68,6 +68,16 @@ class BatchDirectory:
     def uploads(self) -> Path:
         return self.root / "uploads"
 
+    def upload_bytes(self, mark: str) -> int:
+        """Return what the uploads of all processes with this mark in their names take."""
+        found = 0
+        with os.scandir(self.uploads()) as entries:
+            for entry in entries:
+                if mark in entry.name:
+                    with contextlib.suppress(FileNotFoundError):  # it has just ended
+                        found += entry.stat().st_size
+        return found
+
     def work(self, batch_id: str) -> Path:
         return self.root / "work" / batch_id
 

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
+from dynamo.frontend.base.shares import SharedBound
+
 
 class FairSlots:
     """Slots that go to the owner who was served longest ago, and there to the batch that was served longest ago.
@@ -13,12 +15,11 @@ class FairSlots:
     A batch asks for one slot at a time, so a large one waits behind a small one for one line, and not for all of them.
     """
 
-    def __init__(self, limit: int, begin: Callable[[], float] = lambda: 0.0) -> None:
-        """`limit`: how many slots there are. `begin` is called for each slot that could be taken, and returns 0.0, or in
+    def __init__(self, bound: SharedBound, begin: Callable[[], float] = lambda: 0.0) -> None:
+        """`bound`: how many slots there are. `begin` is called for each slot that could be taken, and returns 0.0, or in
         how many seconds to ask again.
         """
-        self._limit, self._begin = limit, begin
-        self.taken = 0
+        self._bound, self._begin = bound, begin
         self._asks_again: asyncio.TimerHandle | None = None
         self._turns = count(1)
         self._served: dict[
@@ -35,12 +36,12 @@ class FairSlots:
             await waiter
         except asyncio.CancelledError:
             if self._waiting.pop(batch_id, None) is None and not waiter.cancelled():
-                self.release()  # it was granted in the same turn of the loop
+                self.release(owner)  # it was granted in the same turn of the loop
             raise
 
-    def release(self) -> None:
+    def release(self, owner: str) -> None:
         """Give a slot back."""
-        self.taken -= 1
+        self._bound.give_back(owner)
         self._grant()
 
     def forget(self, owner: str, batch_id: str) -> None:
@@ -50,16 +51,19 @@ class FairSlots:
             self._served.pop(f"owner {owner}", None)
 
     def _grant(self) -> None:
-        while self._waiting and self.taken < self._limit and self._asks_again is None:
+        while self._asks_again is None:
+            admitted = [batch_id for batch_id, (owner, _) in self._waiting.items() if self._bound.may_take(owner)]
+            if not admitted:
+                return
             pause = self._begin()
             if pause > 0.0:
                 self._asks_again = asyncio.get_running_loop().call_later(pause, self._ask_again)
                 return
-            batch_id = min(self._waiting, key=self._turn_of)
+            batch_id = min(admitted, key=self._turn_of)
             owner, waiter = self._waiting.pop(batch_id)
             self._served[f"owner {owner}"] = self._served[f"batch {batch_id}"] = next(self._turns)
             if not waiter.done():
-                self.taken += 1
+                self._bound.take(owner)
                 waiter.set_result(None)
 
     def _ask_again(self) -> None:

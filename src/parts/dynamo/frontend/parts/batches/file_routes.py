@@ -47,13 +47,13 @@ class FilesRoute(JsonRoute):
                     )
                 if upload is None:
                     filename = _checked_name(part.filename)
-                    upload = await self._files.begin()
+                    upload = await self._files.begin(owner_of(scope))
                 await upload.write(part.data, is_batch=fields.get("purpose") == BATCH_INPUT)
             form = file_form(fields)
             if upload is None:
                 raise refused("Missing required parameter: 'file'.", "file")
             await upload.write(b"", is_batch=form.purpose == BATCH_INPUT)  # where the purpose stood behind the file
-            return await self._files.keep(upload, filename, form, owner_of(scope))
+            return await self._files.keep(upload, filename, form)
         finally:
             if upload is not None:
                 upload.discard()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from dynamo.frontend.base.sqlite_file import open_database, writing
 from dynamo.frontend.parts.batches.records import BatchRecord, FileRecord
@@ -30,6 +31,7 @@ _TABLES: Final = (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, status TEXT NOT NULL,
     input_file_id TEXT NOT NULL, record BLOB NOT NULL)""",
     "CREATE INDEX IF NOT EXISTS files_by_expiry ON files (expires_at)",
+    "CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner, size)",
     "CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status)",
 )
 _OPEN: Final = tuple(status.value for status in BatchStatus if not status.is_final)
@@ -38,6 +40,13 @@ _OPEN_MARKS: Final = ", ".join("?" * len(_OPEN))
 _read_file: Final = msgspec.json.Decoder(FileRecord).decode
 _read_batch: Final = msgspec.json.Decoder(BatchRecord).decode
 _write: Final = msgspec.json.encode
+
+
+class FilesOf(Struct, frozen=True):
+    """What one owner has."""
+
+    count: int
+    bytes: int
 
 
 class BatchIndex:
@@ -54,17 +63,18 @@ class BatchIndex:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def add_file(self, record: FileRecord, *, owner_limit_bytes: int | None = None) -> bool:
-        """Add a file; False, and nothing added, when its owner would have more bytes than `owner_limit_bytes`."""
+    def add_file(self, record: FileRecord, *, check: Callable[[FilesOf], None] = lambda _before: None) -> None:
+        """Add a file. `check` is called with what its owner has before; what it raises leaves the index as it was."""
         with self._lock, writing(self._database) as database:
-            if owner_limit_bytes is not None:
-                (used,) = database.execute(
-                    "SELECT COALESCE(SUM(size), 0) FROM files WHERE owner = ?", (record.owner,)
-                ).fetchone()
-                if used + record.file.bytes > owner_limit_bytes:
-                    return False
+            check(self.files_of(record.owner))
             _insert_file(database, record)
-        return True
+
+    def files_of(self, owner: str) -> FilesOf:
+        """Return how many files an owner has, and their bytes."""
+        found = self._database.execute(
+            "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM files WHERE owner = ?", (owner,)
+        ).fetchone()
+        return FilesOf(*found)
 
     def file(self, id: str, owner: str, now: float) -> FileRecord | None:
         """Return a file that its owner asks for; None where there is none, or it has expired."""
@@ -106,26 +116,23 @@ class BatchIndex:
         """Return whether a file with this id has a row, whoever owns it."""
         return self._database.execute("SELECT 1 FROM files WHERE id = ?", (id,)).fetchone() is not None
 
-    def file_bytes(self) -> int:
-        """Return the size of all files together."""
-        (size,) = self._database.execute("SELECT COALESCE(SUM(size), 0) FROM files").fetchone()
-        return int(size)
+    def file_bytes(self) -> dict[str, int]:
+        """Return the bytes of the files of each owner."""
+        return dict(self._database.execute("SELECT owner, SUM(size) FROM files GROUP BY owner").fetchall())
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def add_batch(self, record: BatchRecord, now: float, *, limit: int) -> str | None:
+    def add_batch(self, record: BatchRecord, now: float, admits: Callable[[int, int], bool]) -> str | None:
         """Add a batch; None when it was added, else why not: "missing" (its input file) or "full".
 
-        `limit`: how many batches that have not ended there may be.
+        `admits`: whether an owner may have one more, by how many that have not ended it has, and all owners have.
         """
         batch = record.batch
         with self._lock, writing(self._database) as database:
             if self.file(batch.input_file_id, record.owner, now) is None:
                 return "missing"
-            (running,) = database.execute(
-                f"SELECT COUNT(*) FROM batches WHERE status IN ({_OPEN_MARKS})", _OPEN
-            ).fetchone()
-            if running >= limit:
+            running = self.open_batches_of_owners()
+            if not admits(running.get(record.owner, 0), sum(running.values())):
                 return "full"
             database.execute(
                 "INSERT INTO batches (id, owner, status, input_file_id, record) VALUES (?, ?, ?, ?, ?)",
@@ -148,6 +155,14 @@ class BatchIndex:
             f"SELECT record FROM batches WHERE status IN ({_OPEN_MARKS}) ORDER BY seq", _OPEN
         ).fetchall()
         return [_read_batch(row[0]) for row in rows]
+
+    def open_batches_of_owners(self) -> dict[str, int]:
+        """Return how many batches that have not ended each owner has."""
+        return dict(
+            self._database.execute(
+                f"SELECT owner, COUNT(*) FROM batches WHERE status IN ({_OPEN_MARKS}) GROUP BY owner", _OPEN
+            ).fetchall()
+        )
 
     def status_counts(self) -> dict[str, int]:
         """Return how many batches are in each state."""

@@ -1,23 +1,33 @@
 """Checks the input file of a batch, all of it or nothing, and notes where each line begins.
 
-Runs in the service's thread. Lines are read one at a time: memory holds the custom ids and nothing else of the file.
+Lines are read one at a time: memory holds the custom ids and nothing else of the file. An owner has one check at a time, in
+one of a few threads that do nothing else, so that a large file holds up neither other owners nor the reading of other files.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
 
+from dynamo.frontend.base.shares import SharedBound
 from dynamo.frontend.parts.batches.directory import sync_directory
+from dynamo.frontend.parts.batches.fair_slots import FairSlots
+from dynamo.frontend.parts.batches.records import BatchRecord
 from dynamo.protocol.batches.lines import BatchLine, check_line, count_inputs, decode_line
 from dynamo.protocol.batches.objects import BatchErrorEntry
 from dynamo.protocol.openai.body import BYTE_ORDER_MARK
 
 MAX_LINES: Final = 50_000
+MAX_EMPTY_LINES: Final = (
+    50_000  # beside them: 60 MB of line feeds would keep a thread, and the interpreter, for a minute
+)
 EMBEDDINGS: Final = "/v1/embeddings"
 MAX_ERRORS: Final = 100  # that are listed
 
@@ -39,12 +49,16 @@ def check_input(source: Path, work: Path, endpoint: str, *, max_line_bytes: int)
     ids: set[str] = set()
     models: set[str | None] = set()
     places = bytearray()
-    number = inputs = 0
+    number = inputs = begin = end = 0
     try:
         with open(source, "rb") as file:
             while line := file.readline(max_line_bytes + 1):
                 number += 1
-                begin = file.tell() - len(line)
+                begin, end = end, end + len(line)
+                if number > MAX_LINES + MAX_EMPTY_LINES:
+                    text = f"A file may have at most {MAX_LINES + MAX_EMPTY_LINES} lines, the empty ones included."
+                    found.errors = [BatchErrorEntry("too_many_tasks", text)]
+                    return found
                 if number == 1 and line.startswith(BYTE_ORDER_MARK):
                     line, begin = line[len(BYTE_ORDER_MARK) :], begin + len(BYTE_ORDER_MARK)
                 error: BatchErrorEntry | None = None
@@ -90,6 +104,30 @@ def check_input(source: Path, work: Path, endpoint: str, *, max_line_bytes: int)
         found.model = models.pop() if len(models) == 1 else None
         _write_places(work, bytes(places))
     return found
+
+
+class InputChecks:
+    """Checks inputs in threads, owner by owner."""
+
+    def __init__(self, bound: SharedBound, *, max_line_bytes: int) -> None:
+        """`bound`: how many checks run at once."""
+        self._turns, self._max_line_bytes = FairSlots(bound), max_line_bytes
+        self._threads = ThreadPoolExecutor(bound.limit, thread_name_prefix="dynamo-batch-checks")
+
+    async def run(self, record: BatchRecord, source: Path, work: Path) -> CheckedInput:
+        """Check the input of a batch when it is its owner's turn."""
+        owner, batch = record.owner, record.batch
+        check = partial(check_input, source, work, batch.endpoint, max_line_bytes=self._max_line_bytes)
+        await self._turns.acquire(owner, batch.id)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, check)
+        finally:
+            self._turns.release(owner)
+            self._turns.forget(owner, batch.id)
+
+    def close(self) -> None:
+        """Wait for the checks that run. Idempotent."""
+        self._threads.shutdown()
 
 
 class LineReader:

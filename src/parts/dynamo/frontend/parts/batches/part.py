@@ -15,7 +15,7 @@ from dynamo.frontend.parts.batches.service import BatchService, BatchSettings
 from dynamo.frontend.parts.batches.stored_files import FileLimits
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.frontend.pipeline.inference import Call, Pipeline
+from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.outcome import Outcome
 from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.openai.schema import ApiDescription
@@ -62,10 +62,15 @@ class Batches(Part):
         await self.service.aclose()
 
 
-def open_batches(settings: BatchesSettings, pipeline: Pipeline, keys: CallerLookup | None) -> BatchService:
+def open_batches(settings: BatchesSettings, kernel: Kernel, keys: CallerLookup | None) -> BatchService:
     """Open the directory of files. Raises InvalidArgument when it cannot be used."""
     assert settings.files_dir is not None, "files are switched off"
-    limits = FileLimits(settings.file_limit_bytes, settings.batch_file_limit_bytes, settings.files_total_bytes)
+    limits = FileLimits(
+        settings.file_limit_bytes,
+        settings.batch_file_limit_bytes,
+        settings.files_total_bytes,
+        settings.files_total_count,
+    )
     chosen = BatchSettings(
         settings.files_dir.expanduser(),
         limits,
@@ -73,4 +78,4 @@ def open_batches(settings: BatchesSettings, pipeline: Pipeline, keys: CallerLook
         settings.batch_concurrency,
         settings.batch_model_wait_seconds,
     )
-    return BatchService(chosen, pipeline, keys)
+    return BatchService(chosen, kernel.pipeline, keys, kernel.shares)

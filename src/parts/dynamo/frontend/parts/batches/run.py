@@ -136,11 +136,11 @@ class BatchRun:
                 self._running[found.number] = line_request_id(self.record.batch.id, found.number)
                 background.start(self._metered(found), "batch: one line")
         except BaseException:
-            parts.slots.release()
+            parts.slots.release(self.record.owner)
             raise
         if found is None:
             parts.pace.end(0.0)
-            parts.slots.release()
+            parts.slots.release(self.record.owner)
         return found is not None
 
     async def _metered(self, found: NextLine) -> None:
@@ -177,7 +177,7 @@ class BatchRun:
             answer = await parts.calls.run(self.record.batch.endpoint, request_id, bytes(line.body), identity)
         finally:
             del self._running[number]
-            parts.slots.release()
+            parts.slots.release(self.record.owner)
             if answer is None:
                 gate.left()
             self._wake.set()

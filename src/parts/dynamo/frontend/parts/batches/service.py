@@ -17,11 +17,13 @@ from msgspec import Struct
 
 from dynamo.frontend.admission.process import OPEN
 from dynamo.frontend.base.access import Caller, CallerLookup
+from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.parts.batches.conductor import BatchConductor
 from dynamo.frontend.parts.batches.directory import BatchDirectory
 from dynamo.frontend.parts.batches.fair_slots import FairSlots
 from dynamo.frontend.parts.batches.finishing import Step
 from dynamo.frontend.parts.batches.index import BatchIndex
+from dynamo.frontend.parts.batches.input_check import InputChecks
 from dynamo.frontend.parts.batches.line_call import LineCalls
 from dynamo.frontend.parts.batches.line_pace import LinePace
 from dynamo.frontend.parts.batches.metrics import BatchMetrics
@@ -29,10 +31,11 @@ from dynamo.frontend.parts.batches.model_gate import ModelGates
 from dynamo.frontend.parts.batches.records import BatchRecord
 from dynamo.frontend.parts.batches.repair import check_index
 from dynamo.frontend.parts.batches.run import RunParts
-from dynamo.frontend.parts.batches.stored_files import FileLimits, StoredFiles, no_such_file
+from dynamo.frontend.parts.batches.stored_files import FileLimits, FileRoom, StoredFiles, no_such_file
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.outcome import Outcome
+from dynamo.frontend.pipeline.settings import PipelineSettings
 from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.requests import CreateBatch, PageQuery
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
@@ -44,6 +47,7 @@ T = TypeVar("T")
 
 WINDOW_SECONDS: Final = 24 * 3600
 THREADS: Final = 4
+CHECKS: Final = 2  # of inputs at once: one takes seconds of a thread
 MAX_OPEN_BATCHES: Final = 256  # that have not ended; each holds a window of its lines
 CONCURRENCY_SHARE: Final = 4  # of the requests in flight, batches may have one in so many
 CANCEL: Final = "Cannot cancel a batch with status '{status}'."
@@ -67,6 +71,30 @@ def no_such_batch(id: str) -> RequestRejected:
     return RequestRejected(404, text, param="batch_id", stream_type="invalid_request_error")
 
 
+class BatchRoom:
+    """The threads of one directory, and the bounds that all owners of its files and batches share."""
+
+    def __init__(self, settings: BatchSettings, pipeline: PipelineSettings, index: BatchIndex, shares: Shares) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dynamo-batches")
+        count = partial(self.disk, index.open_batches_of_owners)
+        self.batches = shares.bound("batches", MAX_OPEN_BATCHES, count=count)
+        concurrency = settings.concurrency or max(1, pipeline.max_requests_in_flight // CONCURRENCY_SHARE)
+        self.lines = shares.bound("batch lines", concurrency, weight=None)
+        longest = pipeline.limits.body_limit_bytes
+        self.checks = InputChecks(shares.bound("input checks", CHECKS), max_line_bytes=longest)
+        self.files = FileRoom(settings.limits, shares)
+        shares.show("files", None, settings.limits.owner_bytes, partial(self.disk, index.file_bytes))
+
+    async def disk(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Run what waits for the disk in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
+
+    def close(self) -> None:
+        """Wait for what runs. Idempotent."""
+        self._threads.shutdown()
+        self.checks.close()
+
+
 class BatchService:
     """The files and batches of a directory; several processes may share it."""
 
@@ -75,6 +103,7 @@ class BatchService:
         settings: BatchSettings,
         pipeline: Pipeline,
         keys: CallerLookup | None = None,
+        shares: Shares | None = None,
         *,
         now: Callable[[], float] = time.time,
         after_step: Step = lambda _name: None,
@@ -88,8 +117,8 @@ class BatchService:
         self._directory = BatchDirectory(settings.directory, allow_network=settings.allow_network)
         check_index(self._directory)
         self._index = BatchIndex(self._directory.index)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dynamo-batches")
-        self.files = StoredFiles(self._directory, self._index, self._disk, settings.limits, now=now)
+        self._room = BatchRoom(settings, pipeline.settings, self._index, Shares() if shares is None else shares)
+        self.files = StoredFiles(self._directory, self._index, self._room.disk, self._room.files, now=now)
         self._work = Background()
         self._calls: Mapping[str, Call] = {}
         self._conductor: BatchConductor | None = None  # None: it has not started
@@ -103,7 +132,6 @@ class BatchService:
         pipeline, settings = self._pipeline, self._settings
         loop = asyncio.get_running_loop()
         settled_at = loop.time() + settings.model_wait_seconds
-        concurrency = settings.concurrency or max(1, pipeline.settings.max_requests_in_flight // CONCURRENCY_SHARE)
         rng = random.Random()
         calls = LineCalls(self._calls, overload_status=pipeline.settings.overload_status)
         pace = LinePace(lambda: pipeline.admission.in_flight > calls.running)
@@ -111,9 +139,9 @@ class BatchService:
             calls,
             pipeline.models,
             ModelGates(rng),
-            FairSlots(concurrency, pace.begin),
+            FairSlots(self._room.lines, pace.begin),
             pace,
-            self._disk,
+            self._room.disk,
             BatchMetrics(pipeline.metrics.families),
             lambda: pipeline.admission.stage in OPEN,
             lambda: loop.time() >= settled_at,
@@ -126,7 +154,7 @@ class BatchService:
             self._index,
             self.files,
             parts,
-            max_line_bytes=pipeline.settings.limits.body_limit_bytes,
+            checks=self._room.checks,
             now=self._now,
             after_step=self._after_step,
             is_revoked=self._is_revoked,
@@ -142,7 +170,7 @@ class BatchService:
         """Stop: what runs is executed again by the next runner. Idempotent."""
         if not self._work.is_closed:
             await self._work.close()
-            self._threads.shutdown()
+            self._room.close()
             self._index.close()
             self._directory.unlock()
 
@@ -164,25 +192,28 @@ class BatchService:
         record = BatchRecord(
             batch=batch, owner=owner, key_id=key_id, output_expires_seconds=request.output_expires_seconds
         )
-        problem = await self._disk(partial(self._index.add_batch, record, now, limit=MAX_OPEN_BATCHES))
+        problem = await self._room.disk(self._index.add_batch, record, now, self._room.batches.admits)
         if problem == "missing":
             raise no_such_file(request.input_file_id)
         if problem == "full":
-            text = f"There are {MAX_OPEN_BATCHES} batches that have not ended; wait for one of them, or cancel it"
+            text = (
+                f"There are too many batches that have not ended: {MAX_OPEN_BATCHES} of all projects, or those of this "
+                f"project, which may have {self._room.batches.most_of_one()}. Wait for one of them, or cancel it"
+            )
             raise RequestRejected(429, text, code="too_many_batches", retry_after_seconds=60)
         self._look()
         return batch
 
     async def get(self, id: str, owner: str) -> BatchObject:
         """Return a batch. Raises RequestRejected."""
-        record: BatchRecord | None = await self._disk(self._index.batch, id, owner)
+        record: BatchRecord | None = await self._room.disk(self._index.batch, id, owner)
         if record is None:
             raise no_such_batch(id)
         return self._shown(record)
 
     async def page(self, owner: str, query: PageQuery) -> tuple[list[BatchObject], bool]:
         """Return one page of the batches, the newest first, and whether there are more. Raises RequestRejected."""
-        found = await self._disk(self._index.list_batches, owner, query)
+        found = await self._room.disk(self._index.list_batches, owner, query)
         if found is None:
             raise RequestRejected(400, f"after names no batch: {query.after}", param="after")
         return [self._shown(record) for record in found[0]], found[1]
@@ -190,7 +221,7 @@ class BatchService:
     async def cancel(self, id: str, owner: str) -> BatchObject:
         """Cancel a batch; one that is being cancelled stays so. Raises RequestRejected: 409 when it has ended."""
         await self.get(id, owner)
-        record: BatchRecord | None = await self._disk(self._index.change_batch, id, self._cancel)
+        record: BatchRecord | None = await self._room.disk(self._index.change_batch, id, self._cancel)
         if record is None:
             raise no_such_batch(id)
         self._look()
@@ -224,6 +255,3 @@ class BatchService:
     def _look(self) -> None:
         if self._conductor is not None:
             self._conductor.look()
-
-    async def _disk(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))

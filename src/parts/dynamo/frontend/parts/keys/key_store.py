@@ -117,6 +117,8 @@ class KeyStore:
         self._fixed: Sequence[Identity] = () if sources.key is None else (_environment_identity(sources.key),)
         self._by_hash: dict[bytes, tuple[bytes, Identity]] = {}
         self._cuts = False
+        self.owners = 1
+        """How many owners the requests of clients may have; keys of operators are not counted."""
         self._by_id: dict[str, Identity] = {}
         self._work = Background()
         self.protects_admin = sources.admin_file is not None
@@ -211,6 +213,8 @@ class KeyStore:
             identity.record.revoke is Revocation.NOW for identity in (*by_id.values(), *self._by_id.values())
         )
         self._by_hash, self._by_id = found, by_id
+        if self.sources.protect_clients:
+            self.owners = len({key.owner for key in by_id.values() if key.inspector_role is None})
         self.protects_admin = self.protects_admin or any(identity.is_admin for identity in by_id.values())
         if not found:
             logger.warning("there are no API keys: every request is refused until one is created (dynamo keys create)")

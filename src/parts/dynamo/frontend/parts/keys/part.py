@@ -53,6 +53,7 @@ class Keys(KeyCharges, Part):
         super().__init__(self.quotas)
         self._cluster_limits = open_cluster_limits(kernel.settings, self.store, self.quotas, kernel.runtime.discovery)
         self.store.on_look.append(self._cut_revoked)
+        kernel.shares.know_owners(lambda: self.store.owners)
 
     def routes(self) -> Sequence[GuardedRoute]:
         usage = self._kernel.same_site(UsageRoute(self.meter))
