@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.model_types import ModelInput, ModelType
@@ -18,6 +20,7 @@ from dynamo.runtime.calls.request_plane.base import ResponseSink
 from support.cases import each_case
 from support.frontend_cluster import Script, cluster, fail, say
 from support.patience import PATIENCE_SECONDS
+from support.tiny_model import BOS, EOS, write_tiny_model
 
 Body = dict[str, Any]
 
@@ -77,6 +80,26 @@ async def test_each_input_has_its_vector_in_the_order_of_the_inputs(tmp_path: Pa
         assert body["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
         assert worker.requests[0]["token_ids"] == [[97, 98, 99], [122]]
         assert worker.requests[0]["dimensions"] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_frame"),
+    [({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)],
+)
+async def test_texts_get_the_tokens_that_the_tokenizer_adds_once(tmp_path: Path, asked: Body, has_frame: bool) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    bare = tokenizer.encode("hello", add_special_tokens=False).ids
+    framed = [0, *bare, 1] if has_frame else bare
+    async with cluster(tmp_path) as found:
+        worker = await found.worker(embeds(), directory=directory, **EMBEDDING)
+        for value in ("hello", bare):
+            status, body = await ask(found, {"input": value, **asked})
+            ids = bare if value == bare else framed
+            assert (status, worker.requests[-1]["token_ids"]) == (200, [ids])
+            assert body["usage"]["prompt_tokens"] == len(ids)
 
 
 @pytest.mark.parametrize("value", ["abc", ["abc"], [97, 98, 99], [[97, 98, 99]]])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from dynamo.errors import InvalidArgument
 from dynamo.text import ByteTokenizer, CachedTokenizer, JsonTokenizer, load_text_model, load_tokenizer
@@ -131,6 +132,43 @@ def test_context_length(directory: Path, config: dict[str, Any], model_max_lengt
     edit(directory / "config.json", **config)
     edit(directory / "tokenizer_config.json", model_max_length=model_max_length)
     assert load_text_model(directory).context_length == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "added"),
+    [
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}, None, [0]),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True}, None, [0, 1]),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}, ByteLevel(), [0]),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False}, None, []),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, None, []),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "bos_token": "<none>"}, None, []),
+        ({"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": True}, None, []),  # which does not read it
+        (
+            {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False, "add_eos_token": True},
+            TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+            [0],
+        ),
+    ],
+)
+def test_tokens_of_the_configuration_are_added_where_the_tokenizer_adds_none(
+    directory: Path, config: dict[str, Any], own: Any, added: list[int]
+) -> None:
+    edit(directory / "tokenizer_config.json", **config)
+    hf = HfTokenizer.from_file(str(directory / "tokenizer.json"))
+    if own is not None:
+        hf.post_processor = own
+        hf.save(str(directory / "tokenizer.json"))
+    model = load_text_model(directory)
+    bare = model.tokenizer.encode("hello")
+    framed = [*added[:1], *bare, *added[1:]]
+    assert (model.text_frame.around(bare), model.tokenizer.encode_inputs(["hello"])) == (framed, [framed])
+    assert model.tokenizer.encode_inputs(["hello"], add_special_tokens=False) == [bare]
+    assert model.tokenizer.encode_inputs(["hello"], most_tokens=len(framed) - 1) == [
+        [*added[:1], *bare[:-1], *added[1:]]
+    ]
+    if own is None:
+        assert model.tokenizer.encode_inputs([("hello", "hello")]) == [framed * 2]
 
 
 def test_a_cache_is_put_in_front_when_asked_for(directory: Path) -> None:

@@ -7,11 +7,12 @@ template writes the specials it needs as text, and special-token strings in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from dynamo.errors import InvalidArgument
 from dynamo.text.pieces import MAX_ID, PieceTable, table_for, vocabulary_size
@@ -287,7 +288,32 @@ def load_tokenizer(directory: Path) -> JsonTokenizer:
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise InvalidArgument(f"{path} is not a tokenizer this version can read: {error}") from error
     names = special_tokens(directory)
+    _add_configured(hf, read_json_object(Path(directory) / "tokenizer_config.json"), names)
     return JsonTokenizer(hf, bos_token=names.get("bos_token"), eos_token=names.get("eos_token"))
+
+
+# The classes of transformers that read `add_bos_token` and `add_eos_token`, without their suffixes.
+_ADDING_CLASSES: Final = frozenset({"Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX"})
+
+
+def _add_configured(hf: HfTokenizer, config: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Let the tokenizer add the tokens that its configuration demands, where its own post-processor adds none."""
+    family = str(config.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
+    if family not in _ADDING_CLASSES or hf.num_special_tokens_to_add(False):
+        return
+    bos, eos = (
+        [(name, hf.token_to_id(name))]
+        if config.get(f"add_{role}") is True and (name := names.get(role, "")) and hf.token_to_id(name) is not None
+        else []
+        for role in ("bos_token", "eos_token")
+    )
+    if bos or eos:
+        before, behind = ([name for name, _ in tokens] for tokens in (bos, eos))
+        hf.post_processor = TemplateProcessing(
+            single=[*before, "$A", *behind],
+            pair=[*before, "$A", *behind, *(f"{name}:1" for name in before), "$B:1", *(f"{name}:1" for name in behind)],
+            special_tokens=[*bos, *eos],
+        )
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
