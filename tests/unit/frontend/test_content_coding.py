@@ -31,8 +31,8 @@ async def status_of(house: Cluster, body: bytes, coding: str) -> int:
 @pytest.mark.parametrize(
     ("coding", "body"),
     [
-        ("gzip", gzip.compress(BODY)),
-        ("X-GZip", gzip.compress(BODY)),
+        ("gzip", gzip.compress(BODY, mtime=0)),
+        ("X-GZip", gzip.compress(BODY, mtime=0)),
         ("deflate", zlib.compress(BODY)),
         ("identity", BODY),
     ],
@@ -48,11 +48,11 @@ async def test_a_compressed_body_is_read(house: Cluster, coding: str, body: byte
         ("zstd", BODY, 415),
         ("gzip, gzip", BODY, 415),
         ("gzip", BODY, 400),
-        ("gzip", gzip.compress(BODY)[:-4], 400),
-        ("gzip", gzip.compress(BODY) + b"more", 400),
-        ("gzip", gzip.compress(b" " * (2 * 1024 * 1024)), 413),
+        ("gzip", gzip.compress(BODY, mtime=0)[:-4], 400),
+        ("gzip", gzip.compress(BODY, mtime=0) + b"more", 400),
+        ("gzip", gzip.compress(b" " * (2 * 1024 * 1024), mtime=0), 413),
     ],
 )
 async def test_what_cannot_be_decompressed_is_refused(house: Cluster, coding: str, body: bytes, status: int) -> None:
     assert await status_of(house, body, coding) == status
-    assert await status_of(house, gzip.compress(BODY), "gzip") == 200
+    assert await status_of(house, gzip.compress(BODY, mtime=0), "gzip") == 200

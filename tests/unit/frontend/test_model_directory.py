@@ -13,9 +13,10 @@ import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.frontend.models import directory as models
-from dynamo.frontend.models import endpoint_clients, loader
+from dynamo.frontend.models import endpoint_clients, loader, name_index
 from dynamo.frontend.models.cards import CardBook, GroupKey, Scope
 from dynamo.frontend.models.files import ChecksumMismatch, ModelFiles
+from dynamo.frontend.models.name_index import NameIndex
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord
 from dynamo.router.workers.pool import WorkerClient
@@ -319,8 +320,42 @@ async def test_a_model_comes_and_goes_with_its_workers(house: Cluster) -> None:
     await second.stop()
     await house.gone("m")
     assert (await house.client.get("/v1/models")).json["data"] == []
-    assert (await house.client.chat("hi")).status == 404
     assert house.metric("dynamo_frontend_model_ready", model="m") == 0
+
+
+async def test_a_model_whose_only_worker_restarts_is_not_ready_and_not_unknown(
+    house: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await house.client.chat("hi")).status == 404
+    worker = await house.worker()
+    await worker.stop()
+    await house.gone("m")
+    answer = await house.client.chat("hi")
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json["message"].startswith("Model `m` is not ready to serve requests yet.")
+    assert (await house.client.get("/v1/models/m/ready")).status == 503
+    assert (await house.client.get("/ready")).status == 503
+    assert (await house.client.chat("hi", model="another")).status == 404
+    monkeypatch.setattr(name_index, "GONE_SECONDS", 0.0)  # as if it had left five minutes ago
+    assert (await house.client.chat("hi")).status == 404
+    assert (await house.client.get("/v1/models/m/ready")).status == 404
+
+
+def test_names_that_left_are_bounded_and_one_that_comes_back_is_not_gone() -> None:
+    now = [0.0]
+    names = NameIndex(lambda: now[0])
+    for number in range(name_index.MAX_GONE + 1):
+        names.set({}, [str(number)])
+    names.set({}, [])
+    assert not names.is_expected("0")
+    assert names.is_expected("1")
+    names.set({}, ["1"])
+    now[0] = name_index.GONE_SECONDS
+    assert names.is_registered("1")
+    names.set({}, [])
+    assert (names.is_expected("1"), names.is_expected("2")) == (True, False)
+    names.unload("1")
+    assert not names.is_expected("1")
 
 
 async def test_a_model_can_be_looked_at_by_its_id_slashes_included(house: Cluster) -> None:

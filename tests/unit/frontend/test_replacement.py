@@ -120,7 +120,7 @@ def test_new_requests_wait_for_the_replacement_too_and_the_wait_begins_with_the_
         await asyncio.sleep(6.0)
         assert (await house.client.begin_chat("hi").done(100.0)).status == 503
         assert 9.8 <= now() - began < 10.1
-        assert (await house.client.begin_chat("hi").done(100.0)).status == 404
+        assert (await house.client.begin_chat("hi").done(100.0)).status == 503
         assert now() - began < 10.2
 
     virtually(tmp_path, scene)
@@ -157,7 +157,7 @@ def test_the_wait_can_be_switched_off(tmp_path: Path) -> None:
         answer = await house.client.begin_chat("hi", stream=True).done(100.0)
         assert answer.chunks[-1]["error"]["code"] == 503
         await worker.stop()
-        assert (await house.client.begin_chat("hi").done(100.0)).status == 404
+        assert (await house.client.begin_chat("hi").done(100.0)).status == 503
         assert now() < 1.0
 
     virtually(tmp_path, scene, wait_seconds=0.0)

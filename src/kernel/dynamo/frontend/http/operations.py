@@ -23,6 +23,7 @@ from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
+from dynamo.protocol.openai.errors import model_not_ready
 from dynamo.runtime.observe.metrics import CONTENT_TYPE
 
 LAG_SECONDS: Final = 1.0  # of the event loop: every stream of the process stood still for that long
@@ -221,7 +222,13 @@ class ModelsRoute:
             is_allowed = identity is None or identity.allows_model(ready["id"])
             body = self._models.readiness(ready["id"]) if is_allowed else None
             if body is None:
-                await reject_route(scope, send, dialect.unknown_model(ready["id"], self._names(identity)), dialect)
+                is_expected = is_allowed and self._models.names.is_expected(ready["id"])
+                rejected = (
+                    model_not_ready(ready["id"])
+                    if is_expected
+                    else dialect.unknown_model(ready["id"], self._names(identity))
+                )
+                await reject_route(scope, send, rejected, dialect)
             else:
                 await reply(send, 200 if body["ready"] else 503, _encode(body))
             return

@@ -88,7 +88,7 @@ class ModelDirectory:
             load_error=self._loader.last_error,
             rules=rules,
         )
-        self._names = NameIndex()
+        self.names = NameIndex()
         self._reports = ModelReports(metrics)
         self._queries_of_death = QueriesOfDeath()
 
@@ -117,8 +117,7 @@ class ModelDirectory:
 
         async def pass_on(changes: Sequence[Change]) -> None:
             for start in range(0, len(changes), SLICE):
-                if start:  # so that streams go on while hundreds of records come in
-                    await asyncio.sleep(0)
+                await asyncio.sleep(0)  # streams go on while hundreds of records come in
                 take(changes[start : start + SLICE])
 
         while True:
@@ -137,11 +136,11 @@ class ModelDirectory:
 
     def lookup(self, name: str) -> ServedModel | None:
         """Choose the model for one request; where several namespaces serve the name, each gets its share by workers."""
-        return self._names.lookup(name)
+        return self.names.lookup(name)
 
     def is_registered(self, name: str) -> bool:
         """Return whether a worker registered the name, ready or not."""
-        return self._names.is_registered(name)
+        return self.names.is_registered(name)
 
     @property
     def longest_context(self) -> int | None:
@@ -160,11 +159,11 @@ class ModelDirectory:
 
     def models(self) -> list[ServedModel]:
         """Return one entry per name, sorted."""
-        return self._names.models()
+        return self.names.models()
 
     def serving(self, name: str) -> Sequence[ServedModel]:
         """Return the models that serve a name, one for each namespace."""
-        return self._names.serving(name)
+        return self.names.serving(name)
 
     def served(self) -> list[ServedModel]:
         """Return every loaded model, once for each namespace and role."""
@@ -291,6 +290,7 @@ class ModelDirectory:
             self._rules.forget(key)
         elif served.lora_name is not None and self._cluster.instances.has_any(served.member_ids):
             self._served.drop(key)  # it was unloaded: its workers are there, and none of them will bring it back
+            self.names.unload(key.model)
         else:
             served.set_members(())  # it is forgotten once no request may wait for a worker of it
         self._reports.forget_conflicts(self._cluster.cards)
@@ -341,4 +341,4 @@ class ModelDirectory:
                     names.setdefault(name, []).append(served)
         self._reports.ready(ready)
         self._reports.count_workers(cards, self._cluster.instances)
-        self._names.set(names, cards.names)
+        self.names.set(names, cards.names)

@@ -160,7 +160,7 @@ class Call:
         rejected = rejection_of(error, overload_status=self._settings.overload_status)
         if isinstance(error, WorkerUnavailable) and error.is_reported:
             name = exchange.model or ""
-            if not self._pipeline.models.is_registered(name):  # an adapter that was unloaded meanwhile
+            if not self._pipeline.models.names.is_expected(name):  # an adapter that was unloaded meanwhile
                 rejected = self.dialect.unknown_model(name)
         _hint_return(exchange, error, rejected)
         failure = classify(error, rejected)

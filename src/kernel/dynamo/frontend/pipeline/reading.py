@@ -78,7 +78,7 @@ class CallReader:
         model = models.lookup(request.model)
         if arrival.identity is not None:
             bind_key(request, arrival.identity, api.dialect, self._served_to(arrival))
-        if model is None and models.is_registered(request.model):
+        if model is None and models.names.is_expected(request.model):
             raise model_not_ready(request.model)
         prefix = self._metadata_prefix
         effects = apply_headers(
