@@ -6,6 +6,7 @@ import enum
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dynamo.protocol.openai.escaping import json_text
 
@@ -122,11 +123,11 @@ class BodyBlocks:
 
 
 def message_start(id: str, model: str, usage: TokenUsage) -> bytes:
-    """Return the first event of a stream."""
+    """Return the first event of a stream: nothing was output before it, whatever comes together with it."""
     return (
         b'event: message_start\ndata: {"type":"message_start","message":{"id":%b,"type":"message","role":"assistant",'
         b'"model":%b,"content":[],"stop_reason":null,"stop_sequence":null,"usage":%b}}\n\n'
-        % (json_text(id), json_text(model), usage.json())
+        % (json_text(id), json_text(model), replace(usage, output=0).json())
     )
 
 
