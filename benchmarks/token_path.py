@@ -27,7 +27,7 @@ from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.http.event_stream import EventStream
 from dynamo.frontend.pipeline.delivery import StreamDelivery
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
-from dynamo.frontend.pipeline.generation import SingleGeneration
+from dynamo.frontend.pipeline.generation import open_only_choice
 from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.protocol.openai.sse import ChatStream
@@ -149,11 +149,11 @@ class Bench:
     async def read_texts(self, stream: MuxStream) -> None:
         """Take the texts of one choice, as JSON."""
         exchange, model, work = self._request(stream)
-        single = SingleGeneration(model, work, exchange.context)
+        choice = open_only_choice(model, work, exchange.context)
         counters = SimpleNamespace(tokens=lambda count, now: None, token_each=lambda requests, now: None)
-        await single.next()
+        await choice.next()
         output = PlainOutput((b"", b""), Taker(), [], counters, None)  # type: ignore[arg-type]
-        await single.push(lambda deltas: True, output)
+        await choice.push(lambda deltas: True, output)
 
     async def read_events(self, stream: MuxStream) -> None:
         """Make events of the texts, and count them."""

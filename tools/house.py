@@ -247,15 +247,24 @@ def stays_by_five_statements(house: Iterable[Module], *, is_climb: bool) -> Figu
     return Figure(f"{name} of a chat request by the rule of five statements", len(found), bar, places)
 
 
-@cache
+def calls_of_a_request(house: Iterable[Module]) -> Figure:
+    """Count the calls of our functions on the way of a chat request to the worker: what its Python costs, on any machine."""
+    return Figure("calls of a chat request on its way to the worker", _traced("--count"), "-", ())
+
+
 def _way(*arguments: str) -> list[dict[str, Any]]:
+    way: list[dict[str, Any]] = _traced(*arguments)
+    return way
+
+
+@cache
+def _traced(*arguments: str) -> Any:
     # In a process of its own: tracing slows everything in it down, and a frontend leaves much behind.
     command = [sys.executable, str(Path(__file__).with_name("way.py")), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-    way: list[dict[str, Any]] = json.loads(done.stdout)
-    return way
+    return json.loads(done.stdout)
 
 
 LINES: Final = {"kernel": "<= 90000", "parts": "-", "engines": "-", "lab": "-", "inspect": "-", "compat": "-"}
@@ -273,6 +282,7 @@ FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
     ("way", stays_of_a_request),
     ("climbs", climbs_of_a_request),
     ("token", stays_of_a_token),
+    ("calls", calls_of_a_request),
     ("way_by_five", partial(stays_by_five_statements, is_climb=False)),
     ("climbs_by_five", partial(stays_by_five_statements, is_climb=True)),
     *((f"lines_{wing}", partial(lines_of_wing, wing, LINES[wing])) for wing in WINGS),

@@ -11,7 +11,8 @@ socket of the client. It is that of a token in the middle of an answer, as nearl
 - A **climb** is a stay in a room that stands higher in the architecture (`ROOMS`) than the room of the stay before.
 - On the way of a token every function of ours that begins or goes on, and runs a statement, is a stop: there are few.
 
-`--calls` prints every call with the statements of it that ran, and `--least N` counts functions from N statements on as stops.
+`--calls` prints every call with the statements of it that ran, `--count` only how many there are, and `--least N` counts
+functions from N statements on as stops.
 """
 
 from __future__ import annotations
@@ -285,6 +286,9 @@ def main() -> int:
     if "--calls" in sys.argv:
         for call in calls:
             print(f"{call.statements:4} {call.module}: {call.function}", file=sys.stderr)
+    if "--count" in sys.argv:
+        print(json.dumps(len(calls)))
+        return 0
     least = int(sys.argv[sys.argv.index("--least") + 1]) if "--least" in sys.argv else WORK_STATEMENTS
     way = stays(calls, 1 if is_token else least)
     print(json.dumps([asdict(stay) for stay in way]))

@@ -396,7 +396,7 @@ def test_the_last_decisions_are_kept_without_a_viewer() -> None:
         assert holds.on_choice is None  # the way of a request does not lead through the log
         tally = Plan({}, [[1]]).tally()
         tally.placement = Placement(Candidate(number), "round-robin", ())
-        log.ended(f"r{number}", "m", tally)
+        log.ended(f"r{number}", "m", tally, 5.0)
     assert [row.request_id for row in log.rows(99)] == [f"r{number}" for number in range(KEPT_UNSEEN + 4, 4, -1)]
     assert [each.is_chosen for row in log.rows(1) for each in row.candidates] == [True]
 

@@ -67,6 +67,18 @@ def notes(house: Cluster) -> Notes:
     return made
 
 
+async def test_only_hooks_that_a_part_has_are_called(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as found:
+        hooks = found.frontend.pipeline.hooks
+        owners = {
+            hook: [type(call.__self__).__name__ for call in getattr(hooks, hook)]
+            for hook in ("arrived", "began", "planned", "ended")
+        }
+    assert owners["began"] == owners["planned"] == []
+    assert owners["arrived"] == ["Recording"]
+    assert owners["ended"] == ["RequestCounts", "RequestLog", "Recording", "Inspector"]  # no part that forwards it
+
+
 async def test_an_answer_is_one_outcome(house: Cluster, notes: Notes) -> None:
     await house.worker(say("hel", "lo"))
     await house.client.chat()

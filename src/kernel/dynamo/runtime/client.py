@@ -153,7 +153,7 @@ class Client:
 
     def candidates(self, *, members: Container[int] | None = None, busy: Container[int] = ()) -> list[Candidate]:
         """Return what a choice is made from, by id. `members`: only these ids; `busy`: the ids that are full."""
-        return self._set.candidates(self._now(), members=members, busy=busy)
+        return self._set.candidates(asyncio.get_running_loop().time(), members=members, busy=busy)
 
     def pick(self, context: Context, *, exclude: Collection[int] = (), healthy_only: bool = False) -> Instance:
         """Return the next instance by this client's mode. Raises `WorkerUnavailable` when there is none.
@@ -191,11 +191,12 @@ class Client:
         call = None if context.current_span() is NO_SPAN else _start_call(self._endpoint.path, instance_id, context)
         began = perf_counter()  # a loop's own clock stands still within a turn
         try:
-            stream = await self._runtime.plane_client(instance).open(instance, body, context)
+            stream = await self._runtime.planes.client(instance).open(instance, body, context)
         except BaseException as error:
             self._release(booking)
             self._on_first_sign(instance_id, error)
-            _opened(call, context, error)
+            if call is not None:
+                _opened(call, context, error)
             raise
         sent = perf_counter()
         metrics.send_seconds.observe(sent - began)
@@ -206,7 +207,8 @@ class Client:
                 metrics.roundtrip_ttft_seconds.observe(perf_counter() - sent)
 
         stream.book(first=first, released=lambda: self._release(booking))
-        _opened(call, context, stream)
+        if call is not None:
+            _opened(call, context, stream)
         return stream
 
     def record_failure(self, instance: Instance, error: DynamoException) -> bool:
@@ -413,10 +415,8 @@ def _start_call(path: str, instance_id: int, context: Context) -> CallSpan | Non
     return call
 
 
-def _opened(call: CallSpan | None, context: Context, outcome: ResponseStream | BaseException) -> None:
+def _opened(call: CallSpan, context: Context, outcome: ResponseStream | BaseException) -> None:
     """Let the stream of a call end its span, or end it with why there is none."""
-    if call is None:
-        return
     context.attach_span(call.request_span)
     if isinstance(outcome, BaseException):
         call.failed(outcome)

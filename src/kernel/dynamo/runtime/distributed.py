@@ -16,7 +16,7 @@ from dynamo.runtime.base.tasks import AttemptCancelled, Background, SingleFlight
 from dynamo.runtime.calls.event_plane.base import EventPlane
 from dynamo.runtime.calls.health import HealthState
 from dynamo.runtime.calls.progress import ServingProgress
-from dynamo.runtime.calls.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
+from dynamo.runtime.calls.request_plane.base import RequestPlaneServer
 from dynamo.runtime.calls.request_plane.core import ServerCore
 from dynamo.runtime.calls.request_plane.memory import MemoryPlane, shared_plane
 from dynamo.runtime.calls.request_plane.metrics import CallerMetrics
@@ -277,10 +277,6 @@ class DistributedRuntime:
 
     def _watch_requests(self, core: ServerCore) -> None:
         self.observability.watch_requests(core, self.planes.parts.requests)
-
-    def plane_client(self, instance: Instance) -> RequestPlaneClient:
-        """Return the client of the plane that reaches an instance."""
-        return self.planes.client(instance)
 
     def adopt(self, served: ServedEndpoint) -> None:
         """Add a served endpoint, which ends with this runtime."""

@@ -11,6 +11,14 @@ _ROLES: Final = {"developer": "system", "function": "tool"}  # that templates re
 _MEDIA: Final = frozenset({"image", "video", "audio"})  # as validation leaves them in a message
 
 
+def are_plain(messages: Messages) -> bool:
+    """Return whether every message has a role, a text and nothing more: no parts, no calls, no reasoning."""
+    for message in messages:
+        if len(message) != 2 or "role" not in message or message.get("content").__class__ is not str:
+            return False
+    return True
+
+
 def in_form(messages: Messages, form: ContentForm) -> list[Message]:
     """Return the messages with each content as the template reads it; a message that needs no change is the same object.
 

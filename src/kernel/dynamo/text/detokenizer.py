@@ -113,6 +113,8 @@ _NO_TABLE: Final = PieceTable(lambda _id: None, size=0)
 
 def _unfinished_tail(table: PieceTable, prompt_ids: Sequence[int]) -> bytes:
     """Return the bytes at the end of the prompt that only begin a code point (nearly always none)."""
+    if prompt_ids and table[prompt_ids[-1]]:
+        return b""  # its last token is whole characters
     data = b""
     for token_id in reversed(prompt_ids):
         data = table.data(token_id) + data

@@ -20,7 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from dynamo.errors import InvalidArgument
-from dynamo.text.contents import in_form
+from dynamo.text.contents import are_plain, in_form
 from dynamo.text.template_probe import (
     ArgumentForm,
     ContentForm,
@@ -318,21 +318,21 @@ class ChatTemplate:
             **named,
             **(variables or {}),
         }
-        effort = constants.get("reasoning_effort")
-        if isinstance(effort, str) and effort in program.efforts:
+        if isinstance(effort := constants.get("reasoning_effort"), str) and effort in program.efforts:
             del constants["reasoning_effort"]
             if (known := program.efforts[effort]) is not None:
                 constants["reasoning_effort"] = known
 
         def attempt(given: Messages) -> str:
-            shaped = in_form(readable_messages(given, program.traits, think_marks), program.contents)
+            shaped = given
+            if program.contents.only_parts or not are_plain(given):
+                shaped = in_form(readable_messages(given, program.traits, think_marks), program.contents)
             values = {**constants, "messages": shaped}
             prompt = render_within(program.template, values, budget or self._budget, self._clock)
             return _cut_behind_final_message(prompt, shaped) if continue_final_message else prompt
 
-        messages = with_placed_systems(messages, program.roles)
         try:
-            return _rendered(attempt, messages)
+            return _rendered(attempt, with_placed_systems(messages, program.roles))
         except BudgetExceeded as error:
             if budget is not None:
                 raise
@@ -341,23 +341,27 @@ class ChatTemplate:
 
 def _rendered(attempt: Callable[[Messages], str], messages: Messages) -> str:
     """Render a conversation; one that is refused is rendered in turns of user and assistant, where that changes it."""
-    found = _outcome(attempt, messages)
-    if isinstance(found, Exception) and (turns := alternating(messages)) != list(messages):
-        again = _outcome(attempt, turns)
-        found = found if isinstance(again, Exception) else again  # the first refusal fits what was sent
-    if isinstance(found, Exception):
-        raise TemplateRejected(_describe(found)) from found
-    return found
-
-
-def _outcome(attempt: Callable[[Messages], str], messages: Messages) -> str | Exception:
-    """Return the prompt, or what the template raised. It is a program: whatever it raises, these messages made it raise."""
     try:
         return attempt(messages)
     except (BudgetExceeded, TemplateRejected):
         raise
-    except Exception as error:
-        return error
+    except Exception as error:  # a template is a program: whatever it raises, these messages made it raise
+        found = _in_turns(attempt, messages)
+        if found is None:  # the first refusal fits what was sent
+            raise TemplateRejected(_describe(error)) from error
+        return found
+
+
+def _in_turns(attempt: Callable[[Messages], str], messages: Messages) -> str | None:
+    """Return the prompt in turns of user and assistant; None where that changes nothing, or is refused as well."""
+    if (turns := alternating(messages)) == list(messages):
+        return None
+    try:
+        return attempt(turns)
+    except (BudgetExceeded, TemplateRejected):
+        raise
+    except Exception:
+        return None
 
 
 def _compile(environment: BudgetedSandbox, name: str, source: str) -> Template:

@@ -16,7 +16,10 @@ def with_placed_systems(messages: Messages, form: RoleForm) -> Messages:
     its place, so that a longer conversation still begins as the shorter one did. It is joined with the user's texts
     beside it.
     """
-    if not any(message.get("role") in _SYSTEM for message in messages):
+    for message in messages:
+        if message.get("role") in _SYSTEM:
+            break
+    else:
         return messages
     found: list[Message] = []
     leads, was_moved = True, False  # only the system has spoken; the last text was the system's

@@ -72,7 +72,7 @@ class _ChatRenderer(Renderer):
         self._calls: dict[int, int] = {}  # how many began, by choice
         self._reasoning_head = _member_name(options.reasoning_field)
         as_text = answer.request.return_tokens_as_token_ids is not True
-        is_alone = as_text and not answer.has_alternatives
+        is_alone = answer.wants_logprobs and as_text and not answer.has_alternatives
         self._one_token_logprobs = answer.model.text.logprob_pieces.line if is_alone else None
 
     def stream(self, output: ChoiceOutput) -> bytes:

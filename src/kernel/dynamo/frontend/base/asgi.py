@@ -94,10 +94,18 @@ async def read_body(headers: Headers, receive: Receive, limit_bytes: int, budget
     Raises the 413 as soon as the body is known to be too long, the 415 for a coding that is not read, and ClientGone when
     the client left.
     """
-    if b"content-encoding" not in headers:
-        return await _receive_body(headers, receive, limit_bytes, budget)
-    is_coded = _is_coded(headers[b"content-encoding"])
-    body = await _receive_body(headers, receive, limit_bytes, budget)
+    is_coded = b"content-encoding" in headers and _is_coded(headers[b"content-encoding"])
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced[:20]) > limit_bytes:
+        raise _too_large(limit_bytes)
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    body: bytes = message.get("body", b"")
+    if message.get("more_body", False):
+        body = await _receive_rest(body, receive, limit_bytes, budget)
+    elif len(body) > limit_bytes:
+        raise _too_large(limit_bytes)
     return await _inflate(body, limit_bytes, budget) if is_coded else body
 
 
@@ -136,33 +144,22 @@ async def _inflate(body: bytes, limit_bytes: int, budget: BodyBudget) -> bytes:
     return bytes(whole)
 
 
-async def _receive_body(headers: Headers, receive: Receive, limit_bytes: int, budget: BodyBudget) -> bytes:
-    """Receive the whole body as it is sent. Raises the 413 and ClientGone."""
-    announced = headers.get(b"content-length", b"")
-    if announced.isdigit() and int(announced[:20]) > limit_bytes:
-        raise _too_large(limit_bytes)
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
-        if len(body) > limit_bytes:
-            raise _too_large(limit_bytes)
-        return body
-    whole = bytearray()  # and no list of parts: a hostile client makes them two bytes long
+async def _receive_rest(body: bytes, receive: Receive, limit_bytes: int, budget: BodyBudget) -> bytes:
+    """Receive what follows `body`, the first part of several; return the whole. Raises the 413 and ClientGone."""
+    whole, has_more = bytearray(), True  # and no list of parts: a hostile client makes them two bytes long
     try:
         while True:
             if len(whole) + len(body) > limit_bytes:
                 raise _too_large(limit_bytes)
             budget.take(len(body))
             whole += body
-            if not message.get("more_body", False):
+            if not has_more:
                 # Copying megabytes takes tens of milliseconds of the loop, and the reader of a body reads either.
                 return bytes(whole) if len(whole) <= COPIED_BYTES else cast(bytes, whole)
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            body = message.get("body", b"")
+            body, has_more = message.get("body", b""), message.get("more_body", False)
     finally:
         budget.give_back(len(whole))
 
@@ -186,14 +183,11 @@ async def reply(
     *,
     content_type: bytes | None = JSON,
     extra: tuple[tuple[bytes, bytes], ...] = (),
-    respond: Respond | None = None,
 ) -> None:
-    """Send a complete answer; with `respond` in one write, where that is possible."""
+    """Send a complete answer."""
     headers = [(b"content-length", b"%d" % len(body)), *extra]
     if content_type is not None:
         headers.append((b"content-type", content_type))
-    if respond is not None and respond(status, headers, body):
-        return
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

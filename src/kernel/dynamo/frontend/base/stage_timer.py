@@ -52,13 +52,16 @@ class StageTimer:
         self.on_dispatch: Callable[[], None] | None = None
         """Called each time the request was handed to a connection; for the phase of the exchange."""
 
-    def mark(self, stage: int, now: float | None = None) -> float:
-        """Book the time since the last mark to `stage`; the stage ended at `now` (None: at this moment). Return when."""
-        if now is None:
-            now = self._clock()
-        self.seconds[stage] += now - self._at
-        self._at = now
-        return now
+    def mark(self, stage: int) -> float:
+        """Book the time since the last mark to `stage`. Return when the stage has ended: now."""
+        before, self._at = self._at, self._clock()
+        self.seconds[stage] += self._at - before
+        return self._at
+
+    def mark_until(self, stage: int, ended: float) -> None:
+        """Do as `mark` for a stage that ended at a time that was noted elsewhere."""
+        self.seconds[stage] += ended - self._at
+        self._at = ended
 
     # -- several choices may run at once: what counts is the first of them that gets this far ------------------------
 

@@ -14,14 +14,15 @@ from dynamo.frontend.base.asgi import (
     ClientGone,
     Headers,
     Receive,
+    Respond,
     Scope,
     Send,
     check_content_type,
     first_headers,
     read_body,
-    reply,
     reply_rejected,
 )
+from dynamo.frontend.base.request_id import HEADER as ID_HEADER
 from dynamo.frontend.base.request_id import client_request_id, request_id_note
 from dynamo.frontend.http.byte_stream import ByteStream
 from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
@@ -45,8 +46,9 @@ class AsgiSink:
     def __init__(self, scope: Scope, send: Send, request_id: str, dialect: Dialect = OPENAI) -> None:
         self._send, self._request_id, self._dialect = send, request_id, dialect
         self._extensions: dict[str, Any] = scope.get("extensions") or {}
-        written = request_id.encode("latin-1")
-        self._extra = tuple([(name, written) for name in dialect.id_headers])
+        written, names = request_id.encode("latin-1"), dialect.id_headers
+        # Nearly always one, and a comprehension is a call.
+        self._extra = ((names[0], written),) if len(names) == 1 else tuple([(name, written) for name in names])
         self.exchange: Exchange | None = None  # that is answered; None: it was refused before there was one
 
     @property
@@ -55,10 +57,11 @@ class AsgiSink:
         return self._extensions.get(LEAVE_EXTENSION)
 
     async def reply(self, status: int, body: bytes, headers: HeaderPairs = (), *, content_type: bytes = JSON) -> None:
-        respond = self._extensions.get(RESPOND_EXTENSION)
-        await reply(
-            self._send, status, body, content_type=content_type, extra=(*self._fixed(), *headers), respond=respond
-        )
+        respond: Respond | None = self._extensions.get(RESPOND_EXTENSION)
+        sent = [(b"content-length", b"%d" % len(body)), *self._fixed(), *headers, (b"content-type", content_type)]
+        if respond is None or not respond(status, sent, body):
+            await self._send({"type": "http.response.start", "status": status, "headers": sent})
+            await self._send({"type": "http.response.body", "body": body})
 
     async def reject(self, rejected: RequestRejected) -> None:
         await reply_rejected(self._send, rejected, self._fixed(), dialect=self._dialect, request_id=self._request_id)
@@ -120,7 +123,7 @@ class InferenceRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         headers = first_headers(scope)
-        known = client_request_id(headers)
+        known = client_request_id(headers) if ID_HEADER in headers else None
         request_id = random_uuid()
         sink = AsgiSink(scope, send, known or self._call.response_id(request_id), self.dialect)
         began = loop.time()
@@ -141,8 +144,7 @@ class InferenceRoute:
         sink.exchange = exchange = self._call.open(request_id, arrival)
         if EXCHANGE in scope:
             scope[EXCHANGE] = exchange
-        on_leave = sink.on_leave
-        if on_leave is not None:
+        if (on_leave := sink.on_leave) is not None:
             on_leave(exchange.client_left)
             await self._call.run(exchange, sink)
             return
@@ -162,19 +164,15 @@ async def watch_client(receive: Receive, exchange: Exchange) -> None:
 
 
 def _arrival(scope: Scope, body: bytes, at: float, headers: Headers, known: str | None) -> Arrival:
+    client = scope.get("client")
     return Arrival(
         body,
         at,
         headers,
         scope["headers"],
         known,
-        request_id_note(headers),
-        _address_of(scope),
+        request_id_note(headers) if ID_HEADER in headers else "",
+        None if client is None else f"{client[0]}:{client[1]}",
         path=scope["path"],
         identity=scope.get(IDENTITY),
     )
-
-
-def _address_of(scope: Scope) -> str | None:
-    client = scope.get("client")
-    return None if client is None else f"{client[0]}:{client[1]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.routing import BaseRoute, Route, Router
@@ -27,18 +27,17 @@ class InferenceFirst(Router):
         super().__init__(routes=routes, redirect_slashes=False, default=default)
         self._inference = dict(inference)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        """Return what serves the request: a coroutine around it would be one more to go through at every turn."""
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._inference:
             route = self._inference[scope["path"]]
             if IDENTITY in scope:
                 try:
                     check_access(scope, route.access)
                 except RequestRejected as rejected:
-                    await reject_route(scope, send, rejected, route.dialect)
-                    return
-            await route(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+                    return reject_route(scope, send, rejected, route.dialect)
+            return route(scope, receive, send)
+        return super().__call__(scope, receive, send)
 
 
 class GuardedRoute(Route):

@@ -57,6 +57,10 @@ class Part(RequestListener):
     outlives_models: ClassVar[bool] = False
     """Whether it is closed after the view of the cluster, because requests that end with that view are reported to it."""
 
+    def listeners(self) -> Sequence[RequestListener]:
+        """Return what listens to the course of each request: this part, or what does its work. Called once."""
+        return (self,)
+
     # -- what it serves ----------------------------------------------------------------------------------------------
 
     def inference(self) -> Mapping[str, InferenceRoute]:

@@ -55,7 +55,8 @@ class Answer:
     """What is known of the request that is answered, and the optional members that every API can show."""
 
     __slots__ = (
-        "_wanted", "created", "exchange", "explains_routing", "id", "model", "model_name", "received_at", "request", "work",
+        "_wanted", "created", "exchange", "explains_routing", "id", "model", "model_name", "received_at", "request",
+        "wants_logprobs", "work",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +78,7 @@ class Answer:
         self.created = int(self.received_at)
         self.model_name = request.model
         self._wanted = frozenset(request.extra_fields)
+        self.wants_logprobs = request.requested_logprobs is not None
         self.explains_routing = explains_routing
 
     def rename(self, id: str) -> None:
@@ -86,10 +88,6 @@ class Answer:
         """
         if not self.exchange.is_called(id):
             self.id = id
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.request.requested_logprobs is not None
 
     @property
     def has_alternatives(self) -> bool:

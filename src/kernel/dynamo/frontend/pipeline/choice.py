@@ -59,38 +59,45 @@ class Delta:
 class Choice:
     """One choice: its stream of items, which subclasses turn into deltas."""
 
-    __slots__ = ("_index", "_is_over", "_request", "_work", "stream")
+    __slots__ = ("_index", "_request", "_work", "is_over", "stream")
 
     def __init__(
         self, model: GenerationModel, work: WorkRequest, context: Context, index: int, request: DispatchRequest
     ) -> None:
         self._work = work
         self._index = index
-        self._is_over = False
+        self.is_over = False  # nothing more comes
         self._request = request
         self.stream = model.dispatcher.open(request, context)
 
     async def next(self) -> Delta | None:
         """Return everything new, waiting for something to arrive; None once the choice has ended."""
-        if self._is_over:
+        if self.is_over:
             return None
         items = await self.stream.next_batch()
         if items:
             return self._absorb(items)
-        self._is_over = True
+        self.is_over = True
         return None
 
     async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None) -> None:
-        """Call `accept` or `plain` with what arrives. See `SingleGeneration.push`."""
-        if not self._is_over:
+        """Call `accept` with what arrives, at once and without waking a task for it. Call it after `next` has returned something.
+
+        `plain`, where given, gets instead what comes of tokens with nothing else to report: no stop, no end, no log
+        probabilities. That is nearly every token, and saves a `Delta` for each.
+
+        Returns when `accept` returned False or `plain` could not send (go on with `next`), or when the choice has ended.
+        Raises as `next`, and what they raise.
+        """
+        if not self.is_over:
             await self.stream.push(self._otherwise(accept))
 
     def _otherwise(self, accept: Callable[[list[Delta]], bool]) -> Callable[[list[StreamItem]], bool]:
-        return lambda items: accept([self._absorb(items)]) and not self._is_over
+        return lambda items: accept([self._absorb(items)]) and not self.is_over
 
     def close(self) -> None:
         """Leave the stream; a worker that has not ended the stream receives a kill. Idempotent."""
-        self._is_over = True
+        self.is_over = True
         self.stream.close()
 
     def _absorb(self, items: list[StreamItem]) -> Delta:
@@ -132,8 +139,8 @@ class TokenChoice(Choice):
         super().__init__(model, work, context, index, request)
 
     async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None) -> None:
-        """Call `accept` or `plain` with what arrives. See `SingleGeneration.push`."""
-        if plain is None or self._is_over:
+        """Call `accept` or `plain` with what arrives. See `Choice.push`."""
+        if plain is None or self.is_over:
             await super().push(accept, plain)
             return
         tokens = PlainTokens(self._decoder, self._generated, self._work.tally, plain, self._otherwise(accept))
@@ -195,8 +202,12 @@ class TokenChoice(Choice):
         delta.text += self._decoder.push(ids, text)
 
     def _absorb_usage(self, usage: dict[str, Any]) -> None:
-        details = usage.get("prompt_tokens_details")
-        cached = reported_count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+        details: Any = usage.get("prompt_tokens_details")
+        # The wire makes dicts; whether another object is a mapping takes a search through its bases.
+        if details.__class__ is dict or isinstance(details, Mapping):
+            cached = reported_count(details.get("cached_tokens"))
+        else:
+            cached = None
         if cached is not None:
             # A worker that went on for another one may have found more than the prompt in its cache.
             tally, prompt = self._work.tally, len(self._request.prompt)
@@ -206,7 +217,7 @@ class TokenChoice(Choice):
 
     def _finish(self, delta: Delta, reason: Any) -> None:
         decoder = self._decoder
-        self._is_over = True
+        self.is_over = True
         if decoder.finish_reason is not None:
             delta.finish_reason = self._work.tally.finish_reason = decoder.finish_reason
             delta.stop_reason = decoder.stop_reason

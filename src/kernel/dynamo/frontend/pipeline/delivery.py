@@ -13,7 +13,7 @@ from dynamo.frontend.pipeline.choice import Delta
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, TokenSource
 from dynamo.frontend.pipeline.exchange import Phase
-from dynamo.frontend.pipeline.generation import SingleGeneration, generate
+from dynamo.frontend.pipeline.generation import generate, open_only_choice
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.parsing_stage import ParsingStage
 from dynamo.frontend.pipeline.plain import NumberedOutput, PlainOutput
@@ -30,9 +30,10 @@ class _Delivery:
 
     __slots__ = ("_answer", "_exchange", "_has_begun", "_idle", "_renderer", "_source", "_stage", "_tap")
 
-    def __init__(self, answer: Answer, renderer: Renderer, idle: IdleTimeout | None) -> None:
+    def __init__(self, answer: Answer, renderer: Renderer, silence_limit_seconds: float | None) -> None:
+        """`silence_limit_seconds`: how long workers may send nothing; None: for ever."""
         work, model = answer.work, answer.model
-        self._answer, self._renderer, self._idle = answer, renderer, idle
+        self._answer, self._renderer = answer, renderer
         self._exchange = answer.exchange
         self._has_begun = False
         self._tap = work.tap if work.tap is not None and work.tap.follows else None
@@ -44,6 +45,8 @@ class _Delivery:
         self._stage: ParsingStage | None = None
         if work.plan.parsing is not None:
             self._stage = ParsingStage(work.plan.parsing, work, None if model.takes_text else model.text.tokenizer)
+        limit = silence_limit_seconds
+        self._idle = None if limit is None else IdleTimeout(answer.exchange, work.fail_over_idle_streams, limit)
 
     def _outputs(self, deltas: Sequence[Delta]) -> list[ChoiceOutput]:
         """Count one wake-up and return its events."""
@@ -67,11 +70,11 @@ class _Delivery:
 
     def _check_end(self) -> None:
         """Raise unless generation came to its own end. Call it once, before the last bytes are sent."""
-        if self._idle is not None:
-            self._idle.close()
+        self.close()
         self._exchange.check_end()
 
     def close(self) -> None:
+        """Stop the timer of silence; idempotent."""
         if self._idle is not None:
             self._idle.close()
 
@@ -131,22 +134,22 @@ class StreamDelivery(_Delivery):
             refused.append(data)
             return False
 
-        single = SingleGeneration(answer.model, answer.work, exchange.context)
+        choice = open_only_choice(answer.model, answer.work, exchange.context)
         try:
-            while (deltas := await single.next()) is not None:
-                if data := self._explained(head) + encode(deltas):
+            while not choice.is_over and (delta := await choice.next()) is not None:
+                if data := self._explained(head) + encode([delta]):
                     head = b""
                     await stream.write(data)
                     exchange.timer.answering()
-                while stream.can_push:
+                while stream.can_push and not choice.is_over:
                     splice = self._renderer.splice() if self._tap is None else None  # a tap sees every delta
                     plain = None if splice is None else self._plain(splice, stream, refused)
-                    await single.push(accept, plain)
+                    await choice.push(accept, plain)
                     if not refused:
                         break
                     await stream.write(refused.pop())
         finally:
-            single.close()
+            choice.close()
         return head
 
     def _plain(
@@ -170,8 +173,14 @@ class UnaryDelivery(_Delivery):
         collected = CollectedAnswer(answer.choices)
         timer.mark(PARSE)
         try:
-            if answer.work.plan.is_single:
-                await self._gather_single(collected)
+            if answer.work.plan.is_single:  # the same as through `generate`, without a generator for each request
+                choice = open_only_choice(answer.model, answer.work, self._exchange.context)
+                try:
+                    while not choice.is_over and (delta := await choice.next()) is not None:
+                        collected.add(self._outputs([delta]))
+                        timer.answering()
+                finally:
+                    choice.close()
             else:
                 async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
                     async for deltas in batches:
@@ -179,8 +188,7 @@ class UnaryDelivery(_Delivery):
                         timer.answering()
             self._check_end()
         finally:
-            if self._idle is not None:
-                self._idle.close()
+            self.close()
         body = self._renderer.collect(collected)
         if self._tap is not None:
             self._tap.body = body
@@ -191,17 +199,6 @@ class UnaryDelivery(_Delivery):
             timer.ended()
             headers = (*headers, *timer.headers())
         await sink.reply(200, body, headers)
-
-    async def _gather_single(self, collected: CollectedAnswer) -> None:
-        """Gather one choice: the same as through `generate`, without a generator for each request."""
-        answer, timer = self._answer, self._exchange.timer
-        single = SingleGeneration(answer.model, answer.work, self._exchange.context)
-        try:
-            while (deltas := await single.next()) is not None:
-                collected.add(self._outputs(deltas))
-                timer.answering()
-        finally:
-            single.close()
 
 
 async def send_placement(answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None) -> None:

@@ -127,7 +127,7 @@ class Exchange:
         """`id`: our own id of the request, a UUID, which workers and logs see. `response_id`: the `id` of its answer."""
         self.arrival = arrival
         self.timer = timer
-        self.context = Context(id, trace=_trace_of(arrival))
+        self.context = Context(id, trace=_trace_of(arrival) if b"traceparent" in arrival.headers else None)
         self.response_id = response_id or id  # with the prefix of its API, as clients and operators see it
         self.model: str | None = None  # None until it is found
         self.counters: RequestMetrics | None = None  # None until the model is found
@@ -208,10 +208,11 @@ class Exchange:
 
     def check_end(self) -> None:
         """Raise what ended the request early. Call it once, before the last bytes are sent: they end the request."""
-        if self.is_client_gone:
+        early = self.early_end
+        if early.is_client_gone:
             raise ClientGone
-        if self.reason is not None:
-            raise self.reason
+        if early.reason is not None:
+            raise early.reason
         self.end()
 
     def end_with(self, reason: DynamoException) -> None:
@@ -288,8 +289,6 @@ class ExchangeRegister:
 
 def _trace_of(arrival: Arrival) -> TraceContext | None:
     headers = arrival.headers
-    if b"traceparent" not in headers:
-        return None
     found = {name.decode(): headers[name].decode("latin-1") for name in _TRACE_HEADERS if name in headers}
     if arrival.client_request_id is not None:
         found["x-request-id"] = arrival.client_request_id

@@ -6,10 +6,9 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from dynamo.frontend.pipeline.choice import Choice, Delta, TokenChoice
-from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.frontend.pipeline.text_generation import TextPlan, TextStream
 from dynamo.router.dispatch.fan_out import FanOut
@@ -24,54 +23,23 @@ async def generate(model: GenerationModel, work: WorkRequest, context: Context) 
     Raises:
         DynamoException: typed, also before the first delta; `errors.rule_of` gives the client's status.
     """
-    if work.plan.is_single:
-        single = SingleGeneration(model, work, context)
-        try:
-            while (deltas := await single.next()) is not None:
-                yield deltas
-        finally:
-            single.close()
-    else:
-        plan = work.plan
-        async with FanOut[Delta](context) as fan_out:
-            for prompt_index, prompt in enumerate(plan.prompts):
-                for number in range(plan.streams_per_prompt):
-                    index = prompt_index * plan.choices + number
-                    choice = _open_choice(model, work, fan_out.child(index), index, prompt)
-                    work.running = (*work.running, choice.stream)
-                    fan_out.add(choice)
-            async for deltas in fan_out:
-                yield deltas
+    plan = work.plan
+    async with FanOut[Delta](context) as fan_out:
+        for prompt_index, prompt in enumerate(plan.prompts):
+            for number in range(plan.streams_per_prompt):
+                index = prompt_index * plan.choices + number
+                choice = _open_choice(model, work, fan_out.child(index), index, prompt)
+                work.running = (*work.running, choice.stream)
+                fan_out.add(choice)
+        async for deltas in fan_out:
+            yield deltas
 
 
-class SingleGeneration:
-    """`generate` for one choice of one prompt, which can also push."""
-
-    __slots__ = ("_choice",)
-
-    def __init__(self, model: GenerationModel, work: WorkRequest, context: Context) -> None:
-        self._choice = _open_choice(model, work, context, 0, work.plan.prompts[0])
-        work.running = (self._choice.stream,)
-
-    async def next(self) -> list[Delta] | None:
-        """Return what has arrived, waiting for something; None when the choice has ended. Raises as `generate`."""
-        delta = await self._choice.next()
-        return None if delta is None else [delta]
-
-    async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None = None) -> None:
-        """Call `accept` with what arrives, at once and without waking a task for it.
-
-        `plain`, where given, gets instead what comes of tokens with nothing else to report: no stop, no end, no log
-        probabilities. That is nearly every token, and saves a `Delta` for each.
-
-        Returns when `accept` returned False or `plain` could not send (go on with `next`), or when the choice has ended; raises
-        as `generate`, and what they raise. To be called after `next` has returned something.
-        """
-        await self._choice.push(accept, plain)
-
-    def close(self) -> None:
-        """Cancel what is still running; idempotent."""
-        self._choice.close()
+def open_only_choice(model: GenerationModel, work: WorkRequest, context: Context) -> Choice:
+    """Open the one stream of a request that needs no more (`Plan.is_single`); close it on every path."""
+    choice = _open_choice(model, work, context, 0, work.plan.prompts[0])
+    work.running = (choice.stream,)
+    return choice
 
 
 def _open_choice(model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]) -> Choice:

@@ -18,7 +18,7 @@ from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.metrics.requests import RequestType
 from dynamo.frontend.base.offload import LARGE_BODY_BYTES
-from dynamo.frontend.base.stage_timer import QUEUE, StageTimer, wants_stage_times
+from dynamo.frontend.base.stage_timer import OVERHEAD_HEADER, QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.pipeline.api import Api, MediaTaker
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
@@ -30,7 +30,7 @@ from dynamo.frontend.pipeline.reading import CallReader, Resolved
 from dynamo.frontend.pipeline.request_records import begin_record
 from dynamo.frontend.pipeline.routing_answer import routing_headers
 from dynamo.frontend.pipeline.settings import KEEP_ALIVE_SECONDS, PipelineSettings
-from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs, OpenAnswer
+from dynamo.frontend.pipeline.sink import AnswerSink, HeaderPairs, OpenAnswer
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.vectors.requests import ResultRequest
@@ -71,9 +71,8 @@ class Call:
     def open(self, id: str, arrival: Arrival) -> Exchange:
         """Return the exchange of a request that has just come in; its stage times begin now."""
         arrival.endpoint = self._api.endpoint
-        return Exchange(
-            id, arrival, StageTimer(is_wanted=wants_stage_times(arrival.headers)), self._api.response_id(id)
-        )
+        timer = StageTimer(is_wanted=OVERHEAD_HEADER in arrival.headers and wants_stage_times(arrival.headers))
+        return Exchange(id, arrival, timer, self._api.response_id(id))
 
     async def run(self, exchange: Exchange, sink: AnswerSink) -> None:
         """Answer `exchange`, whatever happens: every failure is an answer, too. Its end is reported once, to every listener.
@@ -95,31 +94,7 @@ class Call:
         is_large = len(exchange.arrival.body) > LARGE_BODY_BYTES
         opened = OpenAnswer(sink)
         try:
-            # No local name holds the outcome: its error has a traceback with this frame, and the two would be a circle.
-            await self._close(exchange, await self._outcome(exchange, opened), opened)
-        finally:
-            try:
-                opened.close()
-            finally:  # a place that is not given back is lost for good
-                try:
-                    if exchange.slot is not None:
-                        exchange.slot.leave()
-                finally:
-                    pipeline.register.remove(exchange)
-                    pipeline.admission.leave()
-            exchange.arrival.kept.clear()
-            if is_large:
-                pipeline.preprocessor.offload.return_memory_soon()
-
-    async def refuse(self, exchange: Exchange, error: Exception, sink: AnswerSink) -> None:
-        """Answer a request of which nothing was looked at, and report its end."""
-        await self._close(exchange, self._failed(exchange, error), OpenAnswer(sink))
-
-    # -- ends ----------------------------------------------------------------------------------------------------
-
-    async def _outcome(self, exchange: Exchange, opened: OpenAnswer) -> Outcome:
-        """Serve the request, and return what came of it; one that failed is still to be answered."""
-        try:
+            # No local name holds an outcome: its error has a traceback with this frame, and the two would be a circle.
             await self._serve(exchange, opened)
         except asyncio.CancelledError:
             aborted = exchange.take_interruption()
@@ -128,11 +103,35 @@ class Call:
                 exchange.early_end.is_client_gone = True
                 self._report(exchange, self._left(exchange))
                 raise
-            return self._failed(exchange, aborted)
+            await self._close(exchange, self._failed(exchange, aborted), opened)
         except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
-            return self._failed(exchange, error)
-        exchange.timer.ended()
-        return self._ended(exchange, 200, "")
+            await self._close(exchange, self._failed(exchange, error), opened)
+        else:
+            exchange.timer.ended()
+            self._report(exchange, self._ended(exchange, 200, ""))
+        finally:
+            self._give_back(exchange, opened)
+            if is_large:
+                pipeline.preprocessor.offload.return_memory_soon()
+
+    async def refuse(self, exchange: Exchange, error: Exception, sink: AnswerSink) -> None:
+        """Answer a request of which nothing was looked at, and report its end."""
+        await self._close(exchange, self._failed(exchange, error), OpenAnswer(sink))
+
+    def _give_back(self, exchange: Exchange, opened: OpenAnswer) -> None:
+        """Give back what a request held. A place that is not given back is lost for good, so nothing keeps a later step."""
+        try:
+            opened.close()
+        finally:
+            try:
+                if exchange.slot is not None:
+                    exchange.slot.leave()
+            finally:
+                self._pipeline.register.remove(exchange)
+                self._pipeline.admission.leave()
+        exchange.arrival.kept.clear()
+
+    # -- ends ----------------------------------------------------------------------------------------------------
 
     async def _close(self, exchange: Exchange, outcome: Outcome, opened: OpenAnswer) -> None:
         """Report the end of a request, and answer it where it failed."""
@@ -179,7 +178,8 @@ class Call:
         rejected: RequestRejected | None = None,
         why: Exception | None = None,
     ) -> Outcome:
-        work, reached = exchange.work, _reached(exchange)
+        work = exchange.work
+        reached = Reached.ADMITTED if exchange.slot is not None else _reached(exchange)
         if work is None:
             return Outcome(self._api.endpoint, exchange.now(), reached, status, error_type, failure, rejected, why)
         tally = work.tally
@@ -199,10 +199,10 @@ class Call:
 
     async def _serve(self, exchange: Exchange, opened: OpenAnswer) -> None:
         """Serve a request that has a place in this process. Raises what goes wrong."""
-        arrival, pipeline = exchange.arrival, self._pipeline
+        arrival, pipeline, settings = exchange.arrival, self._pipeline, self._settings
         resolved = await self._reader.read(arrival)
         arrival.body = b""
-        request, model = resolved.request, resolved.model
+        request, model, effects = resolved.request, resolved.model, resolved.effects
         exchange.model = model.name
         kind: RequestType = "stream" if request.is_streaming else "unary"
         exchange.counters = pipeline.metrics.requests.begin(model.name, self._api.endpoint, kind, arrival.at)
@@ -211,27 +211,19 @@ class Call:
         # Before the prompt is rendered or tokenised.
         exchange.slot = model.admission.enter(urgency_of(request.nvext), arrival.at)
         exchange.enter(Phase.ADMITTED, exchange.now())
-        await self._serve_admitted(exchange, resolved, opened)
-
-    async def _serve_admitted(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
-        effects = resolved.effects
         if effects.metadata:
             exchange.context.metadata = effects.metadata
-        begin_record(exchange, resolved.request, effects)
-        if resolved.request.is_streaming:
-            opened.stream = self._open_stream(exchange, resolved, opened.sink)
-        if (limit := self._settings.request_timeout_seconds) is None:
+        begin_record(exchange, request, effects)
+        if request.is_streaming:
+            opened.stream = opened.sink.open_stream(
+                peek_seconds=settings.peek_seconds,
+                keep_alive_seconds=_keep_alive(settings, request),
+                late_headers=partial(_late_headers, exchange) if effects.explains_routing else exchange.timer.headers,
+            )
+        if (limit := settings.request_timeout_seconds) is None:
             await self._answer(exchange, resolved, opened)
         else:
             await self._answer_within(limit, exchange, resolved, opened)
-
-    def _open_stream(self, exchange: Exchange, resolved: Resolved, sink: AnswerSink) -> AnswerStream:
-        explains = resolved.effects.explains_routing
-        return sink.open_stream(
-            peek_seconds=self._settings.peek_seconds,
-            keep_alive_seconds=_keep_alive(self._settings, resolved.request),
-            late_headers=partial(_late_headers, exchange) if explains else exchange.timer.headers,
-        )
 
     async def _answer_within(self, limit: float, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
         context = exchange.context
@@ -257,8 +249,7 @@ class Call:
 
 
 def _reached(exchange: Exchange) -> Reached:
-    if exchange.slot is not None:
-        return Reached.ADMITTED
+    """Return how far a request has come that has no place of its model."""
     if exchange.model is not None:
         return Reached.RESOLVED
     return Reached.DOOR if exchange.early_end.task is None else Reached.READ

@@ -167,7 +167,7 @@ async def _tokenised(
         ids = encode()
     else:
         started, ids = await offload(lambda: (perf_counter(), encode()))
-        timer.mark(QUEUE, started)
+        timer.mark_until(QUEUE, started)
     timer.mark(TOKENISE)
     return ids
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
@@ -34,7 +34,7 @@ class Reached(enum.IntEnum):
     ADMITTED = 3
 
 
-class TokensTaken(NamedTuple):
+class TokensTaken(Struct, frozen=True):
     """The tokens that a request took; they are those of its model where a worker counted them."""
 
     prompt_tokens: int = 0

@@ -120,15 +120,15 @@ class Plan(Struct, frozen=True):
     parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
     is_query: bool = False  # the client only wants to know where the request would go
 
-    def reading(self, options: ChatOptions, parsing: OutputPlan | None) -> Plan:
-        """Return this plan with the options of a chat, and how the text of its answer is read."""
+    def reading(self, parsing: OutputPlan) -> Plan:
+        """Return this plan with how the text of its answer is read."""
         return Plan(
             self.body,
             self.prompts,
             self.choices,
             self.pinned_instance_id,
             self.limits,
-            options,
+            self.options,
             parsing,
             self.is_query,
         )

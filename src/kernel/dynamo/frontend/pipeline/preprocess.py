@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Final
@@ -37,6 +37,7 @@ from dynamo.protocol.openai.requests import (
 )
 from dynamo.router.dispatch.failover import DispatchLimits, pinned_instance
 from dynamo.runtime.observe.metrics import observe_each
+from dynamo.text.contents import are_plain
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 from dynamo.text.tokenizer import Tokenizer
@@ -73,31 +74,31 @@ class Preprocessor:
         runtime_data = model.card.runtime_config.runtime_data
         options = chat_options(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
         if model.takes_text:
-            text_only = text_plan(request, self._plan(request, effects, model, [[]]))
-            return msgspec.structs.replace(
-                text_only, options=options, parsing=self._parsing(options, model, text_only, "")
-            ), None
+            text_only = text_plan(request, self._plan(request, effects, model, [[]], options))
+            return msgspec.structs.replace(text_only, parsing=self._parsing(options, model, text_only, "")), None
         began = perf_counter()
         text: str | None = None
         limits, ids = model.length_limits, request.token_data
         if ids is None:
             prompt = await self._prompt(request, options, model, overhead)
             text = prompt.text
-            ids = await self._encode(model, prompt, overhead, _context(request, model), is_chat=True)
+            context = limits.context if request.truncate_prompt_tokens is None else None
+            ids = await self._encode(model, prompt, overhead, context, is_chat=True)
             if request.add_special_tokens is True:
                 ids = model.text.text_frame.around_rendered(ids)
         if request.truncate_prompt_tokens is not None:
             ids = limits.cut(ids, request.truncate_prompt_tokens, request.output_limit)
         limits.check([ids], is_chat=True)
         if request.is_large:  # which is scanned
-            plan = await self._offload(partial(self._plan, request, effects, model, [ids]))
+            plan = await self._offload(partial(self._plan, request, effects, model, [ids], options))
         else:
-            plan = self._plan(request, effects, model, [ids])
+            plan = self._plan(request, effects, model, [ids], options)
         if request.clamps_output:
             limits.clamp(plan.body["stop_conditions"], len(ids))
         elif limits.combined is not None:
             limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=True)
-        plan = plan.reading(options, self._parsing(options, model, plan, text))
+        if (parsing := self._parsing(options, model, plan, text)) is not None:
+            plan = plan.reading(parsing)
         self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
         return plan, text
 
@@ -121,11 +122,18 @@ class Preprocessor:
     async def _prompt(
         self, request: ChatRequest, options: ChatOptions, model: ServedModel, overhead: StageTimer
     ) -> RenderedPrompt:
-        text = raw_prompt(request)
-        if text is not None:
+        """Render here where that is quick, else in the executor: a template may be any program."""
+        if request.nvext is not None and (text := raw_prompt(request)) is not None:
             return RenderedPrompt(text)
         overhead.mark(PARSE)
-        prompt = await self._rendered(request, options, model)
+        template, prompt = model.text.template, None
+        if not request.is_large and template.expect_cheap():
+            try:
+                prompt = self._render(request, options, model, INLINE_BUDGET)
+            except BudgetExceeded:
+                template.was_costly()
+        if prompt is None:
+            prompt = await self._offload(lambda: self._render(request, options, model))
         overhead.mark(TEMPLATE)
         return prompt
 
@@ -165,15 +173,21 @@ class Preprocessor:
         self, request: CompletionRequest, text: str, model: ServedModel, overhead: StageTimer
     ) -> list[int]:
         """Tokenise one text prompt, with the tokens that the tokenizer's post-processor adds unless the client declines."""
-        ids = await self._encode(model, RenderedPrompt(text), overhead, _context(request, model), is_chat=False)
+        context = model.length_limits.context if request.truncate_prompt_tokens is None else None
+        ids = await self._encode(model, RenderedPrompt(text), overhead, context, is_chat=False)
         return ids if request.add_special_tokens is False else model.text.text_frame.around(ids)
 
     def _parsing(self, options: ChatOptions, model: ServedModel, plan: Plan, prompt: str | None) -> OutputPlan | None:
         """Choose the parsers of the answer, and write what follows from them into the worker's request."""
         config = model.card.runtime_config
         chooses_calls = model.takes_text and options.only_first_call  # from those that the engine has read
-        is_plain = config.tool_call_parser is None and config.reasoning_parser is None
-        if is_plain and options.forced_choice is None and options.shape is None and not chooses_calls:
+        if (
+            config.tool_call_parser is None
+            and config.reasoning_parser is None
+            and options.forced_choice is None
+            and options.shape is None
+            and not chooses_calls
+        ):
             return None
         tokenizer = model.text.tokenizer
         parsing = plan_output(
@@ -189,16 +203,6 @@ class Preprocessor:
             parsing = tell_worker(options, config, parsing, tokenizer, plan.body, closes_objects=closes)
             self._check_guided(plan.body)
         return parsing
-
-    async def _rendered(self, request: ChatRequest, options: ChatOptions, model: ServedModel) -> RenderedPrompt:
-        """Render here where that is quick, else in the executor: a template may be any program."""
-        template = model.text.template
-        if not request.is_large and template.expect_cheap():
-            try:
-                return self._render(request, options, model, INLINE_BUDGET)
-            except BudgetExceeded:
-                template.was_costly()
-        return await self._offload(lambda: self._render(request, options, model))
 
     def _render(
         self, request: ChatRequest, options: ChatOptions, model: ServedModel, budget: BudgetSpec | None = None
@@ -220,12 +224,15 @@ class Preprocessor:
         config = model.card.runtime_config
         excludes = self._settings.exclude_tools_when_tool_choice_none and config.exclude_tools_when_tool_choice_none
         tools = template_tools(request, exclude_when_none=excludes)
-        form = model.text.template.argument_form(has_tools=bool(tools))
-        messages = template_messages(
-            request,
-            as_objects=form.as_objects or config.tool_call_arguments_format == "json_object",
-            takes_raw_text=form.takes_raw_text,
-        )
+        messages, marks = request.messages, None
+        if not are_plain(messages):
+            form = model.text.template.argument_form(has_tools=bool(tools))
+            messages = template_messages(
+                request,
+                as_objects=form.as_objects or config.tool_call_arguments_format == "json_object",
+                takes_raw_text=form.takes_raw_text,
+            )
+            marks = think_marks(config, model.text.tokenizer)
         guarded: Guarded | None = None
         if model.text.control_tokens is not None and not self._settings.allow_control_tokens_in_text:
             guarded = model.text.control_tokens.guard(messages, tools, variables)
@@ -234,7 +241,7 @@ class Preprocessor:
             tools=tools if guarded is None else guarded.tools,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message is True,
-            think_marks=think_marks(config, model.text.tokenizer),
+            think_marks=marks,
             variables=variables if guarded is None else guarded.variables,
             budget=budget,
         )
@@ -245,7 +252,7 @@ class Preprocessor:
     async def _encode(
         self, model: ServedModel, prompt: RenderedPrompt, overhead: StageTimer, context: int | None, *, is_chat: bool
     ) -> list[int]:
-        """Tokenise; a text that is sure to have more than `context` tokens is refused before that."""
+        """Tokenise; a text that is sure to have more than `context` tokens is refused before that. None: it is cut afterwards."""
         began = overhead.mark(PARSE)
         limit = context or MAX_PROMPT_TOKENS
         if len(prompt.text) > max(PROBED_CHARACTERS, CHARACTERS_PER_TOKEN * limit):
@@ -253,12 +260,11 @@ class Preprocessor:
             least = await self._offload(partial(least_tokens, model.text.tokenizer, prompt.text, limit))
             if least >= limit:
                 raise PromptTooLong(limit, f"at least {least}", is_chat=is_chat)
-        encode = _encoder(model, prompt)
-        if len(prompt.text) <= self._settings.inline_tokenize_characters:
-            ids = encode()
+        if len(prompt.text) > self._settings.inline_tokenize_characters:
+            started, ids = await self._offload(lambda: (perf_counter(), _encoded(model, prompt)))
+            overhead.mark_until(QUEUE, started)
         else:
-            started, ids = await self._offload(_timed(encode))
-            overhead.mark(QUEUE, started)
+            ids = _encoded(model, prompt)
         seconds = overhead.mark(TOKENISE) - began
         observe_each(self._metrics.preparation.tokenize, (seconds, seconds * 1000))
         return ids
@@ -269,6 +275,7 @@ class Preprocessor:
         effects: HeaderEffects,
         model: ServedModel,
         prompts: list[list[int]],
+        options: ChatOptions | None = None,
     ) -> Plan:
         if request.nvext is not None:
             check_ranks(request, model.ranks, model.prefill_ranks)
@@ -278,8 +285,8 @@ class Preprocessor:
             own = request.bad_words_token_ids or []
             request.bad_words_token_ids = [*own, *_spellings(request.bad_words, model.text.tokenizer)]
         body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
-        self._check_guided(body)
         if (guided := body["sampling_options"]["guided_decoding"]) is not None:
+            self._check_guided(body)
             closes = not self._settings.open_guided_objects
             body["sampling_options"]["guided_decoding"] = bounded_guidance(guided, closes_objects=closes)
         body["model"] = request.model
@@ -302,7 +309,7 @@ class Preprocessor:
         )
         annotations = request.annotations
         is_query = bool(annotations) and any(annotation.startswith(_QUERY) for annotation in annotations)
-        return Plan(body, prompts, request.choices_per_prompt, pinned, limits, is_query=is_query)
+        return Plan(body, prompts, request.choices_per_prompt, pinned, limits, options, is_query=is_query)
 
     def _check_guided(self, body: dict[str, Any]) -> None:
         """Refuse a grammar or schema that could end a worker's compiler."""
@@ -313,11 +320,6 @@ class Preprocessor:
         raise RequestRejected(
             400, f"Validation: guided decoding: `{excess.member}` {excess.detail}", param=f"guided_{excess.member}"
         )
-
-
-def _context(request: ChatRequest | CompletionRequest, model: ServedModel) -> int | None:
-    """Return how long a prompt may be before it is tokenised; None for one that is cut afterwards."""
-    return model.length_limits.context if request.truncate_prompt_tokens is None else None
 
 
 def _spellings(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
@@ -334,12 +336,12 @@ def _spellings(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     return found
 
 
-def _encoder(model: ServedModel, prompt: RenderedPrompt) -> Callable[[], list[int]]:
-    """Return the work of tokenising this prompt."""
+def _encoded(model: ServedModel, prompt: RenderedPrompt) -> list[int]:
+    """Return the tokens of a prompt."""
     tokenizer, control = model.text.tokenizer, model.text.control_tokens
     if prompt.cuts and control is not None:
-        return partial(control.encode, tokenizer, prompt)
-    return partial(tokenizer.encode_unlocked, prompt.text)
+        return control.encode(tokenizer, prompt)
+    return tokenizer.encode_unlocked(prompt.text)
 
 
 def least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
@@ -353,8 +355,3 @@ def least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
         if least >= limit:
             break
     return least
-
-
-def _timed(encode: Callable[[], list[int]]) -> Callable[[], tuple[float, list[int]]]:
-    """Make work that returns when it began, and what `encode` returns."""
-    return lambda: (perf_counter(), encode())

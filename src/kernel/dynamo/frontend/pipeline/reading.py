@@ -21,14 +21,11 @@ from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
 from dynamo.protocol.openai.foreign_members import FOREIGN_MEMBERS
-from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
+from dynamo.protocol.openai.headers import KNOWN_HEADERS, HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.vectors.requests import ResultRequest
 
 logger = logging.getLogger(__name__)
-
-_X: Final = b"x-"
-_THREAD_ID: Final = b"thread-id"  # the one header we read that does not begin with "x-"
 
 UNSUSPECTED_BODY_BYTES: Final = 16 * 1024 * 1024  # more than the longest embeddings, tools and schemas take
 
@@ -46,51 +43,47 @@ class CallReader:
 
     def __init__(self, api: Api[Any], settings: PipelineSettings, models: ModelDirectory, offload: Offload) -> None:
         self._api, self._settings, self._models, self._offload = api, settings, models, offload
-        prefix = settings.metadata_header_prefix.encode()
-        self._metadata_prefix = (
-            prefix if prefix[:2] != _X else None
-        )  # None: its headers are read as all of that kind are
-        self._logged: set[str] = set()  # members without an effect that the log has; all of them are in one table
-        self._surface_bit = api.model_type.value
-        self._limits = BodyLimits(
+        limits = BodyLimits(
             settings.json_depth_limit,
             settings.messages_limit,
             settings.json_members_limit,
             settings.json_items_limit,
         )
+        self._decode = partial(api.decode, ignore_unsupported=settings.ignore_unsupported_fields, limits=limits)
+        self._metadata_prefix = settings.metadata_header_prefix.encode()
+        self._logged: set[str] = set()  # members without an effect that the log has; all of them are in one table
+        self._surface_bit = api.model_type.value
 
     async def read(self, arrival: Arrival) -> Resolved:
         """Check everything that can be wrong with a request before a worker gets it; in the native order of checks.
 
         Raises RequestRejected.
         """
-        settings, models, api = self._settings, self._models, self._api
-        decode = partial(
-            api.decode, arrival.body, ignore_unsupported=settings.ignore_unsupported_fields, limits=self._limits
-        )
+        settings, models, api, body = self._settings, self._models, self._api, arrival.body
         # Off the loop where it takes long: other requests wait for the loop, and none for a thread of the executor.
-        is_large = takes_long(arrival.body)
-        if is_large and not api.takes_media:
-            _check_plausible(len(arrival.body), settings.body_bytes_per_token, models.longest_context)
-        request = await self._offload(decode) if is_large else decode()
-        if is_large:
+        if is_large := takes_long(body):
+            if not api.takes_media:
+                _check_plausible(len(body), settings.body_bytes_per_token, models.longest_context)
+            request = await self._offload(partial(self._decode, body))
             request.is_large = True
+        else:
+            request = self._decode(body)
         model = models.lookup(request.model)
         if arrival.identity is not None:
             bind_key(request, arrival.identity, api.dialect, self._served_to(arrival))
         if model is None and models.names.is_expected(request.model):
             raise model_not_ready(request.model)
-        prefix = self._metadata_prefix
-        effects = apply_headers(
-            request,
-            [
-                (name.decode("latin-1"), value.decode("latin-1"))
-                for name, value in arrival.header_pairs
-                if name[:2] == _X or name == _THREAD_ID or (prefix is not None and name.startswith(prefix))
-            ],
-            metadata_prefix=settings.metadata_header_prefix,
-            nvext_enabled=not settings.disable_nvext,
-        )
+        prefix, start = self._metadata_prefix, self._metadata_prefix[:2]
+        known = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in arrival.header_pairs
+            if name in KNOWN_HEADERS or (name[:2] == start and name.startswith(prefix))
+        ]
+        if known or settings.disable_nvext:
+            given, allows = settings.metadata_header_prefix, not settings.disable_nvext
+            effects = apply_headers(request, known, metadata_prefix=given, nvext_enabled=allows)
+        else:
+            effects = HeaderEffects()
         if arrival.identity is not None:
             cap_priority(request, arrival.identity.priority)
         for warning in effects.warnings:

@@ -247,17 +247,17 @@ class TextStream(Choice):
         except DynamoException:
             if not self._request.is_complete:
                 raise
-            self._is_over = True
+            self.is_over = True
             return None
 
     async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None) -> None:
-        """Call `accept` with what arrives. See `SingleGeneration.push`."""
+        """Call `accept` with what arrives. See `Choice.push`."""
         try:
             await super().push(accept, plain)
         except DynamoException:
             if not self._request.is_complete:
                 raise
-            self._is_over = True
+            self.is_over = True
 
     def _absorb(self, items: Sequence[StreamItem]) -> TextDeltas:
         delta, tally, request = TextDeltas(self._index), self._tally, self._request
@@ -285,10 +285,10 @@ class TextStream(Choice):
         if all(choice.is_over for choice in self._choices):
             request.is_complete = True  # from here on only usage can follow
             if tally.has_usage(self._prompt_index):
-                self._is_over = True
+                self.is_over = True
                 self.stream.finish()
             elif any(choice.has_run_on for choice in self._choices):
-                self._is_over = True
+                self.is_over = True
                 self.stream.stop()  # the worker does not search for the request's stop strings, and would go on
         return delta
 

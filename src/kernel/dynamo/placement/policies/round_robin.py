@@ -25,8 +25,7 @@ class RoundRobinCursor:
 
         The order is that of the ids, so a turn survives workers that come and go.
         """
-        last = self.last
-        later = [each for each in candidates if (each.instance_id, each.endpoint) > last]
+        later = [each for each in candidates if (each.instance_id, each.endpoint) > self.last]
         chosen = min(later or candidates, key=_POSITION)
         self.last = _POSITION(chosen)
         return chosen

@@ -64,9 +64,7 @@ def read_json(body: bytes, decode: Callable[[bytes], T], limits: BodyLimits = DE
         body = body[3:]
     check_size(body, limits)
     try:
-        if len(body) > LARGE_BYTES:
-            return decode_in_steps(body, decode), False
-        return decode(body), False
+        return decode(body) if len(body) <= LARGE_BYTES else decode_in_steps(body, decode), False
     except TooMuchStructure:
         text = f"more than {MAX_REST_BYTES} bytes of JSON beside the strings of at least {LONG_BYTES} bytes"
         raise _refused(text, limit="json_structure") from None
@@ -144,6 +142,11 @@ def check_messages(messages: Sized, limit: int) -> None:
     if len(messages) > limit:
         text = f"Maximum of {limit} messages are supported (DYN_HTTP_MESSAGES_LIMIT), got {len(messages)}"
         raise RequestRejected(400, text, param="messages", limit="messages")
+
+
+def may_nest_deeper(body: bytes, limit: int) -> bool:
+    """Return whether a body has as many brackets as values need that nest deeper than `limit`; few bodies have."""
+    return body.count(b"[") + body.count(b"{") > limit
 
 
 def check_depth(values: Iterable[Any], limit: int = MAX_DEPTH) -> None:

@@ -226,6 +226,9 @@ _KNOWN: Final[dict[str, tuple[str, int]]] = {
     "x-claude-code-parent-agent-id": ("parent_agent_id", 0),
 }
 
+KNOWN_HEADERS: Final = frozenset(name.encode() for name in _KNOWN)
+"""The headers that `apply_headers` reads, beside those of metadata."""
+
 SERVING_HEADERS: Final = frozenset(_KNOWN) - {"x-tenant-id"}
 """The headers that decide how a request is served, and may be shown and kept: all that are known here but the tenant's, whose
 value is a salt of caches."""

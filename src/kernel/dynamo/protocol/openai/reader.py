@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from dynamo.protocol.openai.body import BodyLimits, check_depth, deserialisation_error, read_json
+from dynamo.protocol.openai.body import BodyLimits, check_depth, deserialisation_error, may_nest_deeper, read_json
 from dynamo.protocol.openai.foreign_members import is_meaningless
 
 T = TypeVar("T")
@@ -59,7 +59,8 @@ class RequestReader:
             request, mended = read_json(body, self._decode_any if ignore_unsupported else self._decode, limits)
         except msgspec.ValidationError as error:
             raise deserialisation_error(error) from error
-        check_depth(request.free_form(), limits.depth)
+        if may_nest_deeper(body, limits.depth):
+            check_depth(request.free_form(), limits.depth)
         if ignore_unsupported and getattr(request, "store", None):
             request.store = None  # an answer that is to be kept, and is not
         if mended:

@@ -48,15 +48,12 @@ __all__ = [
 # `tool_choice` as an object: one function, or those of the tools that may be called.
 
 
-def narrow_tools(request: ChatRequest) -> None:
+def narrow_tools(request: ChatRequest, choice: NamedToolChoice) -> None:
     """Leave only the tools that `allowed_tools` names, and the choice among them; a named function stays as it is.
 
     Raises:
         RequestRejected: 400, the object has not the member of its type, or names a tool that is not there.
     """
-    choice = request.tool_choice
-    if not isinstance(choice, NamedToolChoice):
-        return
     if choice.type == "function":
         if choice.function is UNSET:
             missing = "Object missing required field `function` - at `$.tool_choice`"
@@ -107,8 +104,10 @@ def decode_chat(body: bytes, *, ignore_unsupported: bool = False, limits: BodyLi
         RequestRejected: 400, the body is not JSON of the right shape.
     """
     request: ChatRequest = _CHAT.read(body, ignore_unsupported=ignore_unsupported, limits=limits)
-    check_messages(request.messages, limits.messages)
-    narrow_tools(request)
+    if len(request.messages) > limits.messages:
+        check_messages(request.messages, limits.messages)
+    if request.tool_choice is not None and isinstance(request.tool_choice, NamedToolChoice):
+        narrow_tools(request, request.tool_choice)
     return request
 
 

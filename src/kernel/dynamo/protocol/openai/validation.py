@@ -83,11 +83,13 @@ def validate_chat(request: ChatRequest) -> None:
         _check_stream_options(request)
     if request.unsupported:
         check_supported(request.unsupported)
-    _check_store(request)
+    if request.store is True:
+        _invalid(NOT_STORED, "store")
     _check_vllm_members(request)
-    _check_messages(request.messages)
+    _convert({"messages": request.messages}, _Messages)
     _check_model(request)
-    _check_output_limit(request.max_tokens, "max_tokens")
+    if request.max_tokens is not None:
+        _check_output_limit(request.max_tokens, "max_tokens")
     if request.max_completion_tokens is not None:
         _check_output_limit(request.max_completion_tokens, "max_completion_tokens")
     _check_sampling(request)
@@ -120,7 +122,8 @@ def validate_completion(request: CompletionRequest) -> None:
     """
     _check_stream_options(request)
     check_supported(request.unsupported)
-    _check_store(request)
+    if request.store is True:
+        _invalid(NOT_STORED, "store")
     _check_vllm_members(request)
     _check_model(request)
     prompts = _check_prompt(request)
@@ -165,11 +168,6 @@ def check_supported(names: Sequence[str]) -> None:
         shown = ", ".join(f"`{name[:64]}`" for name in names[:MAX_NAMED_UNSUPPORTED])
         more = f" and {len(names) - MAX_NAMED_UNSUPPORTED} more" if len(names) > MAX_NAMED_UNSUPPORTED else ""
         _invalid(f"Unsupported parameter(s): {shown}{more}{LET_PASS}", names[0][:64])
-
-
-def _check_store(request: CommonRequest) -> None:
-    if request.store is True:
-        _invalid(NOT_STORED, "store")
 
 
 def _check_vllm_members(request: CommonRequest) -> None:
@@ -316,10 +314,6 @@ def _check_nvext(request: CommonRequest, *, prompts: int) -> None:
 
 
 # -- chat ---------------------------------------------------------------------------------------------------------------
-
-
-def _check_messages(messages: list[JsonObject]) -> None:
-    _convert({"messages": messages}, _Messages)
 
 
 def _has_media(messages: list[JsonObject]) -> bool:

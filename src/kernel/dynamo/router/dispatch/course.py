@@ -257,10 +257,7 @@ class Course:
 
     def step(self, event: Event) -> Instruction:
         """Take what has happened; return what is to be done. Raises IllegalStep for an event that cannot happen now."""
-        try:
-            handle = _HANDLERS[self.state][event.__class__]
-        except KeyError:
-            raise IllegalStep(f"{type(event).__name__} in state {self.state}") from None
+        handle = _HANDLERS[self.state].get(event.__class__, _refuse)
         self.instruction = instruction = handle(self, event)
         self.log.append(event)
         return instruction
@@ -445,6 +442,10 @@ class Course:
         if isinstance(last, WorkerUnavailable) and last.is_reported and self.rules.has_adapter:
             return False  # the adapter was unloaded there; its worker is well
         return isinstance(last, EngineShutdown | WorkerUnavailable)
+
+
+def _refuse(course: Course, event: Event) -> Instruction:
+    raise IllegalStep(f"{type(event).__name__} in state {course.state}")
 
 
 class Row(NamedTuple):

@@ -139,32 +139,6 @@ class DispatchRequest:
         """How long a worker may take for its first token; None: any time."""
         return None if self.stall_detector is None else self.stall_detector.policy.first_token_seconds
 
-    def placement(
-        self,
-        excluded: Collection[WorkerKey],
-        *,
-        healthy_only: bool = False,
-        transfer: TransferRule | None = None,
-        bound: WorkerRank | None = None,
-    ) -> PlacementRequest:
-        """Return what the choice of a worker may use."""
-        routing = self.body.get("routing")
-        if not routing:  # by position, which takes half as long
-            return PlacementRequest(
-                self.prompt, None, self.pinned_instance_id, bound, 0, excluded, healthy_only, self.kv, transfer
-            )
-        return PlacementRequest(
-            token_ids=self.prompt,
-            lora_name=routing.get("lora_name"),
-            pinned_instance_id=self.pinned_instance_id,
-            bound=bound,
-            priority=routing.get("priority") or 0,
-            excluded=excluded,
-            healthy_only=healthy_only,
-            kv=self.kv,
-            transfer=transfer,
-        )
-
 
 FOUND: Final = WorkerFound()
 
@@ -198,14 +172,31 @@ class Failover:
         self._replacement: ReplacementWait | None = None  # made where a worker is lost, or there is none
 
     def placement(
-        self, *, healthy_only: bool = False, excluded: Collection[WorkerKey] | None = None
+        self,
+        excluded: Collection[WorkerKey] | None = None,
+        *,
+        healthy_only: bool = False,
+        transfer: TransferRule | None = None,
     ) -> PlacementRequest:
         """Return what the choice of the next worker may use."""
+        request = self._request
         bound = None if self.pool.pre_dispatch is None else self._bound_rank()
         if excluded is None:
             excluded = self.course.excluded
-        transfer = None if self.given is None else self.given.transfer
-        return self._request.placement(excluded, healthy_only=healthy_only, transfer=transfer, bound=bound)
+        if transfer is None and self.given is not None:
+            transfer = self.given.transfer
+        routing: RoutingHints = request.body.get("routing") or {}
+        return PlacementRequest(  # by position, which takes half as long
+            request.prompt,
+            routing.get("lora_name"),
+            request.pinned_instance_id,
+            bound,
+            routing.get("priority") or 0,
+            excluded,
+            healthy_only,
+            request.kv,
+            transfer,
+        )
 
     def _bound_rank(self) -> WorkerRank | None:
         """Return where the session of the request is bound; a stage needs that before the session is held."""
@@ -227,7 +218,7 @@ class Failover:
 
     def has_worker_for(self, rule: TransferRule) -> bool:
         """Return whether a worker that was not tried is there for KV blocks that can be sent by this rule only."""
-        return self.pool.has_worker(self._request.placement(self.course.excluded, transfer=rule))
+        return self.pool.has_worker(self.placement(transfer=rule))
 
     def take(self, result: StageResult) -> None:
         """Take over what a stage passes on, to the next one or to the worker that answers."""
@@ -350,7 +341,7 @@ class Failover:
         """Report whether a worker could be chosen. Raises WorkerUnavailable where there is none."""
         if order.is_after_wait:
             self._place(order)
-        elif not self.pool.has_worker(self.placement(excluded=order.excluded)):
+        elif not self.pool.has_worker(self.placement(order.excluded)):
             raise WorkerUnavailable(f"No workers available for {self.pool.name}")
         return FOUND
 
@@ -364,7 +355,7 @@ class Failover:
         return self._place(order)
 
     def _place(self, order: Choose) -> ChosenWorker:
-        worker = self.pool.choose(self.placement(excluded=order.excluded))
+        worker = self.pool.choose(self.placement(order.excluded))
         if order.is_after_wait:
             self._waiting().end()
         if order.last is not None and not order.looks_only:
@@ -387,14 +378,14 @@ class Failover:
         if wait is not None and session is not None and session.may_go_elsewhere:
             wait.close()  # a session that only prefers its worker goes elsewhere before it waits
             session.go_elsewhere()
-            worker = pool.choose(self.placement(excluded=order.excluded))
+            worker = pool.choose(self.placement(order.excluded))
             wait = pool.wait_for_turn(worker, self._context)
         if wait is None:
             return worker
         began = self._now()
         is_turn = await wait
         self._request.record.queued_seconds += self._now() - began
-        return pool.choose(self.placement(excluded=order.excluded)) if is_turn else None
+        return pool.choose(self.placement(order.excluded)) if is_turn else None
 
     async def _join_session(self) -> None:
         request = self._request

@@ -219,15 +219,15 @@ class ModelPool(HeldWorkers):
             WorkerUnavailable: no member is left.
             Overloaded: every member that is left is busy, or, in the kv mode, the one that the request names.
         """
-        now, candidates = asyncio.get_running_loop().time(), self._in_reach(request)
+        is_open = request.transfer is None and not self.holds.by_worker  # as nearly always
+        now, candidates = asyncio.get_running_loop().time(), self.listed() if is_open else self._in_reach(request)
         placement = place(self._policy, request, candidates, now, scope=f"model {self.name}")
         if self.kv is not None:
             placement = self.kv.settle(placement, request, now)
         if self.holds.on_choice is not None:
             self.holds.on_choice(self.name, candidates, placement)
-        candidate = placement.candidate
-        client = self._clients[candidate.endpoint]
-        return ChosenWorker(placement, client.named(candidate.instance_id), client, self.kv)
+        client = self._clients[placement.candidate.endpoint]
+        return ChosenWorker(placement, client.named(placement.candidate.instance_id), client, self.kv)
 
     def wait_for_turn(self, worker: ChosenWorker, context: Context) -> Coroutine[None, None, bool] | None:
         """Return the wait of a request that is about to go to `worker`; None: it may go at once.

@@ -125,9 +125,6 @@ class InstanceSet:
         """Return the records that a choice is made from, by id. `members`: only these ids; None: all of them."""
         opened = self.breaker.open_circuits(now) if self.breaker.open else ()
         in_flight, endpoint = self.loads.by_worker.get, self._endpoint
-        found = self._sorted
-        if members is not None:
-            found = [each for each in found if each.instance_id in members]
         return [
             Candidate(
                 each.instance_id,
@@ -137,7 +134,8 @@ class InstanceSet:
                 each.instance_id in busy,
                 each.instance_id in opened,
             )
-            for each in found
+            for each in self._sorted
+            if members is None or each.instance_id in members
         ]
 
     def _use(self, instance: Instance) -> None:

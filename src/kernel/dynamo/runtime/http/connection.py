@@ -369,10 +369,13 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _has_one_host(headers: list[tuple[bytes, bytes]], version: str) -> bool:
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) != 1:
-        return not hosts and version != "1.1"
-    return _HOST.fullmatch(hosts[0]) is not None
+    host: bytes | None = None
+    for name, value in headers:
+        if name == b"host":
+            if host is not None:
+                return False
+            host = value
+    return version != "1.1" if host is None else _HOST.fullmatch(host) is not None
 
 
 def _split(url: bytes) -> tuple[str, bytes, bytes]:

@@ -75,7 +75,8 @@ def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: SharedLi
 
         found.append(RequestLogs(settings))  # in front of all others
     for part in found:
-        kernel.pipeline.hooks.add(part)
+        for listener in part.listeners():
+            kernel.pipeline.hooks.add(listener)
     return OpenedParts(found, history)
 
 

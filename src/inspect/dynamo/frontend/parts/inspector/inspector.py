@@ -48,7 +48,7 @@ from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.frontend.parts.inspector.watching import Watching
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Pipeline
-from dynamo.frontend.pipeline.outcome import Outcome, Reached
+from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
 from dynamo.protocol.inspector.actions import AbortResult, BulkAbortRequest, BulkAbortResult, ExplainRequest
 from dynamo.protocol.inspector.filters import Filter, parse_filter
 from dynamo.protocol.inspector.views import (
@@ -123,7 +123,7 @@ class _Process:
         )
 
 
-class Inspector:
+class Inspector(RequestListener):
     """The state of one process as the records of the API. Used on the event loop only."""
 
     def __init__(
@@ -202,7 +202,7 @@ class Inspector:
         self.tables.streams.forget(exchange)
         ended = self.tables.recent.add(exchange, outcome)
         if exchange.tally is not None:
-            self.tables.routing.ended(ended.exchange_id, exchange.model, exchange.tally)
+            self.tables.routing.ended(ended.exchange_id, exchange.model, exchange.tally, outcome.at)
             self.tables.caches.ended(exchange.tally)
         if ended.moves or ended.outcome == "failed":
             self._note_trouble(ended.exchange_id, ended.model, ended.moves, ended.status)

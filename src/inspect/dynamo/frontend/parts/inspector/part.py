@@ -32,8 +32,7 @@ from dynamo.frontend.parts.inspector.members import Question
 from dynamo.frontend.parts.inspector.other_frontends import PEER_HEADER, PEER_PATH, open_other_frontends
 from dynamo.frontend.parts.inspector.routes import InspectorRoutes, TokenDoor
 from dynamo.frontend.parts.part import Kernel, Part
-from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.frontend.pipeline.outcome import Outcome
+from dynamo.frontend.pipeline.outcome import RequestListener
 from dynamo.protocol.inspector.filters import FilterError
 from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
 from dynamo.protocol.openai.errors import RequestRejected
@@ -52,8 +51,8 @@ class InspectorPart(Part):
         if self._others is not None:
             self.inspector.join(self._others)
 
-    def ended(self, exchange: Exchange, outcome: Outcome) -> None:
-        self.inspector.ended(exchange, outcome)
+    def listeners(self) -> Sequence[RequestListener]:
+        return (self.inspector,)
 
     def routes(self) -> Sequence[GuardedRoute]:
         kernel, found = self._kernel, InspectorRoutes(self.inspector, self._kernel.budget).routes()

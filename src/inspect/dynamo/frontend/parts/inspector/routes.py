@@ -65,13 +65,14 @@ class TokenDoor:
     def __init__(self, app: ASGIApp, inspector: Inspector) -> None:
         self._app, self._inspector = app, inspector
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Return what serves the request, whatever its path."""
         if scope["type"] == "http" and scope["path"].startswith(INSPECTOR_PATH):
             presented = first_headers(scope).get(b"authorization", b"")
             token = self._inspector.token.encode()  # a group of processes has one, which its parent made
             if presented[:7].lower() == b"bearer " and hmac.compare_digest(presented[7:].strip(), token):
                 scope[_HAS_TOKEN] = True
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 class _Answering:

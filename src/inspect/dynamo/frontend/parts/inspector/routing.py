@@ -87,17 +87,21 @@ class RoutingLog:
     def _keep(self, decision: _Decision, most: int) -> None:
         self._number += 1
         decision.number = self._number
-        self._decisions.pop(id(decision.placement), None)
-        self._decisions[id(decision.placement)] = decision
-        while len(self._decisions) > most:
-            self._decisions.popitem(last=False)
+        decisions, key = self._decisions, id(decision.placement)
+        decisions.pop(key, None)
+        decisions[key] = decision
+        while len(decisions) > most:
+            decisions.popitem(last=False)
 
-    def ended(self, request_id: str, model: str | None, tally: Tally) -> None:
-        """Keep the last choice of a request that has ended, where no viewer was there to see it made."""
+    def ended(self, request_id: str, model: str | None, tally: Tally, at: float) -> None:
+        """Keep the last choice of a request that has ended `at`, where no viewer was there to see it made."""
         placement = tally.placement
         if self._holds.on_choice is None and placement is not None:
-            decision = _Decision(0, model or "", (placement.candidate,), placement, self._clock.now())
+            decision = _Decision(0, model or "", (placement.candidate,), placement, at)
+            decision.request_id = request_id
             self._keep(decision, KEPT_UNSEEN)
+            if tally.prefill_placement is None:
+                return
         self.name(request_id, tally)
 
     def name(self, request_id: str, tally: Tally) -> None:

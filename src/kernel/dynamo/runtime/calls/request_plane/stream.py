@@ -63,6 +63,9 @@ TRANSITIONS: Final[Mapping[StreamState, Mapping[StreamEvent, StreamState]]] = {
 }
 
 
+OnFirst = Callable[[DynamoException | None], None]
+
+
 class StreamBuffer(ABC):
     """Implements `ResponseStream` but for how a plane sends a stop, a kill and credits.
 
@@ -99,7 +102,7 @@ class StreamBuffer(ABC):
         self._others: OffsetCounter | None = None
         self.consumed = 0
         self._drain_timer: asyncio.TimerHandle | None = None
-        self._on_first: Callable[[DynamoException | None], None] | None = None
+        self._on_first: OnFirst | None = None
         self._on_release: tuple[Callable[[], None], ...] = ()
 
     # -- ResponseStream ------------------------------------------------------------------------------------------
@@ -191,18 +194,10 @@ class StreamBuffer(ABC):
         if self.state is not StreamState.DRAINING:
             self.kill()
 
-    def book(
-        self, *, first: Callable[[DynamoException | None], None] | None, released: Callable[[], None] | None
-    ) -> None:
-        earlier = self._on_first
-        if earlier is not None and first is not None:
-            later = first
-
-            def first(error: DynamoException | None) -> None:
-                earlier(error)
-                later(error)
-
-        self._on_first = first or earlier
+    def book(self, *, first: OnFirst | None, released: Callable[[], None] | None) -> None:
+        if self._on_first is not None and first is not None:
+            first = _both(self._on_first, first)
+        self._on_first = first or self._on_first
         if released is not None:
             self._on_release += (released,)
 
@@ -334,3 +329,11 @@ class StreamBuffer(ABC):
     def _drain(self) -> None:
         """Drop all further items: only the END is awaited from now on."""
         return
+
+
+def _both(earlier: OnFirst, later: OnFirst) -> OnFirst:
+    def first(error: DynamoException | None) -> None:
+        earlier(error)
+        later(error)
+
+    return first

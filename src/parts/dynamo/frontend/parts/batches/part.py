@@ -14,9 +14,8 @@ from dynamo.frontend.parts.batches.metrics import FAMILIES
 from dynamo.frontend.parts.batches.service import BatchService, BatchSettings
 from dynamo.frontend.parts.batches.stored_files import FileLimits
 from dynamo.frontend.parts.part import Kernel, Part
-from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call
-from dynamo.frontend.pipeline.outcome import Outcome
+from dynamo.frontend.pipeline.outcome import RequestListener
 from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.openai.schema import ApiDescription
 
@@ -33,8 +32,8 @@ class Batches(Part):
     def connect(self, calls: Mapping[str, Call]) -> None:
         self.service.serve(calls)
 
-    def ended(self, exchange: Exchange, outcome: Outcome) -> None:
-        self.service.ended(exchange, outcome)
+    def listeners(self) -> Sequence[RequestListener]:
+        return (self.service,)
 
     def routes(self) -> Sequence[GuardedRoute]:
         service = self.service

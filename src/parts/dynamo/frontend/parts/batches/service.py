@@ -34,7 +34,7 @@ from dynamo.frontend.parts.batches.run import RunParts
 from dynamo.frontend.parts.batches.stored_files import FileLimits, FileRoom, StoredFiles, no_such_file
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call, Pipeline
-from dynamo.frontend.pipeline.outcome import Outcome
+from dynamo.frontend.pipeline.outcome import Outcome, RequestListener
 from dynamo.frontend.pipeline.settings import PipelineSettings
 from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.requests import CreateBatch, PageQuery
@@ -95,7 +95,7 @@ class BatchRoom:
         self.checks.close()
 
 
-class BatchService:
+class BatchService(RequestListener):
     """The files and batches of a directory; several processes may share it."""
 
     def __init__(

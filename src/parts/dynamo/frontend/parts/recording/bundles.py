@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec import Struct
 
 from dynamo.frontend.base.failures import BUNDLE_SCHEMA, FailedRequest, FailureRing
 from dynamo.frontend.base.redaction import Redact
@@ -46,7 +47,7 @@ _MAX_HEADER: Final = 256
 _PHASES: Final = ("received", "admitted", "preprocessed", "dispatched", "streaming")
 
 
-class KeptBody(NamedTuple):
+class KeptBody(Struct, frozen=True):
     """The body of a request, for what is kept of it."""
 
     size: int
@@ -61,11 +62,8 @@ class FailureNotes:
         self.ring, self._redact = ring, redact
         self.log_lines = RequestLogLines()
         self._keeps_content = keeps_content
-        self._held_bytes = CONTENT_BODY_BYTES if keeps_content else SHAPED_BODY_BYTES
-
-    def holds(self, body: bytes) -> bool:
-        """Return whether a body is to be held until its request ends."""
-        return len(body) <= self._held_bytes
+        self.held_bytes = CONTENT_BODY_BYTES if keeps_content else SHAPED_BODY_BYTES
+        """How long a body may be that is to be held until its request ends."""
 
     def declined(self, outcome: Outcome, rejected: RequestRejected, model: str = "") -> None:
         """Count a request that was turned away before anything was done for it."""
@@ -85,7 +83,7 @@ class FailureNotes:
 
     def failed(self, exchange: Exchange, outcome: Outcome, rejected: RequestRejected, kept: KeptBody) -> None:
         """Note a request that failed."""
-        held = kept.held if self.holds(kept.held) else b""
+        held = kept.held if len(kept.held) <= self.held_bytes else b""
         decoded = decode_body(held) if held else None
         clean = _as_it_is if self._keeps_content else ContentScrubber(content_texts(decoded)).clean
         why = rejected if outcome.why is None else outcome.why

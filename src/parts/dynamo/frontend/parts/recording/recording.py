@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import dynamo
@@ -18,7 +18,7 @@ from dynamo.frontend.parts.part import Part
 from dynamo.frontend.parts.recording.bundles import FailureNotes, KeptBody
 from dynamo.frontend.parts.recording.recorder import RequestRecorder
 from dynamo.frontend.pipeline.exchange import Exchange, PartSlot
-from dynamo.frontend.pipeline.outcome import Outcome, Reached
+from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.tap import TAP
@@ -62,23 +62,22 @@ class Recording(Part):
     def __init__(self, failures: FailureNotes, recorder: RequestRecorder | None = None) -> None:
         """`recorder`: None where only failures are kept."""
         self.failures, self.recorder = failures, recorder
+        self._held_bytes = max(failures.held_bytes, 0 if recorder is None else recorder.held_bytes)
+
+    def listeners(self) -> Sequence[RequestListener]:
+        return (self,) if self.recorder is None else (self, _Sampling(self.recorder))
 
     def arrived(self, exchange: Exchange) -> None:
         """Hold the body until the request ends, where it is short enough."""
         body = exchange.arrival.body
-        is_held = self.failures.holds(body) or (self.recorder is not None and len(body) <= self.recorder.held_bytes)
-        exchange.keep(_BODY, KeptBody(len(body), body if is_held else b""))
-
-    def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
-        """Begin to note the answer, where the request is in the sample."""
-        if self.recorder is not None:
-            tap = self.recorder.begin(exchange, resolved.request, resolved.effects)
-            if tap is not None:
-                exchange.keep(TAP, tap)
+        exchange.arrival.kept[_BODY] = KeptBody(len(body), body if len(body) <= self._held_bytes else b"")
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
         """Note a failure, and record the request."""
-        rejected, body = outcome.rejected, exchange.of(_BODY) or _NO_BODY
+        rejected = outcome.rejected
+        if rejected is None and self.recorder is None:
+            return
+        body = exchange.of(_BODY) or _NO_BODY
         if rejected is not None:
             if outcome.reached in (Reached.DOOR, Reached.RESOLVED):
                 self.failures.declined(outcome, rejected, exchange.model or "")
@@ -99,6 +98,18 @@ class Recording(Part):
         self.failures.log_lines.detach()
         if self.recorder is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.recorder.close)
+
+
+class _Sampling(RequestListener):
+    """Begins to note the answers to the requests of the sample."""
+
+    def __init__(self, recorder: RequestRecorder) -> None:
+        self._recorder = recorder
+
+    def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
+        tap = self._recorder.begin(exchange, resolved.request, resolved.effects)
+        if tap is not None:
+            exchange.keep(TAP, tap)
 
 
 def open_recording(settings: HttpSettings, families: FrontendFamilies) -> Recording:
