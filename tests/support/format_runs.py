@@ -102,6 +102,7 @@ TAGS: Final = (
     None,
     *(REASONING_FORMATS["qwen3"].tags(begins_inside=inside) for inside in (False, True)),
     REASONING_FORMATS["mistral"].tags(),
+    REASONING_FORMATS["hunyuan_a13b"].tags(),
 )
 """Ways to read reasoning beside a format of calls."""
 
@@ -113,7 +114,7 @@ def fuzz(name: str, runs: int, seed: int = 0) -> None:
     for _ in range(runs):
         parts = []
         tags = dice.choice(TAGS)
-        marks = (*tags.openings, *tags.closings) if tags is not None else ("",)
+        marks = (*tags.openings, *tags.closings, *tags.frame) if tags is not None else ("",)
         for _ in range(dice.randrange(1, 5)):
             text = dice.choice(texts)
             start = dice.randrange(len(text) + 1)

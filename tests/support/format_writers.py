@@ -120,12 +120,12 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else spaced(value)
 
 
-def qwen3_coder(calls: Sequence[Call]) -> str:
+def qwen_xml(outer: str, line: str) -> Callable[[Sequence[Call]], str]:
     def one(name: str, given: dict[str, Any]) -> str:
-        inner = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in given.items())
-        return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+        inner = "".join(f"<parameter={key}>{line}{as_text(value)}{line}</parameter>\n" for key, value in given.items())
+        return f"<{outer}>\n<function={name}>\n{inner}</function>\n</{outer}>"
 
-    return "\n".join(one(*call) for call in calls)
+    return lambda calls: "\n".join(one(*call) for call in calls)
 
 
 def invokes(prefix: str, outer: str, *, says_string: bool = False) -> Callable[[Sequence[Call]], str]:
@@ -224,7 +224,9 @@ M3: Final = "]<]minimax[>["
 
 WRITERS.update(
     {
-        "qwen3_coder": Writer(qwen3_coder, "<tool_call>", "</parameter> x </tool_call>", decoy="<tool_call"),
+        "qwen3_coder": Writer(
+            qwen_xml("tool_call", "\n"), "<tool_call>", "</parameter> x </tool_call>", decoy="<tool_call"
+        ),
         "minimax_m2": Writer(
             invokes("", "minimax:tool_call"), "<minimax:tool_call>", "</parameter> x", decoy="<minimax:tool"
         ),
@@ -263,7 +265,103 @@ WRITERS.update(
     }
 )
 
-FORMAT_OF: Final = {"mistral_v11": "mistral", "mistral_v13": "mistral"}
+
+def step3(calls: Sequence[Call]) -> str:
+    def one(name: str, given: dict[str, Any]) -> str:
+        inner = "".join(
+            f'<steptml:parameter name="{key}">{as_text(value)}</steptml:parameter>\n' for key, value in given.items()
+        )
+        invoke = f'<steptml:invoke name="{name}">\n{inner}</steptml:invoke>'
+        return f"<｜tool_call_begin｜>function<｜tool_sep｜>{invoke}<｜tool_call_end｜>"
+
+    return f"<｜tool_calls_begin｜>\n{chr(10).join(one(*call) for call in calls)}\n<｜tool_calls_end｜>"
+
+
+def functiongemma(calls: Sequence[Call]) -> str:
+    def one(name: str, given: dict[str, Any]) -> str:
+        inner = ",".join(f"{key}:<escape>{as_text(value)}<escape>" for key, value in given.items())
+        return f"<start_function_call>call:{name}{{{inner}}}<end_function_call>"
+
+    return "".join(one(*call) for call in calls)
+
+
+def apertus(calls: Sequence[Call]) -> str:
+    return f"<|tools_prefix|>{spaced([{name: given} for name, given in calls])}<|tools_suffix|>"
+
+
+def cohere(calls: Sequence[Call]) -> str:
+    listed = [
+        {"tool_call_id": str(at), "tool_name": name, "parameters": given} for at, (name, given) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>{spaced(listed)}<|END_ACTION|>"
+
+
+def python_lines(calls: Sequence[Call]) -> str:
+    lines = "\n".join(python_calls([call])[1:-1] for call in calls)
+    return f"<function_calls>\n{lines}\n</function_calls>"
+
+
+def python_between(before: str, behind: str) -> Callable[[Sequence[Call]], str]:
+    return lambda calls: f"{before}{python_calls(calls)}{behind}"
+
+
+WRITERS.update(
+    {
+        "apertus": Writer(apertus, "<|tools_prefix|>", "<|tools_suffix|>", decoy="<|tools_"),
+        "cohere_command3": Writer(cohere, "<|START_ACTION|>", "<|END_ACTION|>", decoy="<|START_ACT"),
+        "dots": Writer(
+            invokes("", "dots_function_call"), "<dots_function_call>", "</parameter> x", decoy="<dots_function"
+        ),
+        "ernie45": Writer(each("<tool_call>\n", "\n</tool_call>"), "<tool_call>", "</tool_call>", decoy="<tool_call"),
+        "functiongemma": Writer(
+            functiongemma, "<start_function_call>", "<end_function_call>", decoy="<start_function", separator=""
+        ),
+        "granite": Writer(array("<|tool_call|>", ""), "<|tool_call|>", "]<tool_call>", decoy="<|tool_cal"),
+        "hunyuan_a13b": Writer(
+            array("<tool_calls>", "</tool_calls>"), "<tool_calls>", "</tool_calls>", decoy="<tool_c"
+        ),
+        "internlm": Writer(
+            each("<|action_start|><|plugin|>\n", "<|action_end|>", arguments="parameters"),
+            "<|action_start|><|plugin|>",
+            "<|action_end|>",
+            decoy="<|action_start|><|plug",
+        ),
+        "lfm2": Writer(
+            python_between("<|tool_call_start|>", "<|tool_call_end|>"),
+            "<|tool_call_start|>",
+            "]<|tool_call_end|>",
+            decoy="<|tool_call_st",
+        ),
+        "llama4_pythonic": Writer(python_calls, "[", "]", decoy="[1] [see(1)] ", any_tool=False, text_before="One.\n"),
+        "llama4_pythonic_marked": Writer(
+            python_between("<|python_start|>", "<|python_end|>"),
+            "<|python_start|>",
+            "]<|python_end|>",
+            decoy="<|python",
+        ),
+        "longcat": Writer(
+            each("<longcat_tool_call>", "</longcat_tool_call>"),
+            "<longcat_tool_call>",
+            "</longcat_tool_call>",
+            decoy="<longcat_tool",
+        ),
+        "mimo": Writer(qwen_xml("tool_call", ""), "<tool_call>", "</parameter> x", decoy="<tool_call"),
+        "olmo3": Writer(python_lines, "<function_calls>", ")</function_calls>", decoy="<function_ca"),
+        "seed_oss": Writer(qwen_xml("seed:tool_call", "\n"), "<seed:tool_call>", "</parameter> x", decoy="<seed:tool"),
+        "step3": Writer(step3, "<｜tool_calls_begin｜>", "</steptml:parameter> x", decoy="<｜tool_calls"),
+        "xlam": Writer(array("", ""), "[", "]", decoy="[1] {x} `` ", any_tool=False),
+        "xlam_fenced": Writer(array("```json\n", "\n```"), "```json", "```", decoy="`` [1]", any_tool=False),
+        "xlam_marked": Writer(array("[TOOL_CALLS]", ""), "[TOOL_CALLS]", "[TOOL_CALLS]", decoy="see [1] and [TOOL"),
+    }
+)
+
+FORMAT_OF: Final = {
+    "mistral_v11": "mistral",
+    "mistral_v13": "mistral",
+    "llama4_pythonic_marked": "llama4_pythonic",
+    "xlam_fenced": "xlam",
+    "xlam_marked": "xlam",
+}
 """Writers of a dialect, and the parser that reads it."""
 
 NESTED: Final = {"tags": ["x", "y", []], "max": 2.5, "deep": {"a": {"b": [1, {"c": None}]}}, "on": True}

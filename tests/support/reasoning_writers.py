@@ -21,8 +21,20 @@ TAGGED: Final = {
     "mistral": ("[THINK]", "[/THINK]"),
     "minimax_m3": ("<mm:think>", "</mm:think>"),
     "gemma4": ("<|channel>thought", "<channel|>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "ernie45": ("<think>", "</think>"),
+    "hunyuan_a13b": ("<think>", "</think>"),
+    "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
 """Tags by format; "granite_s" is granite's other spelling."""
+
+FRAMES: Final = {
+    "ernie45": ("<response>", "</response>"),
+    "hunyuan_a13b": ("<answer>", "</answer>"),
+    "cohere_command3": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+}
+"""What may stand around the text of the answer, by format."""
 
 PING: Final = ["ping", {}]
 
@@ -55,6 +67,22 @@ def tagged(opening: str, closing: str) -> list[dict[str, Any]]:
         case("from the prompt and once more", f"\n{opening}\na\n{closing}\nb", "a", "b", inside=True),
         case("from the prompt, never closed", "no end", "no end", "", inside=True),
         case("from the prompt, closed at once", f"{closing}b", "", "b", inside=True),
+    ]
+
+
+def framed(opening: str, closing: str, before: str, behind: str) -> list[dict[str, Any]]:
+    """Return the cases of text between two marks, which are none of it."""
+    return [
+        case("a frame", f"{opening}a{closing}\n\n{before}\nb\n{behind}\n", "a", "b"),
+        case("a frame without line breaks", f"{opening}a{closing}{before}b{behind}", "a", "b"),
+        case("a frame alone", f"{before}\nb\n\nc\n{behind}", "", "b\n\nc"),
+        case("a frame around nothing", f"{before}\n{behind}\n", "", ""),
+        case("a frame that does not end", f"{before}b\n", "", "b\n"),
+        case("text around a frame", f"x {before}b{behind} y", "", "x b y"),
+        case("line breaks in front of no frame", f"a\n\n{behind[:-1]}_", "", f"a\n\n{behind[:-1]}_"),
+        case("a frame in reasoning", f"{opening}a {before} b{closing}c", f"a {before} b", "c"),
+        case("a frame behind reasoning", f"b\n{opening}a{closing}{before}c{behind}", "a", "b\nc"),
+        case("from the prompt, framed", f"a\n{closing}\n\n{before}\nb\n{behind}\n", "a", "b", inside=True),
     ]
 
 
@@ -154,7 +182,9 @@ def xtml(text: str) -> str:
 
 def corpus() -> dict[str, list[dict[str, Any]]]:
     """Return the cases of every format."""
-    return {**{name: tagged(*tags) for name, tags in TAGGED.items()}, **unified()}
+    return {
+        name: tagged(*tags) + (framed(*tags, *FRAMES[name]) if name in FRAMES else []) for name, tags in TAGGED.items()
+    } | unified()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from dynamo.protocol.openai.chat_options import chat_options
 from dynamo.protocol.openai.requests import parse_chat
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.reference.structural_tag import structural_grammar
+from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.formats.tools import TOOL_FORMATS
+from dynamo.text.output import Joined, JoinedCall, joined
 from support.cases import each_case
 from support.frontend_cluster import cluster, say
 
@@ -36,6 +38,18 @@ def tag(config: dict[str, Any], **fields: Any) -> Any:
 
 def schemas(found: Any) -> list[Any]:
     return [one["content"]["json_schema"] for one in found["format"]["tags"]]
+
+
+@each_case("name", [name for name, form in TOOL_FORMATS.items() if form.call_tag is not None])
+def test_the_tag_of_every_format_that_has_one_writes_a_call_of_that_format(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    assert form.call_tag is not None
+    found = form.call_tag("f", PARAMETERS)
+    assert found["begin"].startswith(form.marks[0])  # which triggers the tag
+    text = f'{found["begin"]}{{"x": 1}}{found["end"]}'
+    reader = form.parser(ToolSet([F]))
+    answer = joined([*reader.push(text), *reader.finish()])
+    assert answer == Joined("", "", [JoinedCall("f", '{"x": 1}', is_complete=True)])
 
 
 def test_a_worker_that_did_not_opt_in_gets_none() -> None:

@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamo.text.formats import TOOL_FORMATS
 from dynamo.text.formats.reasoning import REASONING_FORMATS
@@ -17,6 +19,7 @@ from dynamo.text.output_parser import OutputParser
 from support.cases import each_case
 from support.format_runs import NAMES, assert_is_consistent, corpus, cuts_of, fuzz, meaning, parser, run, token_pieces
 from support.format_writers import CORPUS, WRITERS, cases, random_arguments
+from support.properties import examples
 
 
 @each_case("name", NAMES)
@@ -85,6 +88,37 @@ def test_an_end_at_every_character_of_every_case(name: str) -> None:
 @each_case("name", NAMES)
 def test_pieces_of_calls_in_any_order(name: str) -> None:
     fuzz(name, 12)
+
+
+PIECES = (
+    "<",
+    "[",
+    "{",
+    "}",
+    "]",
+    "\n",
+    " ",
+    ",",
+    '"',
+    "a",
+    "ping",
+    "()",
+    '{"name": "ping", "arguments": {}}',
+    "[ping()]",
+)
+
+
+@examples(150)
+@given(name=st.sampled_from(sorted(TOOL_FORMATS)), thinks=st.sampled_from(sorted(REASONING_FORMATS)), data=st.data())
+def test_no_text_and_no_cut_changes_what_a_pair_of_formats_reads(name: str, thinks: str, data: st.DataObject) -> None:
+    form, tags = TOOL_FORMATS[name], REASONING_FORMATS[thinks].tags(begins_inside=data.draw(st.booleans()))
+    marks = (*form.marks, *tags.openings, *tags.closings, *tags.frame)
+    pieces = st.sampled_from([*PIECES, *filter(None, marks)]) | st.text(max_size=4)
+    text = "".join(data.draw(st.lists(pieces, max_size=12)))
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    whole = run(name, [text], tags)
+    assert run(name, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)], tags) == whole
+    assert run(name, text, tags) == whole
 
 
 @each_case("name", NAMES)

@@ -31,6 +31,7 @@ class BraceCalls(CallForm):
     closing: tuple[str, ...]
     quote: str
     stray: tuple[str, ...] = ()  # removed where it closes nothing
+    types_text: bool = False  # every value is quoted; the schema says what it is
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ class BraceCalls(CallForm):
         if (yield from s.accept(self.quote)) is not None:
             text = yield from s.until(MarkerSearch(self.quote))
             yield from s.expect(self.quote)
-            return json_string(text)
+            return typed(text, tools.kinds(name, *path), reads_json=True) if self.types_text else json_string(text)
         first = yield from s.peek()
         if first == '"':
             return json_string((yield from _quoted(s)))

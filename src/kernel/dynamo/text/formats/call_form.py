@@ -30,6 +30,11 @@ class CallForm(ABC):
         return ()
 
     @property
+    def frame(self) -> tuple[str, ...]:
+        """Marks around the text of an answer, which are removed with the line breaks that touch them."""
+        return ()
+
+    @property
     def noise(self) -> re.Pattern[str] | None:
         """The form of a run of `starts` that begin no call: they are not tried one by one."""
         return None

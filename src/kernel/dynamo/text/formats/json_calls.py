@@ -26,7 +26,7 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class CallKeys:
-    """What the members of a call's object are called."""
+    """What the members of a call's object are called. Without a key for the name, it is the key of the arguments."""
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
@@ -45,6 +45,7 @@ class TaggedJson(CallForm):
     keys: CallKeys = HERMES_KEYS
     opens_array: bool = False  # the mark ends in the array's bracket
     separators: str | None = None  # between objects that follow each other without an array; None: there is only one
+    frame: tuple[str, ...] = ()  # see `CallForm`
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -188,7 +189,13 @@ def call_object(s: Scanner, tools: ToolSet, keys: CallKeys) -> Step[None]:
         yield from s.space()
         yield from s.expect(":")
         yield from s.space()
-        if key in keys.name and name is None:
+        if not keys.name:
+            if name is not None:
+                raise NotACall
+            name = s.out.name = _checked(key, tools, keys)
+            yield from stream_arguments(s, name, None)
+            is_emitted = True
+        elif key in keys.name and name is None:
             name = s.out.name = _checked(_unquoted((yield from s.json_text())), tools, keys)
             if early is not None:
                 _emit_arguments(s, name, None, early)

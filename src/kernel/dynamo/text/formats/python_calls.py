@@ -1,7 +1,7 @@
 """Calls written as Python: `[search(query="rain"), ping()]`.
 
-A list of calls is emitted when it is whole, because before that it may be prose; up to `scanner.MAX_CALL_CHARACTERS` of it are
-held back. Values are what Python's literals are: strings (also in triple quotes), numbers, lists, tuples, sets, dicts, and
+A list without a mark is emitted when it is whole, because before that it may be prose; up to `scanner.MAX_CALL_CHARACTERS` of it
+are held back. Behind a mark each call is emitted when it is whole, and objects of JSON may stand there instead. Values are what Python's literals are: strings (also in triple quotes), numbers, lists, tuples, sets, dicts, and
 True, False, None in either language's spelling.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.text.formats.call_form import CallForm
+from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
 from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.markers import MarkerSearch
@@ -30,42 +31,70 @@ _HEX: Final = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls(CallForm):
-    """A list of calls, at least one of them of a known tool."""
+    """A list of calls behind a mark; or, where `is_bare`, one without, with at least one call of a known tool."""
+
+    opening: tuple[str, ...] = ()
+    closing: tuple[str, ...] = ()
+    is_bare: bool = True
+    has_brackets: bool = True  # otherwise the calls stand on lines of their own
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks that must reach the parser; the first begins a call."""
-        return ("[",)
+        return (*self.starts, *self.closing)
 
     @property
     def starts(self) -> tuple[str, ...]:
-        return self.marks
+        return (*self.opening, "[") if self.is_bare else self.opening
+
+    @property
+    def stray(self) -> tuple[str, ...]:
+        return self.closing if self.has_brackets else ()  # they are special tokens; a tag may be text
 
     @property
     def noise(self) -> re.Pattern[str] | None:
-        return _NOISE
+        return _NOISE if self.is_bare else None
 
     @property
     def may_stand_in_reasoning(self) -> bool:
-        return False
+        return not self.is_bare
 
     def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
-        s.out.hold()
         s.take(s.at + len(mark))
+        if mark not in self.opening:
+            s.out.hold()
+            if not tools.names.intersection((yield from self._list(s, tools))):
+                raise NotACall
+            s.out.release()
+            s.commit()
+            return
+        yield from s.space()
+        if (yield from s.comes(0, "{")) or ((yield from s.peek()) == "[" and (yield from s.comes(1, "{"))):
+            yield from call_objects(s, tools, HERMES_KEYS, closing=self.closing)
+            return
+        if self.has_brackets:
+            yield from s.expect("[")
+        yield from self._list(s, tools)
+        if self.has_brackets:
+            yield from s.accept_behind_space(*self.closing)
+            s.commit()
+
+    def _list(self, s: Scanner, tools: ToolSet) -> Step[list[str]]:
+        """Read calls up to and with what ends them, and return their names."""
         names: list[str] = []
+        ends = ("]",) if self.has_brackets else self.closing
         while True:
             yield from s.space()
             names.append((yield from self._call(s, tools)))
+            s.commit()
             yield from s.space()
-            if (yield from s.expect(",", "]")) == "]":
-                break
+            has_comma = (yield from s.accept(",")) is not None
             yield from s.space()
-            if (yield from s.accept("]")) is not None:
-                break
-        if not tools.names.intersection(names):
-            raise NotACall
-        s.out.release()
-        s.commit()
+            if (yield from s.accept(*ends)) is not None:
+                s.commit()
+                return names
+            if self.has_brackets and not has_comma:
+                raise NotACall
 
     def _call(self, s: Scanner, tools: ToolSet) -> Step[str]:
         name = tools.resolve((yield from _word(s)))

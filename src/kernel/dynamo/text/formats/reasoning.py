@@ -9,7 +9,7 @@ from typing import Final
 
 from dynamo.text.formats.channels import Harmony, Inkling, KimiK3
 from dynamo.text.formats.tagged_answer import ReasoningTags
-from dynamo.text.formats.tools import MUSE, UnifiedForm
+from dynamo.text.formats.tools import COHERE_FRAME, MUSE, UnifiedForm
 from dynamo.text.markers import WHITE_SPACE
 
 OPENING: Final = "<think>"
@@ -33,6 +33,7 @@ class ReasoningFormat:
     other_closings: tuple[str, ...] = ()
     unified: UnifiedForm | None = None  # reasoning, text and calls are blocks of one format; one parser reads them all
     prepends: bool = False  # nothing is divided, the opening tag is put in front
+    frame: tuple[str, ...] = ()  # marks around the text of the answer
 
     def applies(self, thinking: bool | None) -> bool:
         """Return whether to parse. `thinking` is the mode of the request or the model's default; None: unset."""
@@ -53,7 +54,7 @@ class ReasoningFormat:
         if self.prepends:
             return ReasoningTags(prepended=OPENING)
         openings, closings = (self.marks[0], *self.other_openings), (self.marks[1], *self.other_closings)
-        return ReasoningTags(openings, closings, begins_inside, json_is_content)
+        return ReasoningTags(openings, closings, begins_inside, json_is_content, frame=self.frame)
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -111,6 +112,28 @@ _MUSE: Final = ReasoningFormat(
     "messages to `self`; the tool-call format `muse` is the same", marks=("to=self<|message|>", "<|eom|>"), unified=MUSE
 )
 
+# Formats that engines read themselves, under the names that they have there.
+_FRAMED: Final = "; the text may stand between `<{0}>` and `</{0}>`"
+_OF_ENGINES: Final = {
+    "apertus": ReasoningFormat(
+        "between `<|inner_prefix|>` and `<|inner_suffix|>`", marks=("<|inner_prefix|>", "<|inner_suffix|>")
+    ),
+    "cohere_command3": ReasoningFormat(
+        "between `<|START_THINKING|>` and `<|END_THINKING|>`; the text may stand between `<|START_RESPONSE|>` and "
+        "`<|END_RESPONSE|>`",
+        marks=("<|START_THINKING|>", "<|END_THINKING|>"),
+        frame=COHERE_FRAME,
+    ),
+    "ernie45": ReasoningFormat(
+        _BEGINS + _FRAMED.format("response"), starts_inside=True, frame=("<response>", "</response>")
+    ),
+    "hunyuan_a13b": ReasoningFormat(_BASIC.description + _FRAMED.format("answer"), frame=("<answer>", "</answer>")),
+    "mimo": _BASIC,
+    "olmo3": _INSIDE,
+    "seed_oss": ReasoningFormat("between `<seed:think>` and `</seed:think>`", marks=("<seed:think>", "</seed:think>")),
+    "step3p5": _INSIDE,
+}
+
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
     {
         "basic": _BASIC,
@@ -148,6 +171,7 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
         "inkling": _INKLING,
         "muse": _MUSE,
         "muse_glimmer": _MUSE,
+        **_OF_ENGINES,
     }
 )
 """Every reasoning parser by the names it goes by."""

@@ -8,6 +8,7 @@ Tags of reasoning:
 - A closing tag without an opening one is removed. An opening tag inside reasoning is reasoning text.
 - Reasoning that is never closed is reasoning to the end.
 - Line breaks that touch a tag are no reasoning, and none of the content's beginning. All other white space is kept.
+- Marks that frame the text of the answer (`<response>...</response>`) are removed, and the line breaks that touch them.
 - A model whose prompt ends in the opening tag (or that was trained as if it did) begins inside: the tag may still come
   first, and is removed.
 
@@ -105,6 +106,7 @@ class ReasoningTags:
     begins_inside: bool = False  # the prompt has begun the reasoning
     json_is_content: bool = False  # an answer that begins as JSON does not reason, although the prompt has begun it
     prepended: str = ""  # text in front of an answer that is not empty
+    frame: tuple[str, ...] = ()  # marks around the text of the answer
 
 
 _NO_TAGS: Final = ReasoningTags()
@@ -121,12 +123,16 @@ class _Searches(NamedTuple):
 
 @functools.cache  # as many as there are pairs of formats
 def _searches(
-    openings: tuple[str, ...], closings: tuple[str, ...], calls: tuple[str, ...], calls_inside: tuple[str, ...]
+    openings: tuple[str, ...],
+    closings: tuple[str, ...],
+    frame: tuple[str, ...],
+    calls: tuple[str, ...],
+    calls_inside: tuple[str, ...],
 ) -> _Searches:
-    tags = openings + closings
+    tags = openings + closings + frame
     return _Searches(
         MarkerSearch(*tags, *calls, takes_line_breaks=bool(tags)),
-        MarkerSearch(*tags, *calls),
+        MarkerSearch(*tags, *calls, takes_line_breaks=bool(frame)),
         MarkerSearch(*closings, *calls_inside, takes_line_breaks=True),
         MarkerSearch(*closings, takes_line_breaks=True),
     )
@@ -135,7 +141,7 @@ def _searches(
 class TaggedAnswer:
     """Reads one answer; `grammar` is to be run once."""
 
-    __slots__ = ("_form", "_left", "_out", "_searches", "_start", "_tags", "_tools")
+    __slots__ = ("_form", "_frame", "_left", "_out", "_searches", "_start", "_tags", "_tools")
 
     def __init__(
         self,
@@ -147,6 +153,7 @@ class TaggedAnswer:
     ) -> None:
         """`form`: how the model writes calls; None: they are not read. `start`: what is read before anything else is."""
         self._out, self._form, self._tools, self._tags = out, form, tools, tags
+        self._frame = tags.frame if form is None else (*tags.frame, *form.frame)
         if start is None and form is not None and form.is_whole_answer:
             start = self._whole_answer
         self._start = start
@@ -160,7 +167,7 @@ class TaggedAnswer:
         inside: tuple[str, ...] = ()
         if self._form is not None and self._form.may_stand_in_reasoning and self._tools.names:
             inside = (*self._form.starts, *self._form.stray)
-        self._searches = _searches(self._tags.openings, self._tags.closings, calls, inside)
+        self._searches = _searches(self._tags.openings, self._tags.closings, self._frame, calls, inside)
 
     def grammar(self, s: Scanner) -> Step[None]:
         """Read the whole answer."""
@@ -203,12 +210,12 @@ class TaggedAnswer:
         out, tags, form = self._out, self._tags, self._form
         while True:
             is_content = to_content and not out.is_reasoning
-            if is_content and not (yield from s.comes(0, *tags.openings, *tags.closings)):
+            if is_content and not (yield from s.comes(0, *tags.openings, *tags.closings, *self._frame)):
                 return
             mark = yield from self._text(s)
             if mark is None:
                 return
-            if mark in tags.openings or mark in tags.closings:
+            if mark in tags.openings or mark in tags.closings or mark in self._frame:
                 yield from self._tag(s, mark)
             elif form is None or mark in form.stray:
                 s.take(s.at + len(mark))
@@ -222,18 +229,18 @@ class TaggedAnswer:
         """
         out, tags, form = self._out, self._tags, self._form
         is_inside = out.is_reasoning
-        noise, bare = (form.noise, form.starts) if form is not None and not is_inside else (None, ())
+        noise = form.noise if form is not None and not is_inside else None
         while True:
             is_beginning = not is_inside and not out.has_content
             at_beginning, outside, inside, _ = self._searches
             search = inside if is_inside else at_beginning if is_beginning else outside
             start, end, mark = search.search(s.text, s.at)
-            if noise is not None and mark is not None and mark in bare:
+            if noise is not None and mark is not None and len(mark) == 1:
                 start, end, mark = self._behind_noise(s, search, noise, end - len(mark))
             if mark is None:
                 if s.is_ended:
                     start = end if is_inside else s.before_cut_mark(start, end)
-            elif mark not in tags.closings if is_inside else mark not in tags.openings:
+            elif mark not in (tags.closings if is_inside else tags.openings if is_beginning else ()) + self._frame:
                 start = end - len(mark)
             if start > s.at:
                 text = s.take(start)
@@ -255,13 +262,13 @@ class TaggedAnswer:
     def _behind_noise(self, s: Scanner, search: MarkerSearch, noise: re.Pattern[str], at: int) -> Found:
         """Return the first mark behind the noise at `at`, if it is that, else the mark at `at`."""
         assert self._form is not None
-        tags = self._tags.openings + self._tags.closings
-        is_alone = not any(tag[0] in self._form.starts for tag in tags)  # else a tag may begin in a run of noise
+        marks = self._tags.openings + self._tags.closings + self._frame + self._form.starts
+        is_alone = not any(len(mark) > 1 and mark[0] in self._form.starts for mark in marks)  # one may begin in a run
         while (run := noise.match(s.text, at)) is not None:
             found = search.search(s.text, run.end() if is_alone else at + 1)
-            if found.mark not in self._form.starts:
+            if found.mark is None or len(found.mark) > 1:
                 return found
-            at = found.end - len(found.mark or "")
+            at = found.end - 1
         found = search.search(s.text, at)
         if found.end == len(s.text) and not s.is_ended:
             return Found(at, found.end, None)  # it depends on the next character
@@ -274,8 +281,8 @@ class TaggedAnswer:
         s.take(s.text.index(tag, s.at) + len(tag))
         if was_inside or tag in self._tags.openings:
             out.is_reasoning = not was_inside
-            if not (was_inside and out.has_content):
-                yield from self._line_breaks(s)
+        if tag in self._frame or ((was_inside or tag in self._tags.openings) and not (was_inside and out.has_content)):
+            yield from self._line_breaks(s)
 
     def _line_breaks(self, s: Scanner) -> Step[None]:
         while True:

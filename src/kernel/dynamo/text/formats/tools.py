@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, Protocol
@@ -41,15 +42,16 @@ class BareJson(CallForm):
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
     is_whole: bool = False  # bare calls are the whole answer, or none
+    fences: tuple[str, ...] = ()  # behind these, too, objects are calls only of known tools
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks that must reach the parser; the first begins a call."""
-        return (*self.opening, *self.closing)
+        return (*self.opening, *self.closing, *self.fences)
 
     @property
     def starts(self) -> tuple[str, ...]:
-        return self.opening if self.is_whole else (*self.opening, *_BARE)
+        return (*self.opening, *self.fences, *(() if self.is_whole else _BARE))
 
     @property
     def noise(self) -> re.Pattern[str] | None:
@@ -65,7 +67,7 @@ class BareJson(CallForm):
 
     def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
         if mark not in self.opening:
-            yield from self._one(s, tools)
+            yield from self._one(s, tools, mark if mark in self.fences else "")
             return
         s.take(s.at + len(mark))
         yield from call_objects(s, tools, HERMES_KEYS, separators=";,", closing=self.closing)
@@ -74,9 +76,10 @@ class BareJson(CallForm):
         if (yield from s.comes(0, *_BARE)):
             yield from s.attempt(self._whole(s, tools))
 
-    def _one(self, s: Scanner, tools: ToolSet) -> Step[None]:
+    def _one(self, s: Scanner, tools: ToolSet, fence: str) -> Step[None]:
         s.out.hold()
-        yield from call_objects(s, tools, _KNOWN, separators=";,")
+        s.take(s.at + len(fence))
+        yield from call_objects(s, tools, _KNOWN, separators=";,", closing=self.closing if fence else ())
         s.out.release()
         s.commit()
 
@@ -214,12 +217,12 @@ def unified_parser(
     return TextMachine(form.grammar(tools), out)
 
 
-def _hermes_tag(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def _hermes_tag(name: str, parameters: dict[str, Any], word: str = "tool_call") -> dict[str, Any]:
     """Return a call of this function as one tag of a structural tag."""
     return {
-        "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+        "begin": f'<{word}>\n{{"name": "{name}", "arguments": ',
         "content": {"type": "json_schema", "json_schema": parameters},
-        "end": "}\n</tool_call>",
+        "end": f"}}\n</{word}>",
     }
 
 
@@ -284,33 +287,37 @@ _KIMI_K2: Final = ToolFormat(
     end_tokens=("<|tool_calls_section_end|>",),
 )
 
+_QWEN_XML: Final = TaggedXml(
+    *_TOOL_CALL,
+    invoke=("<function=",),
+    invoke_end=("</function>",),
+    parameter=("<parameter=",),
+    parameter_end=("</parameter>",),
+    trims_line_break=True,
+    reads_objects=True,
+    implies_ends=True,
+)
 _QWEN3_CODER: Final = ToolFormat(
-    TaggedXml(
-        *_TOOL_CALL,
-        invoke=("<function=",),
-        invoke_end=("</function>",),
-        parameter=("<parameter=",),
-        parameter_end=("</parameter>",),
-        trims_line_break=True,
-        reads_objects=True,
-        implies_ends=True,
-    ),
+    _QWEN_XML,
     "`<tool_call><function=NAME><parameter=KEY>text</parameter></function></tool_call>`, typed by the tool's schema; also "
     "the objects of `hermes`",
     end_tokens=("</tool_call>",),
 )
+_INVOKES: Final = TaggedXml(
+    ("<minimax:tool_call>",),
+    ("</minimax:tool_call>",),
+    invoke=("<invoke",),
+    invoke_end=("</invoke>",),
+    parameter=("<parameter",),
+    parameter_end=("</parameter>",),
+    has_attributes=True,
+)
+_INVOKES_TEXT: Final = (
+    '`<{0}><invoke name="NAME"><parameter name="KEY">text</parameter></invoke></{0}>`, typed by the tool\'s schema'
+)
 _MINIMAX_M2: Final = ToolFormat(
-    TaggedXml(
-        ("<minimax:tool_call>",),
-        ("</minimax:tool_call>",),
-        invoke=("<invoke",),
-        invoke_end=("</invoke>",),
-        parameter=("<parameter",),
-        parameter_end=("</parameter>",),
-        has_attributes=True,
-    ),
-    '`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">text</parameter></invoke></minimax:tool_call>`, typed '
-    "by the tool's schema",
+    _INVOKES,
+    _INVOKES_TEXT.format("minimax:tool_call"),
     end_tokens=("</minimax:tool_call>",),
 )
 _GLM: Final = ToolFormat(
@@ -373,6 +380,97 @@ _MUSE: Final = ToolFormat(
     "messages to `self` are reasoning",
 )
 
+_STEP3: Final = TaggedXml(
+    ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>"),
+    ("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+    invoke=("<steptml:invoke",),
+    invoke_end=("</steptml:invoke>",),
+    parameter=("<steptml:parameter",),
+    parameter_end=("</steptml:parameter>",),
+    has_attributes=True,
+    between=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>"),
+    stray=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+)
+COHERE_FRAME: Final = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+
+# Formats that engines read themselves, under the names that they have there.
+_OF_ENGINES: Final = {
+    "apertus": ToolFormat(
+        TaggedJson(("<|tools_prefix|>",), ("<|tools_suffix|>",), CallKeys(())),
+        '`<|tools_prefix|>[{"NAME": {...}}, ...]<|tools_suffix|>`',
+    ),
+    "cohere_command3": ToolFormat(
+        TaggedJson(
+            ("<|START_ACTION|>",),
+            ("<|END_ACTION|>",),
+            CallKeys(("tool_name",), ("parameters",)),
+            frame=COHERE_FRAME,
+        ),
+        '`<|START_ACTION|>[{"tool_call_id", "tool_name", "parameters"}, ...]<|END_ACTION|>`; the text may stand between '
+        "`<|START_RESPONSE|>` and `<|END_RESPONSE|>`",
+    ),
+    "dots": ToolFormat(
+        replace(_INVOKES, outer=("<dots_function_call>",), closing=("</dots_function_call>",), reads_objects=True),
+        _INVOKES_TEXT.format("dots_function_call") + "; also the objects of `hermes`",
+    ),
+    "ernie45": ToolFormat(
+        TaggedJson(*_TOOL_CALL, frame=("<response>", "</response>")),
+        "that of `hermes`; the text may stand between `<response>` and `</response>`",
+        call_tag=_hermes_tag,
+    ),
+    "functiongemma": ToolFormat(
+        BraceCalls("<start_function_call>", ("<end_function_call>",), "<escape>", types_text=True),
+        "`<start_function_call>call:NAME{KEY:<escape>text<escape>}<end_function_call>`, typed by the tool's schema",
+    ),
+    "granite": ToolFormat(
+        TaggedJson(("<|tool_call|>", "<tool_call>")), '`<|tool_call|>[{"name", "arguments"}, ...]`, or `<tool_call>`'
+    ),
+    "hunyuan_a13b": ToolFormat(
+        TaggedJson(("<tool_calls>",), ("</tool_calls>",), separators=",;", frame=("<answer>", "</answer>")),
+        "that of `jamba`; the text may stand between `<answer>` and `</answer>`",
+    ),
+    "internlm": ToolFormat(
+        TaggedJson(("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ("<|action_end|>",)),
+        '`<|action_start|><|plugin|>{"name", "parameters"}<|action_end|>`',
+    ),
+    "lfm2": ToolFormat(
+        PythonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), is_bare=False),
+        '`<|tool_call_start|>[NAME(key="text", other=3), ...]<|tool_call_end|>`; also objects of JSON',
+    ),
+    "llama4_pythonic": ToolFormat(
+        PythonCalls(("<|python_start|>",), ("<|python_end|>",)),
+        "that of `pythonic`; between `<|python_start|>` and `<|python_end|>` of any tool, and also objects of JSON",
+    ),
+    "longcat": ToolFormat(
+        TaggedJson(("<longcat_tool_call>",), ("</longcat_tool_call>",)),
+        '`<longcat_tool_call>{"name", "arguments"}</longcat_tool_call>`',
+        call_tag=partial(_hermes_tag, word="longcat_tool_call"),
+    ),
+    "mimo": ToolFormat(
+        replace(_QWEN_XML, trims_line_break=False, implies_ends=False),
+        "that of `qwen3_coder`, the text directly between the tags",
+    ),
+    "olmo3": ToolFormat(
+        PythonCalls(("<function_calls>",), ("</function_calls>",), is_bare=False, has_brackets=False),
+        '`<function_calls>NAME(key="text", other=3)</function_calls>`, each call on a line of its own',
+    ),
+    "seed_oss": ToolFormat(
+        replace(_QWEN_XML, outer=("<seed:tool_call>",), closing=("</seed:tool_call>",)),
+        "that of `qwen3_coder`, between `<seed:tool_call>` and `</seed:tool_call>`",
+    ),
+    "step3": ToolFormat(
+        _STEP3,
+        '`<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME"><steptml:parameter name="KEY">text'
+        "</steptml:parameter></steptml:invoke><｜tool_call_end｜>` in `<｜tool_calls_begin｜>`, typed by the tool's schema",
+    ),
+    "step3p5": _QWEN3_CODER,
+    "xlam": ToolFormat(
+        BareJson(("[TOOL_CALLS]", "<tool_call>"), ("</tool_call>", "```"), fences=("```json", "```", "</think>")),
+        "bare objects or arrays of calls of known tools, anywhere, also in a fence of code or behind `</think>`; behind "
+        "`[TOOL_CALLS]` or `<tool_call>` of any tool",
+    ),
+}
+
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType(
     {
         "hermes": _HERMES,
@@ -411,6 +509,7 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType(
         "kimi-k3": _KIMI_K3,
         "muse": _MUSE,
         "muse_glimmer": _MUSE,
+        **_OF_ENGINES,
     }
 )
 """Every tool-call parser by the names it goes by."""

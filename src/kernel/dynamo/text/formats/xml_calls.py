@@ -46,6 +46,8 @@ class TaggedXml(CallForm):
     reads_objects: bool = False  # a JSON object with name and arguments may stand between the outer tags
     implies_ends: bool = False  # a value may end without a closing tag in front of the next parameter or the end
     prefixes: tuple[str, ...] = ()  # what begins a tag, where it has too many spellings to search for each
+    between: tuple[str, ...] = ()  # what may stand between the outer tag and the call
+    stray: tuple[str, ...] = ()  # removed where it closes nothing
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ class TaggedXml(CallForm):
         if self.prefixes:  # its tokens, where they are special: with and without the bracket
             return (*self.prefixes, *(prefix.removeprefix("<") for prefix in self.prefixes))
         tags = (*self.invoke_end, *self.parameter, *self.parameter_end)
-        return (*self.outer, *self.invoke, *self.closing, *tags)
+        return (*self.outer, *self.invoke, *self.closing, *tags, *self.between)
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -73,11 +75,16 @@ class TaggedXml(CallForm):
             if self.reads_objects and (yield from s.peek()) in ("{", "["):
                 yield from call_objects(s, tools, HERMES_KEYS, closing=self.closing)
                 return
+            while self.between and (yield from s.accept(*self.between)) is not None:
+                yield from s.space()
             yield from s.expect(*self.invoke)
         while True:
             yield from self._call(s, tools)
             s.commit()
             follows = yield from s.accept_behind_space(*self.invoke, *self.closing)
+            while follows in self.stray:
+                s.commit()
+                follows = yield from s.accept_behind_space(*self.closing)
             if follows is None or follows in self.closing:
                 s.commit()
                 return
