@@ -66,6 +66,7 @@ mod args;
 mod card;
 mod config;
 mod context;
+mod deadline;
 mod discovery;
 pub mod engine;
 mod environment;

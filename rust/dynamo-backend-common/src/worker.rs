@@ -17,6 +17,7 @@ use tokio::task::JoinHandle;
 
 use crate::card::{self, Assets, CardFile};
 use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
+use crate::deadline::Deadline;
 use crate::discovery::{self, Discovery};
 use crate::engine::{LLMEngine, MetricsCtx};
 use crate::environment::{self, LOOPBACK, advertised};
@@ -47,6 +48,7 @@ struct StopRequest {
     times: ShutdownTimes,
     flag: Flag,
     at: Mutex<Option<Instant>>,
+    deadline: Mutex<Option<Deadline>>,
 }
 
 impl StopRequest {
@@ -62,8 +64,7 @@ impl StopRequest {
         if has_deadline {
             let deadline = self.times.deadline();
             // Without the thread there is only no forced end; the orderly one does not need it.
-            let _ = std::thread::Builder::new().name("deadline".into()).spawn(move || {
-                std::thread::sleep(deadline);
+            *lock(&self.deadline) = Deadline::begin(deadline, move || {
                 tracing::error!(
                     "Graceful shutdown exceeded {}s; force-exiting with code {FORCED_EXIT_CODE}. Set \
                      DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT to override.",
@@ -72,6 +73,11 @@ impl StopRequest {
                 std::process::exit(FORCED_EXIT_CODE & 0xff);
             });
         }
+    }
+
+    /// Calls the forced end off: the orderly one is done, and the process may live on.
+    fn done(&self) {
+        *lock(&self.deadline) = None;
     }
 
     fn since(&self) -> Duration {
@@ -122,7 +128,12 @@ impl Worker {
     }
 
     pub(crate) fn of(serving: Engine, config: WorkerConfig) -> Self {
-        let stop = StopRequest { times: ShutdownTimes::from_env(), flag: Flag::default(), at: Mutex::default() };
+        let stop = StopRequest {
+            times: ShutdownTimes::from_env(),
+            flag: Flag::default(),
+            at: Mutex::default(),
+            deadline: Mutex::default(),
+        };
         let metrics = EngineMetrics::default();
         let health = Health::new(metrics.listener().clone());
         metrics.watch(health.progress());
@@ -146,6 +157,13 @@ impl Worker {
 
     /// Serves until SIGTERM or SIGINT, and returns after the clean-up; the error is what failed first.
     pub async fn run(self) -> Result<(), DynamoError> {
+        let stop = Arc::clone(&self.stop);
+        let outcome = self.run_to_the_end().await;
+        stop.done();
+        outcome
+    }
+
+    async fn run_to_the_end(self) -> Result<(), DynamoError> {
         self.config.check(matches!(self.serving, Engine::Raw(_)))?;
         environment::check(&self.config)?;
         self.listen_to_signals()?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
 
 use crate::flag::Flag;
 use crate::plane::lock;
@@ -86,12 +87,9 @@ impl Outgoing {
         !self.has_room() && lock(&self.waiting).items.len() > MAX_BACKLOG_BYTES
     }
 
-    /// Returns once the socket takes more, or the connection is lost.
-    pub(crate) async fn room(&self) {
-        let drained = self.drained.notified();
-        if !self.has_room() && !self.lost.is_set() {
-            drained.await;
-        }
+    /// Returns the next time that the socket takes more again, from this call on, or the loss of the connection.
+    pub(crate) fn drained(&self) -> Notified<'_> {
+        self.drained.notified()
     }
 
     fn take(&self, control: &mut Vec<u8>, items: &mut Vec<u8>) -> bool {
@@ -154,5 +152,21 @@ impl Outgoing {
         self.close();
         // A peer that has gone already makes this fail, and there is nothing to be said to it.
         let _ = socket.shutdown().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn room_that_came_before_it_was_waited_for_is_not_missed() {
+        let outgoing = Outgoing::default();
+        outgoing.is_full.store(true, Ordering::Release);
+        let drained = outgoing.drained();
+        assert!(!outgoing.has_room());
+        outgoing.take(&mut Vec::new(), &mut Vec::new());
+        tokio::time::timeout(Duration::from_secs(60), drained).await.expect("the room was missed");
+        assert!(outgoing.has_room());
     }
 }

@@ -161,13 +161,14 @@ impl MuxSink {
     pub(crate) async fn wait_credit(&self, patience: Duration) -> bool {
         let wait = async {
             loop {
-                let granted = self.state.granted.notified();
+                // Both are made before the check, and hear of what happens after it.
+                let (granted, drained) = (self.state.granted.notified(), self.connection.outgoing.drained());
                 if self.is_done() || self.has_credit() {
                     return;
                 }
                 tokio::select! {
                     () = granted => {}
-                    () = self.connection.outgoing.room(), if !self.connection.outgoing.has_room() => {}
+                    () = drained => {}
                 }
             }
         };
