@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import itertools
 import signal
 import subprocess
 import threading
@@ -22,6 +24,7 @@ from dynamo.contract.conformance import (
     run_encode_conformance,
     run_raw_conformance,
 )
+from dynamo.contract.conformance.loop_watch import LoopWatch
 from dynamo.contract.engine import EngineConfig, LLMEngine, RawEngine
 from dynamo.runtime.calls.context import Context
 from dynamo.worker.kv_publishing.publisher import PushSource
@@ -328,7 +331,9 @@ class BlocksWhenCancelled(Honest):
 
 
 @each_case("broken", [EventLoopBlocked, BlocksEveryStep, BlocksInsideATask, BlocksWhenCancelled])
-async def test_an_engine_that_blocks_the_loop_is_interrupted_and_its_line_is_named(broken: type[Honest]) -> None:
+async def test_an_engine_that_blocks_the_loop_is_interrupted_and_its_line_is_named(
+    broken: type[Honest], caplog: pytest.LogCaptureFixture
+) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with pytest.raises(ConformanceFailure) as caught:
         await run_conformance(broken)
@@ -336,6 +341,10 @@ async def test_an_engine_that_blocks_the_loop_is_interrupted_and_its_line_is_nam
     assert f"{__file__}:" in str(caught.value)
     assert signal.getsignal(signal.SIGUSR2) is before
     assert not [thread for thread in threading.enumerate() if "loop watch" in thread.name]
+    del caught
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not caplog.records  # such as a task whose exception was never retrieved
 
 
 def test_a_blocked_loop_of_another_thread_is_interrupted_too() -> None:
@@ -351,6 +360,49 @@ def test_a_blocked_loop_of_another_thread_is_interrupted_too() -> None:
     thread.start()
     thread.join()
     assert [getattr(failure, "name", None) for failure in failures] == ["EventLoopBlocked"]
+
+
+class EndsLate(threading.Event):
+    """The end of a watch whose thread interrupts the loop at that very moment, before it or after it."""
+
+    def __init__(self, watch: LoopWatch, moment: str) -> None:
+        super().__init__()
+        self._watch = watch
+        self._moment: str | None = moment
+
+    def set(self) -> None:
+        moment, self._moment = self._moment, None
+        if moment == "before":
+            self._watch._interrupt()
+        super().set()
+        if moment == "after":
+            self._watch._interrupt()
+
+
+@each_case("moment,in_main_thread", list(itertools.product(["before", "after"], [True, False])))
+def test_an_interruption_that_comes_too_late_is_dropped(moment: str, in_main_thread: bool) -> None:
+    left: list[BaseException | None] = []
+
+    async def main() -> None:
+        watch = LoopWatch(asyncio.get_running_loop())
+        watch._ended = EndsLate(watch, moment)
+        with watch.watching():
+            watch._stuck_at_tick = watch._ticks
+
+    def judge() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            left.append(error)
+        left.append(None)
+
+    if in_main_thread:
+        judge()
+    else:
+        thread = threading.Thread(target=judge)
+        thread.start()
+        thread.join()
+    assert left == [None]
 
 
 async def test_a_slow_start_may_block_the_loop() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from tools.wings import name_in_package, source_files
+from wings import name_in_package, source_files
 
 from dynamo.cli import serve
 from dynamo.frontend.args import build_parser

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.properties import examples
 
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.kv.events import RouterEvent
@@ -22,6 +21,7 @@ from dynamo.replay.run import pooled_hit_rate, run_replay
 from dynamo.replay.setup import ReplaySetup, Restart
 from dynamo.replay.trace import Stretch, StretchTree, Trace, TraceRequest
 from dynamo.scheduling import SchedulerOptions
+from support.properties import examples
 
 OPTIONS = SchedulerOptions(num_gpu_blocks=4096, block_size=16)
 

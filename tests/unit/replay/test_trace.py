@@ -7,13 +7,13 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.properties import examples
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.replay.generated import STAMPEDE, MooncakeShape, TraceShape, generate, generate_mooncake_like, stampede
 from dynamo.replay.run import PooledCache
 from dynamo.replay.trace import Stretch, StretchTree, TraceRequest, prompt_token_ids
+from support.properties import examples
 
 
 @examples(60)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.properties import examples
 
 from dynamo.runtime.observe.logging import (
     LogFilter,
@@ -28,6 +27,7 @@ from dynamo.runtime.observe.logging import (
     log_span,
 )
 from support.cases import each_case
+from support.properties import examples
 
 OFF = 60
 NO_FILE = Path("/nonexistent/logging.toml")

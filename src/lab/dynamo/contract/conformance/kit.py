@@ -300,6 +300,7 @@ async def _check_cancellation(trial: _Trial, request: dict[str, Any], *, termina
         # Given up on if the engine swallows even a task's cancellation: the kit itself must end.
         work = Background()
         task = work.start(_drain(trial.engine, request, context, check.take), "conformance: cancelled", is_awaited=True)
+        task.add_done_callback(_note_failure)
         await work.wait(CANCEL_SECONDS)
         watch.check()
         if not task.done():
@@ -351,6 +352,7 @@ async def _judge(engine: Any, request: dict[str, Any], check: StreamCheck, watch
     # Given up on if need be, as an engine may swallow a task's cancellation.
     work = Background()
     task = work.start(_drain(engine, request, mock_context(), take), "conformance: request", is_awaited=True)
+    task.add_done_callback(_note_failure)
     try:
         while not task.done():
             left = last_item_at + CHUNK_SECONDS - loop.time()
@@ -362,6 +364,12 @@ async def _judge(engine: Any, request: dict[str, Any], check: StreamCheck, watch
         watch.check()
     task.result()
     check.finish()
+
+
+def _note_failure(task: asyncio.Task[None]) -> None:
+    """Mark the failure of a request as seen: of one that blocked the loop, the watch reports why it ended."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _drain(engine: Any, request: dict[str, Any], context: Context, take: Callable[[Any], None]) -> None:

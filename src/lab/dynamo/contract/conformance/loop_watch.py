@@ -61,10 +61,19 @@ class LoopWatch:
             try:
                 yield
             finally:
+                self._end(thread)
+
+    def _end(self, thread: threading.Thread) -> None:
+        """End the thread. An interruption that it began just before comes too late, and is dropped."""
+        while True:
+            try:
                 self._ended.set()
                 thread.join()
-                if self._timer is not None:
-                    self._timer.cancel()
+                break
+            except _GetFree:
+                continue
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _tick(self) -> None:
         self._ticks += 1
@@ -108,7 +117,8 @@ class LoopWatch:
             signal.signal(SIGNAL, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._ticks == self._stuck_at_tick and _place(frame):  # else the loop got free in the meantime
+        # Else the loop got free in the meantime.
+        if not self._ended.is_set() and self._ticks == self._stuck_at_tick and _place(frame):
             raise _GetFree
 
 
@@ -117,7 +127,10 @@ async def watch_loop() -> AsyncIterator[LoopWatch]:
     """Watch the running loop beside the block. What blocks it is interrupted, and `check` reports it."""
     watch = LoopWatch(asyncio.get_running_loop())
     with watch.watching():
-        yield watch
+        try:
+            yield watch
+        except _GetFree:  # it met the kit itself, at the moment when the engine got free
+            watch.check()
 
 
 def _place(frame: FrameType | None) -> str | None:
