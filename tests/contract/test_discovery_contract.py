@@ -39,6 +39,7 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
             case "file":
                 yield FileRig(stack, tmp_path / "store")
             case "kubernetes":
+                request.getfixturevalue("patient_requests")
                 cluster = FakeKubernetes()
                 await cluster.start()
                 stack.push_async_callback(cluster.stop)

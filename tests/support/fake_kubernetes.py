@@ -14,12 +14,15 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trustme
 from aiohttp import web
+
+from support.patience import PATIENCE_SECONDS
 
 NAMESPACE = "prod"
 LABELS = {
@@ -41,6 +44,13 @@ def _authority() -> str:
     atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
     trustme.CA().cert_pem.write_to_path(str(path))
     return str(path)
+
+
+@pytest.fixture
+def patient_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a store wait for this fake as long as a test does: they share a loop, which a busy machine runs seldom."""
+    monkeypatch.setattr("dynamo.runtime.discovery.kubernetes.api.REQUEST_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("dynamo.runtime.discovery.kubernetes.discovery.CLOSE_SECONDS", PATIENCE_SECONDS)
 
 
 class FakeKubernetes:
@@ -146,6 +156,11 @@ class FakeKubernetes:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         return dict(self._objects[WORKERS])
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a change has made the condition true."""
+        async with asyncio.timeout(PATIENCE_SECONDS), self._changed:
+            await self._changed.wait_for(condition)
 
     async def _sync_slice(self) -> None:
         endpoints = [

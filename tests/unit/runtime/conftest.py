@@ -1,5 +1,6 @@
 """Fixtures of this folder."""
 
+from support.fake_kubernetes import patient_requests
 from support.spans import exported
 
-__all__ = ["exported"]
+__all__ = ["exported", "patient_requests"]

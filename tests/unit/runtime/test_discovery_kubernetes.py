@@ -30,6 +30,7 @@ KEY = "v1/instances/ns/c/e/1f"
 OTHER = "v1/instances/ns/c/e/2a"
 
 Open = Callable[..., Awaitable[KubernetesDiscovery]]
+pytestmark = pytest.mark.usefixtures("patient_requests")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ async def test_a_workers_records_lie_in_one_resource_that_goes_with_its_pod(
     }
     assert cluster.applied_by == {"dynamo-worker"}
     await store.close()
-    assert cluster.workers() == {}
+    await cluster.until(lambda: cluster.workers() == {})
 
 
 @pytest.mark.parametrize(("container", "name"), [(None, "w-0"), ("main", "w-0"), ("prefill", "w-0-prefill")])
@@ -102,7 +103,7 @@ async def test_the_resource_is_named_for_the_pod_or_its_container(
 ) -> None:
     store = await open_store("w-0", container)
     await store.put(KEY, b"{}")
-    assert list(cluster.workers()) == [name]
+    await cluster.until(lambda: list(cluster.workers()) == [name])
     assert store.lease_id == instance_id_of(name)
 
 
