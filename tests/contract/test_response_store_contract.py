@@ -122,6 +122,30 @@ async def test_the_bytes_are_bounded(opened: Open) -> None:
     assert await store.usage() == (1, 1000)
 
 
+async def test_a_project_that_has_most_makes_the_room(opened: Open) -> None:
+    store = opened(StoreLimits(entries=6, bytes=1000, ttl_seconds=60))
+    quiet = [response(number, owner="key quiet\n") for number in (1, 2)]
+    for each in quiet:
+        await store.put(each)
+    for number in range(10, 40):  # whatever tenants its clients name
+        await store.put(response(number, owner=f"project greedy\ntenant {number % 3}"))
+    assert await store.projects() == {"key quiet": 40, "project greedy": 80}
+    assert all([await store.get(each.id, each.owner) is not None for each in quiet])
+    newest = [await store.get(response(number).id, f"project greedy\ntenant {number % 3}") for number in range(34, 40)]
+    assert [found is not None for found in newest] == [False, False, True, True, True, True]
+    await store.put(response(50, size=900, owner="project greedy\n"))  # by its bytes, too
+    assert await store.projects() == {"key quiet": 40, "project greedy": 960}
+    assert all([await store.get(each.id, each.owner) is not None for each in quiet])
+
+
+async def test_without_keys_tenants_are_one_project(opened: Open) -> None:
+    store = opened(LIMITS)
+    for number, tenant in enumerate(("a", "b", "b", "b"), start=1):
+        await store.put(response(number, owner=tenant))
+    assert await store.projects() == {"": 60}
+    assert await store.get(response(1).id, "a") is None
+
+
 async def test_what_is_not_used_for_long_is_gone(opened: Open, clock: Clock) -> None:
     store = opened(LIMITS)
     await store.put(response(1))

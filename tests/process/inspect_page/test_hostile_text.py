@@ -116,6 +116,9 @@ def attacked(fake: FakeInspector) -> FakeInspector:
         {"data": [{"id": text, "status": text, "endpoint": text} for text in CORPUS]},
     )
     fake.answers["/admin/usage"] = lambda: (200, {"data": [{"key": text, text: 1, "requests": 1} for text in CORPUS]})
+    owners = [{"owner": text, "used": number} for number, text in enumerate(CORPUS)]
+    bound = {"name": CORPUS[0], "unit": CORPUS[1], "limit": 9, "used": 9, "owner_limit": 4, "owners": owners}
+    fake.answers["/admin/shares"] = lambda: (200, {"data": [bound]})
     return fake
 
 
@@ -152,6 +155,8 @@ def test_no_view_takes_an_attack_for_more_than_text(browser: Browser, attacked: 
                 shown = page.locator("main").text_content()
                 assert "<script>window.ran" in shown, view
                 assert any(escape in shown for escape in ESCAPES), view
+            if view == "keys":
+                page.get_by_role("heading", name="Shares").wait_for()
             if width == 1600:
                 page.keyboard.press("?")
                 page.get_by_role("dialog").wait_for()

@@ -11,6 +11,7 @@ import pytest
 from dynamo.errors import Overloaded, Unknown
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.base.asgi import BodyBudget
+from dynamo.frontend.base.shares import SharedBound
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.routes import PathDialects, UnmatchedPath
 from dynamo.frontend.pipeline.generation_call import GenerationCall
@@ -40,7 +41,7 @@ class OwnApi(ChatApi):
 
 def route(house: Cluster, *, body_limit_bytes: int = 1 << 20) -> InferenceRoute:
     call = GenerationCall(OwnApi(), house.frontend.pipeline)
-    return InferenceRoute(call, body_limit_bytes=body_limit_bytes, budget=BodyBudget(1 << 20))
+    return InferenceRoute(call, body_limit_bytes=body_limit_bytes, budget=BodyBudget(SharedBound(1 << 20, None)))
 
 
 async def ask(app: Any, body: Mapping[str, Any] | bytes, path: str = "/own", **headers: str) -> Exchange:
@@ -132,7 +133,9 @@ async def test_an_api_may_end_a_failed_stream_with_what_its_renderer_knows(
 
         monkeypatch.setattr(api, "renderer", knowing)
         app = InferenceRoute(
-            GenerationCall(api, house.frontend.pipeline), body_limit_bytes=1 << 20, budget=BodyBudget(1 << 20)
+            GenerationCall(api, house.frontend.pipeline),
+            body_limit_bytes=1 << 20,
+            budget=BodyBudget(SharedBound(1 << 20, None)),
         )
         assert (await ask(app, CHAT | {"stream": True})).body.endswith(b"}\n\nevent: known\n\n")
         worker.script = say("ok")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.settings.inspector import InspectorSettings
+from dynamo.frontend.base.shares import SharedBound
 from dynamo.frontend.parts.inspector.routes import INSPECTOR_PATH, InspectorRoutes
 from support.access import bearer, closed_cluster, key
 from support.asgi_client import AsgiClient
@@ -69,7 +70,7 @@ def no_rate(house: Cluster) -> None:
 async def test_the_table_has_all_actions(tmp_path: Path) -> None:
     async with audited(tmp_path) as (house, table, _):
         assert house.frontend.parts["inspector"].inspector is not None
-        routes = InspectorRoutes(house.frontend.parts["inspector"].inspector, BodyBudget(1)).routes()
+        routes = InspectorRoutes(house.frontend.parts["inspector"].inspector, BodyBudget(SharedBound(1, None))).routes()
         acting = {path for path, _, _, access in routes if access is Access.OPERATE}
         assert acting == {INSPECTOR_PATH + action.route for action in table}
 

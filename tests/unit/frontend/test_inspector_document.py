@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.settings.inspector import InspectorSettings
+from dynamo.frontend.base.shares import SharedBound
 from dynamo.frontend.parts.inspector.routes import INSPECTOR_PATH, InspectorRoutes
 from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
 from support.access import closed_cluster, key
@@ -19,7 +20,7 @@ DOCUMENT = json.loads(inspector_json())
 async def test_it_describes_every_route_and_no_other(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
         assert house.frontend.parts["inspector"].inspector is not None
-        routes = InspectorRoutes(house.frontend.parts["inspector"].inspector, BodyBudget(1)).routes()
+        routes = InspectorRoutes(house.frontend.parts["inspector"].inspector, BodyBudget(SharedBound(1, None))).routes()
         served = {(path.replace(":path", ""), method.lower()) for path, _, methods, _ in routes for method in methods}
     assert served == {(path, method) for path, operations in DOCUMENT["paths"].items() for method in operations}
     names = [one["operationId"] for operations in DOCUMENT["paths"].values() for one in operations.values()]

@@ -235,6 +235,15 @@ def test_the_store_keeps_what_fits_and_forgets_what_is_old(tmp_path: Path) -> No
     assert len(list((tmp_path / "kept").iterdir())) == 3  # the new one, and the key
 
 
+def test_the_owner_that_has_most_makes_the_room(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path, KeepLimits(100, 60))
+    quiet = [store.keep(bytes(10), "image/png", owner="quiet", kind="image") for _ in range(2)]
+    greedy = [store.keep(bytes(20), "image/png", owner="greedy", kind="image") for _ in range(20)]
+    assert store.owners() == {"quiet": 20, "greedy": 80}
+    assert all(store.find(each.id, "quiet") is not None for each in quiet)
+    assert [store.find(each.id, "greedy") is not None for each in greedy[-5:]] == [False, True, True, True, True]
+
+
 def test_links_of_one_process_hold_in_another(tmp_path: Path) -> None:
     one, other = (MediaStore(tmp_path, KeepLimits(100, 60)) for _ in range(2))
     kept = one.keep(b"x", "image/png", owner="", kind="image")

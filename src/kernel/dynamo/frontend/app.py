@@ -48,7 +48,7 @@ class Frontend:
         self.admission, self.exchanges = kernel.pipeline.admission, kernel.pipeline.register
         parts, history = open_parts(settings, opened, peers)
         over = RoutedParts(
-            settings, parts, kernel.loads, opened.adapters, kernel.budget, kernel.offload, peers, history
+            settings, parts, kernel.loads, opened.adapters, kernel.budget, kernel.offload, peers, kernel.shares, history
         )
         routes = FrontendRoutes(self.pipeline, over)
         self.asgi, self.admin_asgi = routes.for_clients(), routes.for_operators()

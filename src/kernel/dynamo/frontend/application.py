@@ -21,6 +21,7 @@ from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.peers import Peers
+from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.cors import with_cors
@@ -33,6 +34,7 @@ from dynamo.frontend.http.operations import (
     ModelsRoute,
     OpenApiRoute,
     ReadyRoute,
+    SharesRoute,
 )
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
 from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst, PathDialects, Site, UnmatchedPath
@@ -62,6 +64,7 @@ class RoutedParts(NamedTuple):
     budget: BodyBudget
     offload: Offload
     peers: Peers | None
+    shares: Shares
     history: AnswerHistory | None  # None: no response is stored
 
 
@@ -210,6 +213,7 @@ class FrontendRoutes:
         busy: ASGIApp = SameSiteOnly(BusyThresholdRoute(over.loads, self._pipeline.models, over.budget), settings)
         routes = [
             GuardedRoute("/busy_threshold", busy, "GET", "POST"),
+            GuardedRoute("/admin/shares", SameSiteOnly(SharesRoute(over.shares), settings), "GET"),
             GuardedRoute(ADAPTERS_PATH, adapters, "GET", "POST"),
             GuardedRoute(ADAPTERS_PATH + "/{name:path}", adapters, "DELETE"),
             *[route for route in self._of_parts if route.is_admin],

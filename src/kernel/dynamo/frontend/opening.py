@@ -16,7 +16,7 @@ from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload, ThreadOffload
 from dynamo.frontend.base.peers import Peers
-from dynamo.frontend.base.shares import Shares
+from dynamo.frontend.base.shares import HELD_SHORTLY, Shares
 from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import Scope
@@ -102,8 +102,9 @@ def open_kernel(
         Hooks([RequestCounts(metrics), RequestLog(settings.overload_status)]),
     )
     loads = LoadFollower(settings, models, access.loads, peers, report_own=access.report_own)
-    budget = BodyBudget(settings.pending_bodies_limit_bytes)
-    kernel = Kernel(settings, pipeline, loads, runtime, preparing, budget, peers, Shares())
+    shares = Shares()
+    bodies = shares.bound("bodies", settings.pending_bodies_limit_bytes, weight=HELD_SHORTLY, unit="bytes")
+    kernel = Kernel(settings, pipeline, loads, runtime, preparing, BodyBudget(bodies), peers, shares)
     return OpenedKernel(kernel, access, text_models, AdapterKeeper(models, access.ask_adapters), intake)
 
 

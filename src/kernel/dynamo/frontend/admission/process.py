@@ -54,6 +54,15 @@ class Admission:
         self.stage = Stage.SERVING
         self._idle: asyncio.Event | None = None
 
+    @property
+    def processes(self) -> int:
+        """How many processes have the limit together."""
+        return 1
+
+    def free(self) -> int:
+        """Return how many places no request has."""
+        return self.limit - self.in_flight
+
     def enter(self) -> None:
         """Take a place. Raises `NotReady` once draining began, `Overloaded` when all places are taken."""
         if self.stage not in OPEN:

@@ -13,6 +13,11 @@ def scoped_owner(key_owner: str | None, tenant: str) -> str:
     return tenant if key_owner is None else f"{key_owner}\n{tenant}"
 
 
+def project_of(owner: str) -> str:
+    """Return whose share of a store a response takes: the tenants that clients name are no owners of their own."""
+    return owner.partition("\n")[0] if "\n" in owner else ""
+
+
 class StoredResponse(Struct, frozen=True):
     """One response and what it answered."""
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final, cast
 
+from dynamo.frontend.base.shares import SharedBound
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.http.cycle import RESPOND_EXTENSION
@@ -64,24 +65,37 @@ def check_content_type(headers: Headers) -> None:
 
 
 class BodyBudget:
-    """How much all bodies that are still arriving may take together."""
+    """How much all bodies that are still arriving may take together, and those of one owner."""
 
-    __slots__ = ("limit_bytes", "used_bytes")
+    __slots__ = ("_bound", "_owner")
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
+    def __init__(self, bound: SharedBound, owner: str = "") -> None:
+        self._bound, self._owner = bound, owner
+
+    def of(self, owner: str) -> BodyBudget:
+        """Return the same budget for the bodies of an owner."""
+        return BodyBudget(self._bound, owner) if owner else self
+
+    @property
+    def used_bytes(self) -> int:
+        """What all bodies take now."""
+        return self._bound.used
 
     def take(self, count: int) -> None:
-        """Raises the 503 when there is no room; nothing is taken then."""
-        if self.used_bytes + count > self.limit_bytes:
-            megabytes = self.limit_bytes // (1024 * 1024)
-            text = f"Requests under way exceed the limit of {megabytes} MB set by DYN_HTTP_PENDING_BODIES_LIMIT_MB"
+        """Raises the 503 when there is no room, and the 429 when the owner's share has none; nothing is taken then."""
+        if not count or self._bound.take(self._owner, count):
+            return
+        megabytes = self._bound.limit // (1024 * 1024)
+        limit = f"{megabytes} MB set by DYN_HTTP_PENDING_BODIES_LIMIT_MB"
+        if self._bound.used + count > self._bound.limit:
+            text = f"Requests under way exceed the limit of {limit}"
             raise RequestRejected(503, text, retry_after_seconds=1, limit="pending_bodies")
-        self.used_bytes += count
+        text = f"Requests of this project that are under way exceed its share of the {limit}"
+        raise RequestRejected(429, text, code="share_exceeded", retry_after_seconds=1, limit="pending_bodies")
 
     def give_back(self, count: int) -> None:
-        self.used_bytes -= count
+        if count:
+            self._bound.give_back(self._owner, count)
 
 
 COPIED_BYTES: Final = 64 * 1024

@@ -84,9 +84,13 @@ class SharedBound:
         """Take units for an owner; False, and nothing is taken, where its share or the bound has no room."""
         if not self.may_take(owner, more):
             return False
-        self._used[owner] = self.of(owner) + more
-        self.used += more
+        self.note(owner, more)
         return True
+
+    def note(self, owner: str, count: int = 1) -> None:
+        """Count units that an owner has, whatever the bound is."""
+        self._used[owner] = self.of(owner) + count
+        self.used += count
 
     def give_back(self, owner: str, count: int = 1) -> None:
         """Give back what was taken."""

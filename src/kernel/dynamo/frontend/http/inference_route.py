@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from dynamo.frontend.base.access import IDENTITY, Access
+from dynamo.frontend.base.access import IDENTITY, Access, owner_of
 from dynamo.frontend.base.asgi import (
     JSON,
     RESPOND_EXTENSION,
@@ -98,8 +98,8 @@ class FormReader(Protocol):
     def takes(headers: Headers) -> bool:
         """Return whether a request says that it is a form."""
 
-    async def read(self, headers: Headers, receive: Receive) -> bytes:
-        """Return the form as JSON. Raises RequestRejected, and ClientGone when the client leaves."""
+    async def read(self, headers: Headers, receive: Receive, budget: BodyBudget) -> bytes:
+        """Return the form as JSON, within a budget. Raises RequestRejected, and ClientGone when the client leaves."""
 
 
 class InferenceRoute:
@@ -127,12 +127,13 @@ class InferenceRoute:
         request_id = random_uuid()
         sink = AsgiSink(scope, send, known or self._call.response_id(request_id), self.dialect)
         began = loop.time()
+        budget = self._budget.of(owner_of(scope)) if IDENTITY in scope else self._budget
         try:
             if self._form is not None and self._form.takes(headers):
-                body = await self._form.read(headers, receive)
+                body = await self._form.read(headers, receive, budget)
             else:
                 check_content_type(headers)
-                body = await read_body(headers, receive, self._body_limit_bytes, self._budget)
+                body = await read_body(headers, receive, self._body_limit_bytes, budget)
         except ClientGone:
             return
         except RequestRejected as error:

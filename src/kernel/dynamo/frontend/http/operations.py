@@ -18,6 +18,7 @@ from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.base.request_id import reject_route
+from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
@@ -180,6 +181,16 @@ class MetricsRoute:
                 return
             body = await self._offload(lambda: self._metrics.expose_group(snapshots))
         await reply(send, 200, body, content_type=CONTENT_TYPE.encode())
+
+
+class SharesRoute:
+    """`/admin/shares`: every bound that owners share, and what each of them has of it."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await reply(send, 200, _encode({"object": "list", "data": await self._shares.report()}))
 
 
 class OpenApiRoute:

@@ -33,7 +33,7 @@ class BatchesRoute(JsonRoute):
         if scope["method"] == "POST":
             headers = first_headers(scope)
             check_content_type(headers)
-            request = decode_create_batch(await read_body(headers, receive, MAX_BODY_BYTES, self._budget))
+            request = decode_create_batch(await read_body(headers, receive, MAX_BODY_BYTES, self._budget.of(owner)))
             identity = identity_of(scope)
             key_id = "" if identity is None else identity.id
             return encode_object(await self._service.create(request, owner, key_id))

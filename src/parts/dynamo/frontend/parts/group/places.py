@@ -81,6 +81,13 @@ class SharedAdmission(Admission):
         super().__init__(limit)
         self._places, self._row = places, row
 
+    @property
+    def processes(self) -> int:
+        return self._places.rows
+
+    def free(self) -> int:
+        return self.limit - self._places.total(Field.IN_FLIGHT)
+
     def enter(self) -> None:
         if self.stage not in OPEN:
             raise NotReady

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from dynamo.frontend.admission.model import Shed
+from dynamo.frontend.admission.process import Admission
+from dynamo.frontend.base.shares import HELD_SHORTLY, Shares, fits_share
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenDemand, TokenUse
@@ -14,8 +16,10 @@ from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.frontend.pipeline.text_generation import TextPlan
+from dynamo.protocol.openai.errors import RequestRejected
 
 CHARGE: Final[PartSlot[Charge]] = PartSlot("charge of the key")
+PLACE_OF: Final[PartSlot[str]] = PartSlot("owner of the place")
 
 _NAMES: Final = ("max_completion_tokens", "max_tokens")  # of OpenAI's bodies; the first one counts
 
@@ -59,19 +63,51 @@ def _limit_text(body: dict[str, Any], cap: int) -> None:
         body[name] = cap
 
 
+class PlaceShares:
+    """A share of the places of this frontend for each owner. Places come back within seconds, so most may go to one owner."""
+
+    def __init__(self, admission: Admission, shares: Shares) -> None:
+        self._admission, self._has_others = admission, shares.has_others
+        self._taken = shares.bound("requests in flight", admission.limit, weight=None)
+
+    def take(self, owner: str) -> None:
+        """Take a place of an owner's share. Raises the 429 where that has none."""
+        own, admission = self._taken.of(owner), self._admission
+        # The other processes of a group are taken to have as many requests of this owner. Without a free place the
+        # admission refuses, whatever the owner has.
+        is_shared = own and self._has_others() and (free := admission.free()) > 0
+        if is_shared and not fits_share((own + 1) * admission.processes, free - 1, HELD_SHORTLY):
+            text = (
+                f"Too many requests at once: of the {admission.limit} places of this frontend some are kept free "
+                "for other projects. Try again when a request has ended"
+            )
+            raise RequestRejected(429, text, code="share_exceeded", retry_after_seconds=1)
+        self._taken.note(owner)
+
+    def give_back(self, owner: str) -> None:
+        """Give a place back."""
+        self._taken.give_back(owner)
+
+
 class KeyCharges(RequestListener):
     """Holds each request with a key to the limits of that key, and charges it for what it took."""
 
-    def __init__(self, quotas: Quotas) -> None:
-        self._quotas = quotas
+    def __init__(self, quotas: Quotas, places: PlaceShares) -> None:
+        self._quotas, self._places = quotas, places
 
     def arrived(self, exchange: Exchange) -> None:
-        """Open the charge of a request; nothing is taken yet."""
+        """Open the charge of a request, which takes a place of its owner's share. Raises the 429 where that has none."""
         identity = exchange.identity
         if isinstance(identity, Identity):
             charge = self._quotas.open(identity, exchange.arrival.endpoint)
             exchange.keep(CHARGE, charge)
             show_limits(exchange, charge)
+            try:
+                self._places.take(identity.owner)
+            except RequestRejected:
+                self._quotas.on_refused(identity, "share")
+                raise
+            exchange.keep(PLACE_OF, identity.owner)
 
     def began(self, exchange: Exchange, resolved: Resolved) -> None:
         """Take a place and a request. Raises the 429 of a limit that has none."""
@@ -92,6 +128,8 @@ class KeyCharges(RequestListener):
         charge = exchange.of(CHARGE)
         if charge is None:
             return
+        if (owner := exchange.of(PLACE_OF)) is not None:
+            self._places.give_back(owner)
         if isinstance(outcome.why, Shed):
             charge.forgive()
         charge.has_succeeded = outcome.is_answered

@@ -19,7 +19,7 @@ from dynamo.frontend.base.settings.keys import KeySettings
 from dynamo.frontend.http.routes import GuardedRoute, Site
 from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.settings import ModelSettings
-from dynamo.frontend.parts.keys.charging import KeyCharges
+from dynamo.frontend.parts.keys.charging import KeyCharges, PlaceShares
 from dynamo.frontend.parts.keys.cluster_limits import EVERY_NAMESPACE, ClusterLimits, SharedStore
 from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.key_store import KeyStore
@@ -50,7 +50,7 @@ class Keys(KeyCharges, Part):
         self._settings, self._kernel = settings, kernel
         self._metrics = KeyMetrics(kernel.pipeline.metrics.families)
         self.store, self.quotas, self.meter = open_keys(settings, self._metrics, table)
-        super().__init__(self.quotas)
+        super().__init__(self.quotas, PlaceShares(kernel.pipeline.admission, kernel.shares))
         self._cluster_limits = open_cluster_limits(kernel.settings, self.store, self.quotas, kernel.runtime.discovery)
         self.store.on_look.append(self._cut_revoked)
         kernel.shares.know_owners(lambda: self.store.owners)

@@ -34,15 +34,15 @@ class FormLimit:
 class FormDoor:
     """Reads the forms of one route."""
 
-    def __init__(self, shape: FormShape, limit: FormLimit, budget: BodyBudget, offload: Offload) -> None:
-        self._shape, self._limit, self._budget, self._offload = shape, limit, budget, offload
+    def __init__(self, shape: FormShape, limit: FormLimit, offload: Offload) -> None:
+        self._shape, self._limit, self._offload = shape, limit, offload
 
     @staticmethod
     def takes(headers: Headers) -> bool:
         """Return whether a request declares that it is a form."""
         return headers.get(b"content-type", b"")[:10].lower() == b"multipart/"
 
-    async def read(self, headers: Headers, receive: Receive) -> bytes:
+    async def read(self, headers: Headers, receive: Receive, budget: BodyBudget) -> bytes:
         """Return the form as JSON. Nothing of a form that is refused is kept.
 
         Raises RequestRejected, and ClientGone when the client leaves.
@@ -58,7 +58,7 @@ class FormDoor:
             size = len(message.get("body", b""))
             if taken + size > self._limit.size_bytes:
                 raise self._limit.exceeded()
-            self._budget.take(size)
+            budget.take(size)
             taken += size
             return message
 
@@ -69,7 +69,7 @@ class FormDoor:
             error.more_headers = {**error.more_headers, "connection": "close"}  # the rest of the body is not read
             raise
         finally:
-            self._budget.give_back(taken)
+            budget.give_back(taken)
 
     async def _walk(self, headers: Headers, receive: Receive) -> tuple[list[tuple[str, str]], list[FormFile]]:
         fields: list[tuple[str, str]] = []

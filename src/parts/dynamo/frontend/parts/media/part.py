@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
 from dynamo.frontend.base.access import Access
@@ -53,7 +55,9 @@ class MediaService(Part):
         self._store: MediaStore | None = None
         if settings.store_dir is not None:
             limits = KeepLimits(settings.store_bytes, settings.store_seconds)
-            self._store = MediaStore(settings.store_dir.expanduser(), limits)
+            self._store = store = MediaStore(settings.store_dir.expanduser(), limits)
+            most = settings.store_bytes
+            kernel.shares.show("kept media", most, most, partial(asyncio.to_thread, store.owners))
 
     def inference(self) -> Mapping[str, InferenceRoute]:
         """Return the routes at which models make something, by their paths."""
@@ -72,7 +76,7 @@ class MediaService(Part):
                 access=Access.MEDIA,
                 body_limit_bytes=kernel.pipeline.settings.limits.body_limit_bytes,
                 budget=kernel.budget,
-                form=None if form is None else FormDoor(form.shape, self._limit(form), kernel.budget, kernel.offload),
+                form=None if form is None else FormDoor(form.shape, self._limit(form), kernel.offload),
             )
             for path, (api, form) in apis.items()
         }

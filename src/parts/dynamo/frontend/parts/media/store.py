@@ -1,7 +1,7 @@
 """What models have made and clients may fetch later: files of one directory, each with its facts beside it.
 
 Several processes may use one directory: nothing is remembered but what is on the disk. What is older than it may be is
-removed, and the oldest goes where there is no room.
+removed, and where there is no room, the oldest of the owner that has most.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.base.shares import largest_owner
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,13 @@ class MediaStore:
         found = [each for each in self._all() if (each.kind, each.owner) == (kind, owner) and each.expires_at > now]
         return sorted(found, key=lambda each: (each.created_at, each.id))
 
+    def owners(self) -> dict[str, int]:
+        """Return the bytes of each owner."""
+        found: dict[str, int] = {}
+        for each in self._all():
+            found[each.owner] = found.get(each.owner, 0) + each.size
+        return found
+
     def remove(self, id: str) -> None:
         """Forget a file; idempotent."""
         (self._directory / (id + _FACTS)).unlink(missing_ok=True)
@@ -179,18 +188,27 @@ class MediaStore:
         return [each for each in map(self._facts, paths) if each is not None]
 
     def _make_room(self, size: int) -> None:
-        """Remove what has expired, and then the oldest, until so many bytes more may be kept."""
+        """Remove what has expired, and then the oldest of the owner that has most, until so many bytes more may be kept."""
         now = self._now()
-        found = sorted(self._all(), key=lambda each: each.created_at)
-        total = sum(each.size for each in found) + size
-        count = len(found) + 1
-        for each in found:
+        by_owner: dict[str, deque[KeptMedia]] = {}
+        for each in sorted(self._all(), key=lambda each: each.created_at):
             if each.expires_at <= now:
-                reason = "has expired"
-            elif total > self._limits.total_bytes or count > MAX_KEPT:
-                reason = "makes room for newer media"
+                self._drop(each, "has expired")
             else:
-                continue
-            self.remove(each.id)
-            total, count = total - each.size, count - 1
-            logger.info("%s was removed from the media store: it %s", each.id, reason)
+                by_owner.setdefault(each.owner, deque()).append(each)
+        sizes = {owner: sum(each.size for each in found) for owner, found in by_owner.items()}
+        counts = {owner: len(found) for owner, found in by_owner.items()}
+        while counts and (
+            (is_large := sum(sizes.values()) + size > self._limits.total_bytes) or sum(counts.values()) >= MAX_KEPT
+        ):
+            most = largest_owner(sizes if is_large else counts)
+            oldest = by_owner[most].popleft()
+            sizes[most] -= oldest.size
+            counts[most] -= 1
+            if not counts[most]:
+                del sizes[most], counts[most]
+            self._drop(oldest, "makes room for newer media")
+
+    def _drop(self, kept: KeptMedia, reason: str) -> None:
+        self.remove(kept.id)
+        logger.info("%s was removed from the media store: it %s", kept.id, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from dynamo.frontend.apis.history import StoredResponse
@@ -23,7 +24,8 @@ class ResponseStore(Protocol):
     """Keeps responses within its limits.
 
     Reading or writing one counts as use. A response is gone after `ttl_seconds` without use, or earlier where others need its
-    room. All methods raise `StoreUnavailable`, and may be called concurrently.
+    room: then the one goes that was used longest ago of the project that has most, so that a project below its share loses
+    nothing to the others. All methods raise `StoreUnavailable`, and may be called concurrently.
     """
 
     async def put(self, stored: StoredResponse) -> StoreUsage | None:
@@ -40,6 +42,9 @@ class ResponseStore(Protocol):
 
     async def usage(self) -> StoreUsage:
         """Return what is kept."""
+
+    async def projects(self) -> Mapping[str, int]:
+        """Return the bytes of each project, by `project_of` the owners."""
 
     async def aclose(self) -> None:
         """Let go of what the store holds open; idempotent."""

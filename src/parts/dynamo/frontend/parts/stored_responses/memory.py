@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from dynamo.frontend.apis.history import StoredResponse
+from dynamo.frontend.apis.history import StoredResponse, project_of
 from dynamo.frontend.base.settings.stored_responses import StoreLimits
+from dynamo.frontend.base.shares import largest_owner
 from dynamo.frontend.parts.stored_responses.base import StoreUsage, stem_of
+
+
+class _Project:
+    """What one project has, in the order of use."""
+
+    __slots__ = ("bytes", "stems")
+
+    def __init__(self) -> None:
+        self.stems: OrderedDict[str, None] = OrderedDict()
+        self.bytes = 0
 
 
 class MemoryResponseStore:
@@ -17,14 +28,19 @@ class MemoryResponseStore:
     def __init__(self, limits: StoreLimits, *, now: Callable[[], float] = time.time) -> None:
         self._limits, self._now = limits, now
         self._entries: OrderedDict[str, tuple[StoredResponse, float]] = OrderedDict()  # with the time of their last use
+        self._projects: dict[str, _Project] = {}
         self._bytes = 0
 
     async def put(self, stored: StoredResponse) -> StoreUsage | None:
         if stored.size > self._limits.bytes:
             return None
-        self._forget(stem_of(stored.id))
-        self._entries[stem_of(stored.id)] = stored, self._now()
+        stem = stem_of(stored.id)
+        self._forget(stem)
+        self._entries[stem] = stored, self._now()
         self._bytes += stored.size
+        project = self._projects.setdefault(project_of(stored.owner), _Project())
+        project.stems[stem] = None
+        project.bytes += stored.size
         self._sweep()
         return StoreUsage(len(self._entries), self._bytes)
 
@@ -33,6 +49,7 @@ class MemoryResponseStore:
         if stored is not None:
             self._entries[stem_of(id)] = stored, self._now()
             self._entries.move_to_end(stem_of(id))
+            self._projects[project_of(stored.owner)].stems.move_to_end(stem_of(id))
         return stored
 
     async def delete(self, id: str, owner: str = "") -> bool:
@@ -46,8 +63,12 @@ class MemoryResponseStore:
         self._sweep()
         return StoreUsage(len(self._entries), self._bytes)
 
+    async def projects(self) -> Mapping[str, int]:
+        return {name: project.bytes for name, project in self._projects.items()}
+
     async def aclose(self) -> None:
         self._entries.clear()
+        self._projects.clear()
         self._bytes = 0
 
     def _find(self, id: str, owner: str) -> StoredResponse | None:
@@ -59,15 +80,23 @@ class MemoryResponseStore:
 
     def _sweep(self) -> None:
         """Forget what is too old, and what is too much."""
-        oldest = self._now() - self._limits.ttl_seconds
-        while self._entries:
-            stem, (_, used_at) = next(iter(self._entries.items()))
-            is_full = len(self._entries) > self._limits.entries or self._bytes > self._limits.bytes
-            if used_at >= oldest and not is_full:
-                return
-            self._forget(stem)
+        oldest, limits = self._now() - self._limits.ttl_seconds, self._limits
+        while self._entries and next(iter(self._entries.values()))[1] < oldest:
+            self._forget(next(iter(self._entries)))
+        while len(self._entries) > limits.entries or self._bytes > limits.bytes:
+            if self._bytes > limits.bytes:
+                most = largest_owner({name: project.bytes for name, project in self._projects.items()})
+            else:
+                most = largest_owner({name: len(project.stems) for name, project in self._projects.items()})
+            self._forget(next(iter(self._projects[most].stems)))
 
     def _forget(self, stem: str) -> None:
         found = self._entries.pop(stem, None)
         if found is not None:
             self._bytes -= found[0].size
+            name = project_of(found[0].owner)
+            project = self._projects[name]
+            project.bytes -= found[0].size
+            del project.stems[stem]
+            if not project.stems:
+                del self._projects[name]

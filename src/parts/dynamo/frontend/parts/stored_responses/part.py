@@ -44,8 +44,9 @@ class StoredResponses(Part):
     families = FAMILIES
     outlives_models: ClassVar[bool] = True
 
-    def __init__(self, kernel: Kernel, store: ResponseStore) -> None:
+    def __init__(self, kernel: Kernel, store: ResponseStore, limits: StoreLimits) -> None:
         settings = kernel.settings
+        kernel.shares.show("stored responses", limits.bytes, limits.bytes, store.projects)
         self._path, self._store = settings.paths["responses"], store
         self._knows_tenants = not settings.disable_nvext  # a POST ignores the header without it
         self.history = ResponseHistory(
@@ -76,7 +77,7 @@ def open_stored_responses(settings: StoredResponseSettings, kernel: Kernel) -> S
     """Open the store; None where nothing is kept. Raises InvalidArgument for a file that cannot be opened."""
     place, limits = settings.responses_store, settings.response_limits
     store = open_response_store(place, limits, is_shared_port=kernel.peers is not None)
-    return None if store is None else StoredResponses(kernel, store)
+    return None if store is None else StoredResponses(kernel, store, limits)
 
 
 logger = logging.getLogger(__name__)

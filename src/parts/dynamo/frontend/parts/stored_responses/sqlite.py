@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.apis.history import StoredResponse
 from dynamo.frontend.base.settings.stored_responses import StoreLimits
+from dynamo.frontend.base.shares import largest_owner
 from dynamo.frontend.base.sqlite_file import open_database, writing
 from dynamo.frontend.parts.stored_responses.base import StoreUnavailable, StoreUsage, stem_of
 
@@ -31,6 +32,9 @@ CREATE TABLE IF NOT EXISTS responses (
 ) WITHOUT ROWID
 """
 _INDEX: Final = "CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at, size)"
+_PROJECT: Final = "substr(owner, 1, instr(owner, char(10)))"  # with the line feed behind it; as `project_of`
+_BY_PROJECT: Final = f"CREATE INDEX IF NOT EXISTS responses_by_project ON responses ({_PROJECT}, used_at, size)"
+_OLDEST_OF: Final = f"SELECT stem, size FROM responses WHERE {_PROJECT} = ? ORDER BY used_at"
 _FIND: Final = (
     "SELECT id, response, input_items, previous_id, owner FROM responses WHERE stem = ? AND owner = ? AND used_at >= ?"
 )
@@ -45,7 +49,7 @@ class SqliteResponseStore:
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamo-response-store")
         try:
-            self._database = open_database(path, "the store of responses", VERSION, (_TABLE, _INDEX))
+            self._database = open_database(path, "the store of responses", VERSION, (_TABLE, _INDEX, _BY_PROJECT))
         except InvalidArgument:
             self._thread.shutdown()
             raise
@@ -61,6 +65,10 @@ class SqliteResponseStore:
 
     async def usage(self) -> StoreUsage:
         return await self._run(self._usage)
+
+    async def projects(self) -> Mapping[str, int]:
+        found = await self._run(self._projects)
+        return {project: size for project, (_, size) in found.items()}
 
     async def aclose(self) -> None:
         if not self._is_closed:
@@ -114,13 +122,25 @@ class SqliteResponseStore:
     def _sweep(self, database: sqlite3.Connection) -> StoreUsage:
         """Forget what is too old, and what is too much; return what is left."""
         database.execute("DELETE FROM responses WHERE used_at < ?", (self._now() - self._limits.ttl_seconds,))
-        entries, size = database.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM responses").fetchone()
-        oldest_first = database.execute("SELECT stem, size FROM responses ORDER BY used_at")
+        projects, limits = self._projects(), self._limits
+        entries, size = (sum(column) for column in zip((0, 0), *projects.values(), strict=True))
+        oldest_first: dict[str, sqlite3.Cursor] = {}
         gone: list[tuple[Any]] = []
-        while entries > self._limits.entries or size > self._limits.bytes:
-            stem, taken = oldest_first.fetchone()
+        while entries > limits.entries or size > limits.bytes:
+            column = 1 if size > limits.bytes else 0
+            most = largest_owner({project: has[column] for project, has in projects.items()})
+            if most not in oldest_first:
+                oldest_first[most] = database.execute(_OLDEST_OF, (most + "\n" if most else "",))
+            stem, taken = oldest_first[most].fetchone()
             gone.append((stem,))
             entries, size = entries - 1, size - taken
-        oldest_first.close()
+            projects[most] = projects[most][0] - 1, projects[most][1] - taken
+        for cursor in oldest_first.values():
+            cursor.close()
         database.executemany("DELETE FROM responses WHERE stem = ?", gone)
         return StoreUsage(entries, size)
+
+    def _projects(self) -> dict[str, tuple[int, int]]:
+        """Return how many responses each project has, and their bytes."""
+        rows = self._database.execute(f"SELECT {_PROJECT}, COUNT(*), SUM(size) FROM responses GROUP BY {_PROJECT}")
+        return {project.removesuffix("\n"): (entries, size) for project, entries, size in rows}

@@ -1,13 +1,55 @@
-// What keys have used: added up by key, never the keys themselves.
+// What keys have used, added up by key, never the keys themselves; and the share of each project in what all of them share.
 
 import { bar } from "../charts.js";
 import { h } from "../dom.js";
-import { isMissing, waiting } from "../parts.js";
+import { isMissing, panel, waiting } from "../parts.js";
 import { Table } from "../table.js";
-import { UNKNOWN, count, line } from "../text.js";
+import { UNKNOWN, bytes, count, line } from "../text.js";
 
 const PATH = "/admin/usage?group_by=key";
+const SHARES_PATH = "/admin/shares";
 const EVERY_SECONDS = 10;
+
+const amount = (row, value) => (row.unit === "bytes" ? bytes(value) : count(value));
+const SHARES = [
+  { id: "name", label: "of", isWide: true, text: (row) => line(row.name), sort: (row) => row.name },
+  { id: "owner", label: "project", isWide: true, text: (row) => line(row.owner || "everybody"), sort: (row) => row.owner },
+  {
+    id: "used",
+    label: "has",
+    isNumber: true,
+    width: 130,
+    text: (row) => amount(row, row.used),
+    sort: (row) => row.part,
+    cell: (row) => bar(row.part, amount(row, row.used), { tone: "accent" }),
+  },
+  {
+    id: "may",
+    label: "may have",
+    isNumber: true,
+    width: 130,
+    text: (row) => amount(row, row.owner_limit),
+    title: "while the others have nothing",
+  },
+  { id: "all", label: "there is", isNumber: true, width: 130, text: (row) => amount(row, row.limit) },
+];
+let sharesTable = null;
+
+// A row for each bound and project.
+function shares(app) {
+  const found = app.resources.use(SHARES_PATH, EVERY_SECONDS).value?.data ?? [];
+  const rows = found.flatMap((bound) =>
+    bound.owners.map((owner) => ({
+      ...bound,
+      ...owner,
+      id: `${bound.name}/${owner.owner}`,
+      part: owner.used / Math.max(1, bound.owner_limit),
+    })),
+  );
+  if (rows.length === 0) return null;
+  sharesTable ??= new Table(app, SHARES, { label: "Shares of projects", sort: "-used" });
+  return panel("Shares", "of what all projects share", sharesTable.draw(rows, app.store.now()));
+}
 
 let most = 1;
 let table = null;
@@ -67,13 +109,18 @@ export const keys = {
           { class: "empty" },
           isMissing(resource.error) ? `Nothing to show: ${line(resource.error.message)}` : line(resource.error.message),
         ),
+        shares(app),
       ];
     }
     const pending = waiting(resource, "the use of keys");
     if (pending) return [head, pending];
     const rows = resource.value.data;
     most = Math.max(1, ...rows.map((row) => row.requests ?? 0));
-    return [head, the(app, rows).draw(rows, app.store.now(), { isTall: true, empty: "No key has been used." })];
+    return [
+      head,
+      shares(app),
+      the(app, rows).draw(rows, app.store.now(), { isTall: true, empty: "No key has been used." }),
+    ];
   },
 
   text(app) {
