@@ -6,6 +6,7 @@ A short seeded run belongs to the suite; `make test-fuzz` runs the same for long
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 from collections import Counter
@@ -29,6 +30,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 
 from dynamo.frontend.http.server import HttpServer  # noqa: E402
 from support.frontend_cluster import cluster, fail  # noqa: E402
+from support.patience import PATIENCE_SECONDS  # noqa: E402
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -63,8 +65,11 @@ class Fuzzed:
     token: str
     ids: dict[str, list[str]]  # of what is there, by the path below which they stand
 
-    def schema(self) -> Any:
-        return schemathesis.openapi.from_url(f"{self.url}/openapi.json")
+    @functools.cached_property
+    def operations(self) -> dict[str, Any]:
+        """The operations of the document by their labels: it is read once."""
+        schema = schemathesis.openapi.from_url(f"{self.url}/openapi.json")
+        return {found.ok().label: found.ok() for found in schema.get_all_operations()}
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +115,15 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
 
     thread = threading.Thread(target=run, name="fuzzed frontend")
     thread.start()
-    found, loop, stop = started.result(60)
+    found, loop, stop = started.result(PATIENCE_SECONDS)
     yield found
     loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(PATIENCE_SECONDS)
 
 
 def fuzz(fuzzed: Fuzzed, label: str, mode: Any, examples: int, *, derandomize: bool) -> Counter[int]:
     """Run `examples` cases against one operation; the statuses. Raises with a curl line for a broken promise."""
-    (operation,) = [found.ok() for found in fuzzed.schema().get_all_operations() if found.ok().label == label]
+    operation = fuzzed.operations[label]
     statuses: Counter[int] = Counter()
     known = fuzzed.ids.get(label.split("/")[3], [])
 
@@ -140,10 +145,11 @@ def fuzz(fuzzed: Fuzzed, label: str, mode: Any, examples: int, *, derandomize: b
             case.path_parameters["id"] = known[number % len(known)]
         for header in [name for name in case.headers or () if name.lower() == "authorization"]:
             del case.headers[header]  # generated, because the document says that the token travels there
-        nobody = case.call(base_url=fuzzed.url)
+        nobody = case.call(base_url=fuzzed.url, timeout=PATIENCE_SECONDS)
         assert nobody.status_code == 401, nobody.text
         case.validate_response(nobody, checks=CHECKS)
-        response = case.call(base_url=fuzzed.url, headers={"authorization": f"Bearer {fuzzed.token}"})
+        token = {"authorization": f"Bearer {fuzzed.token}"}
+        response = case.call(base_url=fuzzed.url, headers=token, timeout=PATIENCE_SECONDS)
         statuses[response.status_code] += 1
         assert response.status_code < 500 or response.status_code == 503, (response.status_code, response.text)
         case.validate_response(response, checks=CHECKS)
@@ -175,5 +181,4 @@ def test_every_answer_is_one_that_the_document_describes_at_length(fuzzed: Fuzze
 
 
 def test_every_operation_of_the_document_is_fuzzed_but_the_endless_one(fuzzed: Fuzzed) -> None:
-    found = [found.ok().label for found in fuzzed.schema().get_all_operations()]
-    assert sorted(found) == sorted([*OPERATIONS, *ENDLESS])
+    assert sorted(fuzzed.operations) == sorted([*OPERATIONS, *ENDLESS])

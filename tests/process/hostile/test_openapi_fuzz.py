@@ -6,6 +6,7 @@ A short seeded run belongs to the suite; `make test-fuzz` runs the same for much
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 from collections import Counter
@@ -37,6 +38,7 @@ from dynamo.runtime.calls.context import Context  # noqa: E402
 from dynamo.runtime.calls.request_plane.base import ResponseSink  # noqa: E402
 from dynamo.worker.serving import RawServing  # noqa: E402
 from support.frontend_cluster import Script, cluster  # noqa: E402
+from support.patience import PATIENCE_SECONDS  # noqa: E402
 from support.pictures import RED, data_url  # noqa: E402
 from support.scenario_table import record  # noqa: E402
 
@@ -167,10 +169,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     thread = threading.Thread(target=run, name="fuzzed frontend")
     thread.start()
-    port, loop, stop = started.result(30)
+    port, loop, stop = started.result(PATIENCE_SECONDS)
     yield f"http://127.0.0.1:{port}"
     loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(PATIENCE_SECONDS)
 
 
 def within_reach(body: dict[str, Any], good: dict[str, Any], number: int, *, few: bool) -> dict[str, Any]:
@@ -180,10 +182,16 @@ def within_reach(body: dict[str, Any], good: dict[str, Any], number: int, *, few
     return {**{name: body[name] for name in sorted(body, key=lambda name: (len(name) * number) % 17)[:2]}, **good}
 
 
+@functools.cache
+def operations(address: str) -> dict[str, Any]:
+    """The operations of the document by their labels: it is read once."""
+    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    return {found.ok().label: found.ok() for found in schema.get_all_operations()}
+
+
 def fuzz(address: str, label: str, mode: Any, examples: int, *, derandomize: bool) -> Counter[int]:
     """Run `examples` cases against one operation; the statuses. Raises with a curl line for a broken promise."""
-    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
-    (operation,) = [found.ok() for found in schema.get_all_operations() if found.ok().label == label]
+    operation = operations(address)[label]
     statuses: Counter[int] = Counter()
     good = GOOD.get(label, {})
 
@@ -200,7 +208,7 @@ def fuzz(address: str, label: str, mode: Any, examples: int, *, derandomize: boo
         number = statuses.total()
         if isinstance(case.body, dict) and number % 3:
             case.body = within_reach(case.body, good, number, few=number % 3 == 2)
-        response = case.call(base_url=address)
+        response = case.call(base_url=address, timeout=PATIENCE_SECONDS)
         statuses[response.status_code] += 1
         assert response.status_code < 500 or response.status_code == 503, (response.status_code, response.text)
         case.validate_response(response, checks=CHECKS)
@@ -239,5 +247,4 @@ def test_every_answer_is_one_that_the_document_describes_at_length(address: str,
 
 
 def test_every_operation_of_the_document_is_fuzzed(address: str) -> None:
-    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
-    assert sorted(found.ok().label for found in schema.get_all_operations()) == sorted(OPERATIONS)
+    assert sorted(operations(address)) == sorted(OPERATIONS)

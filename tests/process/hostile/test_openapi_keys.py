@@ -32,6 +32,7 @@ from dynamo.runtime.calls.context import Context  # noqa: E402
 from dynamo.runtime.calls.request_plane.base import ResponseSink  # noqa: E402
 from support.access import bearer, closed_cluster, key, secret_of  # noqa: E402
 from support.frontend_cluster import say  # noqa: E402
+from support.patience import PATIENCE_SECONDS  # noqa: E402
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -79,10 +80,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     thread = threading.Thread(target=run, name="fuzzed frontend")
     thread.start()
-    port, loop, stop = started.result(60)
+    port, loop, stop = started.result(PATIENCE_SECONDS)
     yield f"http://127.0.0.1:{port}"
     loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(PATIENCE_SECONDS)
     written = b"".join([path.read_bytes() for path in directory.rglob("*") if path.is_file()])
     assert b'"key_id":"good"' in written.replace(b" ", b"")
     assert SECRET.encode() not in written
@@ -119,7 +120,7 @@ def check_operation(address: str, operation: Any, examples: int, *, derandomize:
             ("weak", bearer(without_right(label))),
             ("good", bearer(good)),
         ):
-            response = case.call(base_url=address, headers=headers)
+            response = case.call(base_url=address, headers=headers, timeout=PATIENCE_SECONDS)
             status = response.status_code
             found[f"{kind} {status}"] += 1
             where = (label, kind, status, response.text[:500])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema
+
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.base.shares import SharedBound
@@ -50,3 +52,21 @@ def test_every_reference_leads_to_a_schema() -> None:
     named = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert named <= schemas.keys()
     assert {"Picture", "RequestDetail", "ErrorBody", "AbortRequest"} <= named
+
+
+async def test_the_schema_of_a_stream_of_events_is_that_of_one_event(tmp_path: Path) -> None:
+    async with cluster(tmp_path, http_host="127.0.0.1") as house:
+        public = (await house.client.get("/openapi.json")).json
+    found = []
+    for document in (public, DOCUMENT):
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                for answer in operation["responses"].values():
+                    if described := answer.get("content", {}).get("text/event-stream"):
+                        found.append(path)
+                        schema = {**described["schema"], "components": document["components"]}
+                        event = {"event": "image_edit.completed", "data": json.dumps({"type": "message_stop"})}
+                        if path.startswith(("/v1/images", "/v1/audio", INSPECTOR_PATH)):
+                            jsonschema.Draft202012Validator(schema).validate(event)
+                        assert not jsonschema.Draft202012Validator(schema).is_valid(event["data"])
+    assert {"/v1/chat/completions", "/v1/images/edits", "/v1/audio/speech", f"{INSPECTOR_PATH}watch"} <= set(found)

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from dynamo.errors import Unknown
 from dynamo.protocol.images import ImageEditRequest, ImageRequest
-from dynamo.protocol.openai.schema import ApiDescription, generation_errors, json_content
+from dynamo.protocol.openai.schema import EVENTS, ApiDescription, generation_errors, json_content
 
 
 class ImageFacts(Struct, frozen=True):
@@ -90,7 +90,6 @@ class ImageList(Struct):
 
 
 def _operation(name: str, summary: str, content: dict[str, Any]) -> dict[str, Any]:
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
     return {
         "post": {
             "operationId": name,
@@ -99,7 +98,7 @@ def _operation(name: str, summary: str, content: dict[str, Any]) -> dict[str, An
             "responses": {
                 "200": {
                     "description": "The pictures. With `stream`, server-sent events of partial and finished ones.",
-                    "content": {**json_content("ImageList"), **events},
+                    "content": {**json_content("ImageList"), **EVENTS},
                 },
                 **generation_errors("ErrorBody"),
             },

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from dynamo.protocol.audio.speech import CONTENT_TYPES, SpeechRequest
 from dynamo.protocol.audio.transcripts import TranscriptionRequest, TranslationRequest
-from dynamo.protocol.openai.schema import ApiDescription, generation_errors, json_content
+from dynamo.protocol.openai.schema import EVENTS, ApiDescription, generation_errors, json_content
 
 
 class TranscriptText(Struct):
@@ -20,14 +20,14 @@ _BYTES: Final = {"schema": {"type": "string", "contentMediaType": "application/o
 _SOUND: Final = {
     "application/json": {"schema": {"type": "object"}},  # an engine may name a URL
     "application/octet-stream": _BYTES,  # of a format that was not requested and is not known
-    "text/event-stream": _TEXT,
+    **EVENTS,
     **{kind.decode().partition(";")[0]: _BYTES for kind in CONTENT_TYPES.values()},
 }
 _TRANSCRIPT: Final = {
     **json_content("TranscriptText"),
     "text/plain": _TEXT,
     "text/vtt": _TEXT,
-    "text/event-stream": _TEXT,
+    **EVENTS,
 }
 
 

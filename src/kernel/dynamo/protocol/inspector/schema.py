@@ -29,7 +29,7 @@ from dynamo.protocol.inspector.views import (
     SettingView,
 )
 from dynamo.protocol.openai.errors import phrase_of
-from dynamo.protocol.openai.schema import ErrorBody, json_content
+from dynamo.protocol.openai.schema import EVENTS, ErrorBody, json_content
 
 INSPECTOR_DOCUMENT_PATH: Final = "/admin/v1/openapi.json"
 
@@ -140,14 +140,13 @@ def _object() -> dict[str, Any]:
 
 
 def _looking() -> dict[str, Any]:
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
     listed = (_LIMIT,)
     return {
         "snapshot": _operation("takeSnapshot", "One picture", json_content("Picture"), 400, parameters=_PICTURE),
         "watch": _operation(
             "watch",
             "Server-sent events: `snapshot` with a `Picture`, then `patch` with a `Patch`, at most once a second",
-            events, 400, 429,
+            EVENTS, 400, 429,
             parameters=[*_PICTURE, {"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}}],
         ),
         "requests/{id}": _operation(

@@ -458,6 +458,18 @@ def _bound(schema: dict[str, Any], bounds: Mapping[str, Any]) -> None:
         one.update({keyword: value for keyword, value in bounds.items() if keyword in about})
 
 
+EVENTS: Final[dict[str, Any]] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "required": ["data"],
+            "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+        }
+    }
+}
+"""The content of a stream of server-sent events; a schema there is that of one event, as OpenAPI 3.2 has it."""
+
+
 def json_content(name: str) -> dict[str, Any]:
     """Return the content of a body that is the schema of that name, with an example where there is one."""
     content: dict[str, Any] = {"schema": {"$ref": _REFERENCE.format(name=name)}}
