@@ -185,6 +185,19 @@ def test_every_option_of_a_request_is_set() -> None:
     assert {name: body[name] for name in expected} == expected
 
 
+async def test_a_second_cache_salt_ends_the_use_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.llamacpp.arguments.check_installed", lambda: None)
+    arguments, _ = read_arguments(
+        ["--model", str(write_head(tmp_path / "m.gguf", KIND, LENGTH)), "--tokenizer", str(FILES)]
+    )
+    engine, raw = LlamaCppEngine(arguments), LlamaCppTextEngine(arguments)
+    for salt, uses in (("a", True), ("a", True), ("b", False), ("a", False)):
+        body = await engine._body(asked(routing={"cache_salt": salt}), LIMITS)
+        assert body["cache_prompt"] is uses
+        _, sent = raw._call({"prompt": "x", "cache_salt": salt, "cache_prompt": True})
+        assert (sent["cache_prompt"], "cache_salt" in sent) == (uses, False)
+
+
 def probability(token: int, value: float) -> dict[str, Any]:
     other = {"id": 9, "token": "9", "bytes": [57], "logprob": -7.0}
     own = {"id": token, "token": "x", "bytes": [120], "logprob": value}

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,9 @@ class Manager:
     cancelled: list[str] = field(default_factory=list)
     output_router: Router = field(default_factory=Router)
     threads: list[threading.Thread] = field(default_factory=list)
+    batch_processor: Any = field(
+        default_factory=lambda: SimpleNamespace(cache=SimpleNamespace(use_prefix_sharing=True))
+    )
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         self.output_router.result_handlers[request_id] = (callback, asyncio.get_running_loop())
@@ -163,3 +167,12 @@ def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch: pytest.
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(InvalidArgument, match=r"pip install 'torch.*transformers.*llguidance"):
         read_arguments(["--model", str(FILES)])
+
+
+async def test_a_second_cache_salt_ends_the_sharing_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager([33, 2])
+    cache = manager.batch_processor.cache
+    engine = engine_over(manager, monkeypatch)
+    for salt, shares in ((None, True), ("a", True), ("a", True), ("b", False), ("a", False)):
+        await chunks(engine, routing={"cache_salt": salt})
+        assert cache.use_prefix_sharing is shares, salt

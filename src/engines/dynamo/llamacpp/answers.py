@@ -12,7 +12,9 @@ from dynamo.contract.requests.generation import GenerationRequest
 LAST_FIELDS: Final = ("tokens", "stop", "stop_type", "truncated", "timings/cache_n", "completion_probabilities")
 
 
-def completion_body(asked: GenerationRequest, grammar: str | None, context_length: int) -> dict[str, Any]:
+def completion_body(
+    asked: GenerationRequest, grammar: str | None, context_length: int, *, uses_cache: bool = True
+) -> dict[str, Any]:
     """Return the body of llama.cpp's `/completion`. Every option is set: its own defaults differ from the field's."""
     body: dict[str, Any] = {
         "prompt": asked.prompt,
@@ -20,7 +22,7 @@ def completion_body(asked: GenerationRequest, grammar: str | None, context_lengt
         "stream": True,
         "return_tokens": True,
         "response_fields": list(LAST_FIELDS),
-        "cache_prompt": True,
+        "cache_prompt": uses_cache,
         "ignore_eos": asked.ignore_eos,
         "temperature": asked.temperature,
         "top_k": asked.top_k,

@@ -22,15 +22,14 @@ from dynamo.contract.requests.generation import (
 from dynamo.contract.requests.output_grammar import grammar_of, is_thinking, read_thought_markers
 from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
 from dynamo.engines.adapter import AdapterEngine
+from dynamo.engines.cache_scope import CacheScope
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.answers import LlamaAnswer, completion_body
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
 from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
 from dynamo.runtime.calls.context import Context
 
-UNSUPPORTED: Final[frozenset[Feature]] = frozenset(
-    {"min_tokens", "prompt_logprobs", "allowed_token_ids", "lora", "cache_salt"}
-)
+UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"min_tokens", "prompt_logprobs", "allowed_token_ids", "lora"})
 
 INPUTS_AT_ONCE: Final = 8  # of one request: their vectors come as one text
 EUCLIDEAN: Final = 2  # llama.cpp's number of a norm
@@ -48,6 +47,7 @@ class LlamaCppEngine(AdapterEngine[LlamaArguments]):
         super().__init__(arguments)
         self._llama = LlamaSlots(arguments)
         self._limits: GenerationLimits | None = None
+        self._scope = CacheScope(self.engine_name)
         self._markers: tuple[int, int] | None = None  # around the model's thoughts
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -84,7 +84,7 @@ class LlamaCppEngine(AdapterEngine[LlamaArguments]):
         if asked.constraint is not None:
             in_thoughts = is_thinking(asked.prompt, self._markers)
             grammar = await asyncio.to_thread(grammar_of, asked.constraint, is_thinking=in_thoughts)
-        return completion_body(asked, grammar, limits.context_length)
+        return completion_body(asked, grammar, limits.context_length, uses_cache=self._scope.admits(asked.cache_salt))
 
     async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
         limits = self._limits

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Self
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, RawEngine, RawRequest, RawResponseChunk
 from dynamo.contract.health_check import build_raw_health_check_payload
+from dynamo.engines.cache_scope import CacheScope
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
 from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
@@ -20,7 +21,9 @@ COMPLETIONS: Final = "/v1/completions"
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of a completion, where chat goes on to the context's end
 
 # Members of a body that name no option of the answer, or that llama.cpp must not see.
-OWN: Final = frozenset({"model", "stream", "stream_options", "nvext", "user", "metadata", "store"})
+OWN: Final = frozenset(
+    {"model", "stream", "stream_options", "nvext", "user", "metadata", "store", "cache_salt", "cache_prompt"}
+)
 
 
 class LlamaCppTextEngine(RawEngine):
@@ -31,6 +34,7 @@ class LlamaCppTextEngine(RawEngine):
     def __init__(self, arguments: LlamaArguments) -> None:
         self._arguments = arguments
         self._llama = LlamaSlots(arguments)
+        self._scope = CacheScope("llama.cpp")
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
@@ -59,6 +63,7 @@ class LlamaCppTextEngine(RawEngine):
         """Return where a request goes, and its body. Raises InvalidArgument for one that is neither chat nor completion."""
         body = {name: value for name, value in request.items() if name not in OWN and value is not None}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body["cache_prompt"] = self._scope.admits(request.get("cache_salt"))
         if isinstance(request.get("messages"), list):
             if "max_completion_tokens" in body:
                 body["max_tokens"] = body.pop("max_completion_tokens")

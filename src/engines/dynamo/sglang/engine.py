@@ -42,7 +42,7 @@ from dynamo.sglang.vectors import inputs_of, vector_of
 
 logger = logging.getLogger(__name__)
 
-UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "allowed_token_ids", "lora", "cache_salt"})
+UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "allowed_token_ids", "lora"})
 HEALTH_SECONDS: Final = 0.5  # how often SGLang's processes are checked
 END_SECONDS: Final = 2.0  # for SGLang to end its processes; what is left is killed
 
@@ -131,6 +131,8 @@ class SglangEngine(AdapterEngine[SglangArguments]):
         }
         if asked.constraint is not None and asked.constraint.after_reasoning and self._tells_thoughts:
             arguments["require_reasoning"] = True  # the constraint holds behind the thoughts
+        if asked.cache_salt is not None:
+            arguments["cache_salt"] = asked.cache_salt
         arguments |= logprob_arguments(asked)
         try:
             async with (

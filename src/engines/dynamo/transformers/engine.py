@@ -27,6 +27,7 @@ from dynamo.contract.requests.generation import (
 from dynamo.contract.requests.output_grammar import grammar_of, read_thought_markers
 from dynamo.contract.requests.pooling import read_pooling
 from dynamo.engines.adapter import AdapterEngine
+from dynamo.engines.cache_scope import CacheScope
 from dynamo.errors import EngineShutdown, InvalidArgument, Unknown
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.transformers.arguments import TransformersArguments, read_arguments
@@ -37,7 +38,7 @@ from dynamo.worker.hub import fetch_model
 
 logger = logging.getLogger(__name__)
 
-UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "lora", "cache_salt"})
+UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "lora"})
 HEALTH_SECONDS: Final = 0.25  # how often the generating thread is checked
 STOP_SECONDS: Final = 2.0  # for the generating thread to finish its step
 
@@ -56,6 +57,7 @@ class TransformersEngine(AdapterEngine[TransformersArguments]):
         self._grammars: _Grammars | None = None
         self._vectors: TransformersVectors | None = None  # of a worker that makes vectors
         self._numbers = count()
+        self._scope = CacheScope(self.engine_name)
 
     async def start(self, worker_id: int) -> EngineConfig:
         directory = Path(await fetch_model(self._arguments.model))
@@ -97,6 +99,8 @@ class TransformersEngine(AdapterEngine[TransformersArguments]):
         if loaded is None or limits is None or grammars is None or self._was_cleaned_up:
             raise self.not_running()
         asked = read_generation(request, limits)
+        if asked.cache_salt is not None and not self._scope.admits(asked.cache_salt):
+            loaded.manager.batch_processor.cache.use_prefix_sharing = False  # it is read before each prompt
         matcher = None if asked.constraint is None else await asyncio.to_thread(grammars.matcher, asked)
         stops = asked.stop_token_ids
         ends = stops if matcher is None or stops else loaded.eos_token_ids  # a grammar that is complete ends the answer

@@ -133,9 +133,14 @@ def routing_of(request: ResultRequest, model: ServedModel) -> dict[str, Any]:
     """Return what a worker and the way to it may know of where the request goes."""
     routing: dict[str, Any] = {}
     if (nvext := request.nvext) is not None:
-        for name in ("backend_instance_id", "dp_rank", "cache_salt"):
+        for name in ("backend_instance_id", "dp_rank"):
             if (value := getattr(nvext, name)) is not None:
                 routing[name] = value
+    salt = (nvext.cache_salt if nvext is not None else None) or getattr(request, "cache_salt", None)
+    if request.cache_owner is not None:
+        salt = f"{request.cache_owner}\n{salt or ''}"
+    if salt:
+        routing["cache_salt"] = salt
     if (priority := getattr(request, "priority", None)) is not None:
         routing["priority"] = priority
     if model.lora_name is not None:

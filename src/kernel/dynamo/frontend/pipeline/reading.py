@@ -71,6 +71,8 @@ class CallReader:
         model = models.lookup(request.model)
         if arrival.identity is not None:
             bind_key(request, arrival.identity, api.dialect, self._served_to(arrival))
+            if not settings.share_caches:
+                request.cache_owner = request.key_owner
         if model is None and models.names.is_expected(request.model):
             raise model_not_ready(request.model)
         prefix, start = self._metadata_prefix, self._metadata_prefix[:2]

@@ -116,6 +116,9 @@ class PipelineSettings(ModelSettings):
         "Silence after which a stream gets a comment; 0: never")
     embedding_tokens_limit: int = setting(300_000, "DYN_HTTP_EMBEDDING_TOKENS_LIMIT", integer(1),
         "How many tokens the inputs of one request for embeddings, classes or scores may have together")
+    share_caches: bool = setting(False, "DYN_SHARE_CACHES", switch,
+        "Owners of [API keys](keys.md#the-caches-of-the-engines) share the prefix caches of the engines, so that "
+        "`cached_tokens` and the time of a first token reveal what others have sent", flag="--share-caches", group="access")
     migration_limit: int | None = setting(None, "DYN_MIGRATION_LIMIT", integer(0, MAX_MIGRATIONS),
         "How many other workers each choice of a request may need, before or after its first token; unset: what the "
         "model's card allows, at least 3", flag="--migration-limit", group=_CLUSTER)

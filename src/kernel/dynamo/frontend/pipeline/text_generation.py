@@ -116,6 +116,10 @@ def text_plan(request: ChatRequest | CompletionRequest, plan: Plan) -> TextPlan:
     if stops["stop_token_ids"]:
         raise _needs_tokens("stop", "must be text")
     body = {name: value for name, value in msgspec.to_builtins(request).items() if value is not None}
+    if (salt := plan.body["routing"].get("cache_salt")) is not None:
+        body["cache_salt"] = salt
+        if "nvext" in body:
+            body["nvext"]["cache_salt"] = salt  # which may hold what the client named, outside its owner
     body["stream"] = True
     asked = {name: value for name, value in (body.get("stream_options") or {}).items() if value is not None}
     body["stream_options"] = {"include_usage": True, **asked}  # an answer as one body has usage, too

@@ -323,6 +323,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     repaired = False  # the body was not strict JSON and was mended: worth a warning
 
     key_owner = cast("str | None", None)  # set on a request that came with a key: whose it is
+    cache_owner = cast("str | None", None)  # of that key, unless all owners share the engines' caches
     is_large = False  # its body was long, or of many values: nothing of it is scanned on an event loop
     media = cast("RequestMedia | None", None)  # of a chat: what validation took out of its messages
     clamps_output: ClassVar[bool] = (

@@ -44,6 +44,9 @@ def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
         if max_tokens == 0:
             max_tokens = 1  # no engine generates less; the token is dropped from the answer
     top_k = request.top_k
+    salt = request.effective_cache_salt
+    if request.cache_owner is not None:  # no other owner can name it
+        salt = f"{request.cache_owner}\n{salt or ''}"
     return {
         "stop_conditions": {
             "max_tokens": chat.output_limit if chat is not None else max_tokens,
@@ -79,13 +82,13 @@ def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
             "return_tokens_as_token_ids": request.return_tokens_as_token_ids,
         },
         "annotations": _worker_annotations(request.annotations),
-        "routing": _routing(request),
+        "routing": _routing(request, salt),
         "router_config_override": None,
         "router": msgspec.to_builtins(nvext.router) if nvext is not None and nvext.router is not None else None,
         "prompt_embeds": completion.prompt_embeds if completion is not None else None,
         "mm_processor_kwargs": chat.mm_processor_kwargs if chat is not None else None,
         "request_timestamp_ms": nvext.request_timestamp_ms if nvext is not None else None,
-        "extra_args": _extra_args(request, completion),
+        "extra_args": _extra_args(request, completion, salt),
         **({"media_io_kwargs": chat.media_io_kwargs} if chat is not None and chat.media_io_kwargs is not None else {}),
     }
 
@@ -155,7 +158,7 @@ def _worker_annotations(annotations: Sequence[str]) -> list[str]:
     ]
 
 
-def _routing(request: CommonRequest) -> dict[str, Any]:
+def _routing(request: CommonRequest, salt: str | None) -> dict[str, Any]:
     """Return the pins and hints for the router; `{}` for a request that may go anywhere."""
     nvext = request.nvext
     routing: dict[str, Any] = {}
@@ -184,7 +187,6 @@ def _routing(request: CommonRequest) -> dict[str, Any]:
                 "required_taints": constraints.required_taints or [],
                 "preferred_taints": constraints.preferred_taints or {},
             }
-    salt = request.effective_cache_salt
     if salt is not None:
         routing["cache_salt"] = salt
     return routing
@@ -196,7 +198,9 @@ def _set_priority(routing: dict[str, Any], priority: int | None) -> None:
         routing["priority_jump"] = float(max(0, priority))
 
 
-def _extra_args(request: CommonRequest, completion: CompletionRequest | None) -> dict[str, Any] | None:
+def _extra_args(
+    request: CommonRequest, completion: CompletionRequest | None, salt: str | None
+) -> dict[str, Any] | None:
     """Return the fields for engines that have no member of their own; None when there are none."""
     sampling: dict[str, Any] = {
         "logit_bias": request.logit_bias,
@@ -217,7 +221,7 @@ def _extra_args(request: CommonRequest, completion: CompletionRequest | None) ->
             extension["metadata_upload"] = {"url": nvext.metadata_upload.url}
         if request.token_data is not None:
             extension["token_in"] = True  # the client tokenised the prompt
-    if (salt := request.effective_cache_salt) is not None:
+    if salt is not None:
         extension["cache_salt"] = salt
     extra: dict[str, Any] = {}
     if extension:

@@ -30,6 +30,7 @@ class ResultRequest(Struct, kw_only=True, dict=True):
     ignored = cast("tuple[str, ...]", ())
     repaired = False
     key_owner = cast("str | None", None)
+    cache_owner = cast("str | None", None)
     is_large = False
     media = cast("RequestMedia | None", None)  # fetched, so that the end of the request lets go of them
 
