@@ -87,7 +87,7 @@ bench-routing: $(VENV)/.dev ## router modes and policies side by side in virtual
 soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether anything grew (ARGS="--requests 20000")
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
-mutants: $(VENV)/.dev ## 37 deliberate breaks of the source, one by one: the tests must notice (ARGS="--only stream")
+mutants: $(VENV)/.dev ## 69 deliberate breaks of the source, one by one: the tests must notice (ARGS="--only stream")
 	@$(BIN)/python tools/mutants.py $(ARGS)
 
 test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation), and FUZZ_TEXTS=1000000 tool calls

@@ -211,6 +211,13 @@ def test_a_hard_budget_gives_its_rest_and_no_more() -> None:
     assert quotas.remaining_ratio(identity) == 0
 
 
+def test_a_hard_budget_that_a_prompt_alone_would_use_up_leaves_no_answer() -> None:
+    record = key("k", budget={"tokens": 100, "period": "month", "hard": True})
+    quotas, identity = quotas_of(record), Identity(record)
+    assert code_of(lambda: quotas.open(identity).reserve(TokenDemand(100, None))) == "insufficient_quota"
+    assert quotas.open(identity).reserve(TokenDemand(99, None)) == 1
+
+
 def test_money_is_spent_by_the_price_of_the_model() -> None:
     record = key("k", budget={"money": 1.0, "period": "month", "hard": True})
     quotas = quotas_of(record, prices={"dear-*": {"input": 1000.0, "output": 2000.0, "cached": 100.0}})

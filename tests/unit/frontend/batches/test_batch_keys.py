@@ -60,7 +60,8 @@ async def test_files_and_batches_are_those_of_a_project(tmp_path: Path) -> None:
             assert (await call(house, "GET", path, "carol")).status == 404
         assert (await call(house, "POST", f"{paths[0]}/cancel", "carol")).status == 404
         assert (await call(house, "DELETE", paths[1], "carol")).status == 404
-        assert (await call(house, "GET", "/v1/batches", "carol")).json["data"] == []
+        for path in ("/v1/batches", "/v1/files"):
+            assert (await call(house, "GET", path, "carol")).json["data"] == []
         assert len((await call(house, "GET", "/v1/files", "bob")).json["data"]) == 2
         body = {"input_file_id": batch["input_file_id"], "endpoint": CHAT, "completion_window": "24h"}
         assert (await call(house, "POST", "/v1/batches", "carol", body)).status == 404

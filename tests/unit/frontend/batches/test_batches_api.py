@@ -49,6 +49,7 @@ async def test_every_line_is_answered_and_found_by_its_id(house: Cluster) -> Non
     assert ended["usage"]["output_tokens"] == 40 * first["response"]["body"]["usage"]["completion_tokens"]
     output = (await house.client.get(f"/v1/files/{ended['output_file_id']}")).json
     assert (output["purpose"], output["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
+    assert house.frontend.parts["batches"].service._room.lines.used == 0  # every slot is given back
 
 
 async def test_a_line_that_breaks_a_rule_of_its_api_fails_alone(house: Cluster) -> None:
@@ -145,6 +146,8 @@ async def test_workers_that_are_full_get_the_lines_later(house: Cluster) -> None
     ended = await poll(house, batch["id"])
 
     assert ended["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    gate = house.frontend.parts["batches"].service._conductor._parts.gates.of("m")
+    assert gate.in_flight == 0  # each line has left the gate once
 
 
 async def test_lines_have_the_lowest_priority_and_their_ids(house: Cluster) -> None:
