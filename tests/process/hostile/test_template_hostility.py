@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import tracemalloc
 from pathlib import Path
@@ -74,6 +75,16 @@ SPEC = BudgetSpec(steps=20_000, sizes=16 * 1024 * 1024, seconds=60.0)
 def test_a_template_that_does_not_end_is_refused(name: str) -> None:
     with pytest.raises(TemplateRejected):
         ChatTemplate(ENDLESS[name], budget=SPEC).render(MESSAGES)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_does_not_end_costs_one_rendering_when_it_is_loaded(name: str) -> None:
+    looks = itertools.count()  # at the clock, after so many steps each
+    template = ChatTemplate("{# arguments, reasoning_effort #}" + ENDLESS[name], budget=SPEC, clock=lambda: next(looks))
+    loaded = next(looks)
+    with pytest.raises(TemplateRejected):
+        template.render(MESSAGES)
+    assert loaded <= next(looks) - loaded + 2
 
 
 @pytest.mark.parametrize("name", GROWING)

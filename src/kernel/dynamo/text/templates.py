@@ -217,14 +217,19 @@ class ChatTemplate:
     def _program(self, environment: BudgetedSandbox, name: str, source: str) -> _Program:
         """Compile one template, and find by examples how it takes conversations."""
         template, traits = _compile(environment, name, source), traits_of(source)
-
-        contents = ContentForm()
+        contents, is_endless = ContentForm(), False
 
         def raw(messages: Messages, tools: Messages | None, **variables: str) -> str | None:
+            nonlocal is_endless
+            if is_endless:  # a hostile template would take its whole budget for each of the examples
+                return None
             given = {**self._constants, "tools": tools, "add_generation_prompt": True, **variables}
             shown = readable_messages(messages, traits, None)
             try:
                 return render_within(template, {**given, "messages": shown}, self._budget, self._clock)
+            except (BudgetExceeded, RecursionError):
+                is_endless = True
+                return None
             except Exception:  # a template is a program: whatever it raises, it does not accept this example
                 return None
 
