@@ -32,12 +32,12 @@ class MarkerSearch:
     puts the held tail in front of the next piece. That tail is never longer than `MAX_SEPARATOR` and the longest mark.
     """
 
-    __slots__ = ("_held_at_end", "_longer", "_longest", "_marks", "_takes_line_breaks", "first_chars", "stops")
+    __slots__ = ("_held_at_end", "_longer", "_marks", "_takes_line_breaks", "first_chars", "longest", "stops")
 
     def __init__(self, *marks: str, takes_line_breaks: bool = False) -> None:
         """`takes_line_breaks`: those right before a mark, up to `MAX_SEPARATOR`, are found together with the mark."""
         self._marks = tuple(sorted(marks, key=len, reverse=True))  # of two at one place the longer one wins
-        self._longest = len(self._marks[0]) if marks else 0
+        self.longest = len(self._marks[0]) if marks else 0
         # A mark that begins a longer one is certain only when the text behind it is not the longer one's.
         longer = {mark: tuple(one for one in marks if one != mark and one.startswith(mark)) for mark in marks}
         self._longer = {mark: ones for mark, ones in longer.items() if ones}
@@ -77,7 +77,7 @@ class MarkerSearch:
                 is_certain = not any(mark.startswith(text[best:]) for mark in longer if len(mark) > length - best)
                 return best, found if is_certain else None
             at, window = best, window * 2
-        for place in range(max(start, length - self._longest + 1), length):
+        for place in range(max(start, length - self.longest + 1), length):
             if text[place] in self.first_chars:
                 tail = text[place:]
                 if any(mark.startswith(tail) for mark in self._marks):

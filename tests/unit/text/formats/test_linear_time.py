@@ -25,8 +25,11 @@ def in_reasoning(name: str) -> Callable[[], TextMachine]:
         (lambda: parser("harmony"), "<|start|>", 64_000),
         pytest.param(in_reasoning("hermes"), '<tool_call>{"a</think><think>"x', 120_000, marks=pytest.mark.process),
         (lambda: parser("default"), '[{"name": "ping"},', 8_000),
+        (lambda: parser("pythonic", REASONING_FORMATS["mistral"].tags()), "[", 4_000),
+        (lambda: parser("xlam"), "{", 4_000),
+        (lambda: parser("xlam"), "[", 4_000),
     ],
-    ids=["marks", "headers", "read again", "calls that are held"],
+    ids=["marks", "headers", "read again", "calls that are held", "beside a tag", "braces", "brackets"],
 )
 def test_a_text_eight_times_as_long_costs_about_eight_times_as_much(
     make: Callable[[], TextMachine], unit: str, size: int, piece: int

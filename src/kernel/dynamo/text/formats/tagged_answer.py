@@ -119,6 +119,7 @@ class _Searches(NamedTuple):
     outside: MarkerSearch
     inside: MarkerSearch
     closings: MarkerSearch
+    among_noise: MarkerSearch  # what may begin in a run of one-character marks
 
 
 @functools.cache  # as many as there are pairs of formats
@@ -135,6 +136,7 @@ def _searches(
         MarkerSearch(*tags, *calls, takes_line_breaks=bool(frame)),
         MarkerSearch(*closings, *calls_inside, takes_line_breaks=True),
         MarkerSearch(*closings, takes_line_breaks=True),
+        MarkerSearch(*(mark for mark in (*tags, *calls) if len(mark) > 1)),
     )
 
 
@@ -232,7 +234,7 @@ class TaggedAnswer:
         noise = form.noise if form is not None and not is_inside else None
         while True:
             is_beginning = not is_inside and not out.has_content
-            at_beginning, outside, inside, _ = self._searches
+            at_beginning, outside, inside = self._searches[:3]
             search = inside if is_inside else at_beginning if is_beginning else outside
             start, end, mark = search.search(s.text, s.at)
             if noise is not None and mark is not None and len(mark) == 1:
@@ -262,10 +264,14 @@ class TaggedAnswer:
     def _behind_noise(self, s: Scanner, search: MarkerSearch, noise: re.Pattern[str], at: int) -> Found:
         """Return the first mark behind the noise at `at`, if it is that, else the mark at `at`."""
         assert self._form is not None
-        marks = self._tags.openings + self._tags.closings + self._frame + self._form.starts
-        is_alone = not any(len(mark) > 1 and mark[0] in self._form.starts for mark in marks)  # one may begin in a run
+        among = self._searches.among_noise
+        is_alone = among.first_chars.isdisjoint(self._form.starts)
         while (run := noise.match(s.text, at)) is not None:
-            found = search.search(s.text, run.end() if is_alone else at + 1)
+            if not is_alone:
+                start, end, mark = among.search(s.text[at : run.end() + among.longest])
+                if at + start < run.end():
+                    return Found(at + start, at + end, mark)
+            found = search.search(s.text, run.end())
             if found.mark is None or len(found.mark) > 1:
                 return found
             at = found.end - 1
