@@ -551,13 +551,41 @@ async def test_answers_say_how_far_the_limits_are_used(tmp_path: Path) -> None:
         stream = await found.client.chat(max_tokens=3, stream=True, headers=bearer("k"))
         assert stream.headers["x-ratelimit-remaining-requests"] == "28"
         wrong = await found.client.chat(max_tokens=-1, headers=bearer("k"))
-        assert (wrong.status, wrong.headers["x-ratelimit-remaining-requests"]) == (400, "28")
+        assert (wrong.status, wrong.headers["x-ratelimit-remaining-requests"]) == (400, "27")
         body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
         messages = await found.client.call("POST", "/v1/messages", body, headers=bearer("k"))
         assert messages.headers["anthropic-ratelimit-requests-limit"] == "60"
         assert messages.headers["anthropic-ratelimit-tokens-reset"].endswith("Z")
         free = await found.client.chat(headers=bearer("free"))
         assert not [name for name in free.headers if "ratelimit" in name]
+
+
+async def test_what_is_refused_counts_and_is_not_read_when_the_rate_is_used_up(tmp_path: Path) -> None:
+    limits = {"requests_per_minute": 6, "burst": 0.5}
+    async with closed_cluster(tmp_path, key("k", limits=limits)) as found:
+        worker, _ = await worker_of(found)
+        raw = {"content-type": "application/json"} | bearer("k")
+        wrong = (
+            found.client.chat(temperature=99, headers=bearer("k")),
+            found.client.chat(model="nowhere", headers=bearer("k")),
+            found.client.call("POST", "/v1/chat/completions", b"{", headers=raw | {"content-type": "text/plain"}),
+        )
+        assert [(await each).status for each in wrong] == [400, 404, 415]
+        broken = await found.client.call("POST", "/v1/chat/completions", b"{", headers=raw)
+        assert error_of(broken) == (429, "rate_limit_exceeded")
+        assert error_of(await found.client.chat(headers=bearer("k"))) == (429, "rate_limit_exceeded")
+        assert worker.requests == []
+
+
+def test_many_refusals_at_once_owe_no_more_than_the_burst() -> None:
+    clock = Clock()
+    record = key("k", limits={"requests_per_minute": 60, "burst": 0.5})
+    quotas, identity = quotas_of(record, clock=clock), Identity(record)
+    for _ in range(10_000):
+        quotas.count_refused(identity)
+    assert code_of(quotas.open(identity).check_requests) == "rate_limit_exceeded"
+    clock.now += 1
+    assert entered(quotas, identity) is not None
 
 
 async def test_anthropics_shape_of_a_refusal(tmp_path: Path) -> None:

@@ -79,6 +79,44 @@ async def test_lines_run_as_requests_of_the_key(tmp_path: Path) -> None:
         assert line["response"]["body"]["error"]["code"] == "model_not_found"
 
 
+async def test_a_batch_needs_what_its_endpoint_needs(tmp_path: Path) -> None:
+    limits = {"requests_per_minute": 60, "burst": 0.5}
+    clerk = key("clerk", routes=["files", "batches"], limits=limits)
+    async with closed_cluster(tmp_path, clerk, files_dir=tmp_path / "files") as house:
+        await house.worker()
+        file = (await upload(house, "clerk", [chat_line("a"), chat_line("b")])).json["id"]
+        for endpoint, group in ((CHAT, "inference"), ("/v1/embeddings", "embeddings")):
+            body = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"}
+            made = await call(house, "POST", "/v1/batches", "clerk", body)
+            assert (made.status, made.json["error"]["code"]) == (403, "insufficient_permissions")
+            assert f"may not use the {group} routes" in made.json["error"]["message"]
+
+
+async def test_a_line_whose_key_may_not_use_its_route_any_more_fails_and_counts(tmp_path: Path) -> None:
+    limits = {"requests_per_minute": 60, "burst": 0.5}
+    routes = ["files", "batches", "inference"]
+    async with closed_cluster(
+        tmp_path, key("clerk", routes=routes, limits=limits), files_dir=tmp_path / "files"
+    ) as house:
+        file = (await upload(house, "clerk", [chat_line("a"), chat_line("b")])).json["id"]  # no worker: both wait
+        body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        made = await call(house, "POST", "/v1/batches", "clerk", body)
+        write_keys(tmp_path / "keys.toml", key("clerk", routes=routes[:2], limits=limits))
+        store = house.frontend.parts["keys"].store
+        await store.refresh()
+        worker = await house.worker()
+        batch = await ended(house, "clerk", made.json["id"])
+        content = await call(house, "GET", f"/v1/files/{batch['error_file_id']}/content", "clerk")
+        lines = [json.loads(line)["response"] for line in content.body.splitlines()]
+        assert [line["status_code"] for line in lines] == [403, 403]
+        assert {line["body"]["error"]["code"] for line in lines} == {"insufficient_permissions"}
+        assert worker.requests == []
+        write_keys(tmp_path / "keys.toml", key("clerk", routes=routes, limits=limits))
+        await store.refresh()
+        answer = await house.client.chat(headers=bearer("clerk"))
+        assert answer.headers["x-ratelimit-remaining-requests"] == "27"
+
+
 async def test_a_key_that_is_taken_away_ends_its_batches(tmp_path: Path) -> None:
     async with closed_cluster(tmp_path, *RECORDS, files_dir=tmp_path / "files") as house:
         worker = await house.worker()

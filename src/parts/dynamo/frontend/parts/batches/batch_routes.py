@@ -15,6 +15,7 @@ from dynamo.frontend.base.asgi import (
     read_body,
 )
 from dynamo.frontend.http.json_route import JsonRoute
+from dynamo.frontend.parts.batches.line_call import check_endpoint
 from dynamo.frontend.parts.batches.service import BatchService
 from dynamo.protocol.batches.objects import encode_object, list_page
 from dynamo.protocol.batches.requests import batch_page_query, decode_create_batch
@@ -35,6 +36,7 @@ class BatchesRoute(JsonRoute):
             check_content_type(headers)
             request = decode_create_batch(await read_body(headers, receive, MAX_BODY_BYTES, self._budget.of(owner)))
             identity = identity_of(scope)
+            check_endpoint(identity, request.endpoint)
             key_id = "" if identity is None else identity.id
             return encode_object(await self._service.create(request, owner, key_id))
         query = batch_page_query(parse_qs(scope["query_string"].decode("latin-1")))

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.errors import Cancelled
-from dynamo.frontend.base.access import Caller
+from dynamo.frontend.base.access import Caller, RouteGroup
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerBytes, AnswerStream, HeaderPairs
@@ -20,8 +20,15 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.identifiers import random_uuid
 
 _PRIORITY: Final = (b"x-dynamo-request-priority", b"-1")  # below every request of a person
+_GROUPS: Final = {"/v1/embeddings": RouteGroup.EMBEDDINGS}
 _LATER: Final = frozenset({408, 500, 502, 504})  # may go better another time
 _LIMITED: Final = 429
+
+
+def check_endpoint(caller: Caller | None, endpoint: str) -> None:
+    """Raise the 403 of a key that may not use the online route of an endpoint, and so may not by a batch either."""
+    if caller is not None:
+        caller.check_group(_GROUPS.get(endpoint, RouteGroup.INFERENCE))
 
 
 class Fate(enum.Enum):
@@ -111,7 +118,12 @@ class LineCalls:
         sink = LineSink(call.dialect, request_id)
         self._running[request_id] = exchange
         try:
-            await call.run(exchange, sink)
+            try:
+                check_endpoint(identity, endpoint)  # of each line: what the key may do can have changed
+            except RequestRejected as rejected:
+                await call.refuse(exchange, rejected, sink)
+            else:
+                await call.run(exchange, sink)
         finally:
             del self._running[request_id]
         answer = sink.answer

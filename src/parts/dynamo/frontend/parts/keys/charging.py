@@ -6,12 +6,13 @@ from typing import Any, Final
 
 from dynamo.frontend.admission.model import Shed
 from dynamo.frontend.admission.process import Admission
+from dynamo.frontend.base.access import Caller
 from dynamo.frontend.base.shares import HELD_SHORTLY, Shares, fits_share
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenDemand, TokenUse
 from dynamo.frontend.pipeline.exchange import ANSWER_HEADERS, Exchange, PartSlot
-from dynamo.frontend.pipeline.outcome import Outcome, RequestListener
+from dynamo.frontend.pipeline.outcome import CLIENT_LEFT, Outcome, RequestListener
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.result_plan import ResultPlan
@@ -20,6 +21,8 @@ from dynamo.protocol.openai.errors import RequestRejected
 
 CHARGE: Final[PartSlot[Charge]] = PartSlot("charge of the key")
 PLACE_OF: Final[PartSlot[str]] = PartSlot("owner of the place")
+
+_REFUSED: Final = frozenset(range(400, 500)) - {429, CLIENT_LEFT}
 
 _NAMES: Final = ("max_completion_tokens", "max_tokens")  # of OpenAI's bodies; the first one counts
 
@@ -102,6 +105,7 @@ class KeyCharges(RequestListener):
             charge = self._quotas.open(identity, exchange.arrival.endpoint)
             exchange.keep(CHARGE, charge)
             show_limits(exchange, charge)
+            charge.check_requests()
             try:
                 self._places.take(identity.owner)
             except RequestRejected:
@@ -126,6 +130,8 @@ class KeyCharges(RequestListener):
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
         """End the charge with what the request took: nothing where no worker got it, else its prompt and what was made."""
         charge = exchange.of(CHARGE)
+        if (charge is None or not charge.model) and outcome.status in _REFUSED:
+            self._count_refused(exchange.identity)
         if charge is None:
             return
         if (owner := exchange.of(PLACE_OF)) is not None:
@@ -140,6 +146,11 @@ class KeyCharges(RequestListener):
             cached, reasoning = usage.cached_tokens or 0, usage.reasoning_tokens or 0
             used = TokenUse(usage.prompt_tokens, cached, usage.output_tokens, reasoning, usage.images)
             charge.close(used, seconds)
+
+    def _count_refused(self, identity: Caller | None) -> None:
+        """Count a request that was refused before its model was known: refusing is work, too."""
+        if isinstance(identity, Identity):
+            self._quotas.count_refused(identity)
 
 
 def show_limits(exchange: Exchange, charge: Charge) -> None:

@@ -85,6 +85,16 @@ class Quotas:
         """Return the charge of one request, which has taken nothing yet."""
         return Charge(self, identity, self.book.of(identity), endpoint)
 
+    def count_refused(self, identity: Identity) -> None:
+        """Take a request of the key and its project for one that was refused; a rate that is used up owes nothing more."""
+        requests = self.book.of(identity).requests
+        if requests:
+            now = self.clock()
+            with self.table.locked():
+                for rate in requests:
+                    if rate.wait_seconds(1, now) <= 0.0:
+                        rate.take(1, now)
+
     def price_of(self, model: str) -> Price | None:
         """Return the price of a model in the key file."""
         return self.book.ring().price_of(model)
@@ -127,6 +137,16 @@ class Charge:
         return bool(self._gates.requests or self._gates.tokens)
 
     # -- requests ----------------------------------------------------------------------------------------------------
+
+    def check_requests(self) -> None:
+        """Raise the 429 of a rate of requests that has none now, before the request is read. Nothing is taken."""
+        if requests := self._gates.requests:
+            now = self._quotas.clock()
+            with self._quotas.table.locked():
+                waits = [(rate, rate.wait_seconds(1, now)) for rate in requests]
+            for rate, wait in waits:
+                if wait > 0.0:
+                    raise self._refused(rate.name, _over_rate(rate, wait))
 
     def enter(self, model: str) -> None:
         """Take a place and a request of every limit. Raises the 429 of the first that has none; then nothing is taken."""
