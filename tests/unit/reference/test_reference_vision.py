@@ -19,15 +19,16 @@ import xxhash
 from dynamo.contract.chunks import GenerateChunk
 from dynamo.contract.conformance import mock_context
 from dynamo.contract.modes import DisaggregationMode
-from dynamo.errors import InvalidArgument
+from dynamo.errors import Cancelled, InvalidArgument
 from dynamo.kv.hashing import block_hashes
 from dynamo.kv.image_tokens import expand_images
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.config import read_model_config
 from dynamo.reference.encoder import ReferenceEncoder
 from dynamo.reference.media import MediaOptions, MediaPrompt
-from dynamo.reference.picture_files import read_picture, read_png
+from dynamo.reference.picture_files import _rows, read_picture, read_png
 from dynamo.reference.vision import ColourGrid, colours_of
+from dynamo.runtime.calls.context import Context
 from support.pictures import BLUE, JPEG, RED, png, png_of, quarters_png
 from support.reference_models import CONFIGS, write_model
 from support.vision_model import IMAGE_TOKEN, vision_config
@@ -63,10 +64,54 @@ def coded(pixels: np.ndarray, colour_type: int, filters: list[int], palette: byt
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts) + chunk(b"IDAT", zlib.compress(b"".join(lines))) + chunk(b"IEND", b"")
 
 
+def unpacked(picture: bytes) -> bytes:
+    at = picture.index(b"IDAT")
+    return zlib.decompress(picture[at + 4 : at + 4 + int.from_bytes(picture[at - 4 : at], "big")])
+
+
 @pytest.mark.parametrize("filters", [[0], [1], [2], [3], [4], [0, 1, 2, 3, 4]])
 def test_every_filter_of_a_line_is_undone(filters: list[int]) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (9, 7, 3), dtype=np.uint8)
     assert (read_png(coded(pixels, 2, filters)) == pixels).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (1, 9, 4), (9, 1, 2), (2, 40, 1), (40, 2, 3), (17, 23, 4)])
+def test_filters_are_undone_in_pictures_of_every_shape(shape: tuple[int, int, int]) -> None:
+    samples = np.random.default_rng(2).integers(0, 256, shape, dtype=np.uint8)
+    kinds = [4, 3, 0, 4, 1, 2]
+    lines = np.frombuffer(unpacked(coded(samples, 2, kinds)), np.uint8).reshape(shape[0], -1)
+    packed = zlib.compress(lines.tobytes())
+    assert (_rows(packed, shape[1], shape[0], shape[2], lambda: False) == samples).all()
+
+
+@pytest.mark.parametrize("kind", [1, 4])
+def test_a_picture_costs_a_step_for_each_line_and_column_and_not_for_each_pixel(kind: int) -> None:
+    height, width = 2000, 3000
+    steps = 0
+
+    def is_given_up() -> bool:
+        nonlocal steps
+        steps += 1
+        return False
+
+    lines = np.zeros((height, 1 + 3 * width), np.uint8)
+    lines[:, 0] = kind
+    pixels = read_png(png_of(width, height, zlib.compress(lines.tobytes())), is_given_up)
+    assert pixels.shape == (height, width, 3)
+    assert steps <= (height + width) // 64 + 1
+
+
+@pytest.mark.parametrize("kind", [2, 4])
+def test_a_picture_is_given_up_when_its_client_leaves(kind: int) -> None:
+    lines = np.full((500, 1 + 3 * 500), kind, np.uint8)
+    leaves = iter([False, True])
+    with pytest.raises(Cancelled):
+        VISION.tokens(png_of(500, 500, zlib.compress(lines.tobytes())), lambda: next(leaves))
+
+
+def test_a_picture_with_a_long_side_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="at most 16384"):
+        read_png(png_of(16_385, 1, zlib.compress(bytes(1 + 3 * 16_385))))
 
 
 def test_grey_palette_and_transparency_become_colours() -> None:
@@ -313,3 +358,36 @@ async def test_the_cache_of_an_encode_worker_is_bounded(model: Path) -> None:
     await results(without, RED)
     assert (without.encoded, without.cache.bytes) == (2, 0)
     await without.cleanup()
+
+
+async def reasons(engine: Any, request: Any, context: Context) -> list[str | None]:
+    async with aclosing(engine.generate(request, context)) as stream:
+        return [chunk.get("finish_reason") async for chunk in stream]
+
+
+async def test_engine_and_encoder_end_a_request_whose_client_left_before_its_picture_was_seen(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, stays = mock_context(), mock_context()
+    looks = 0
+    whole = ColourGrid.tokens
+
+    def tokens(vision: ColourGrid, content: bytes, is_given_up: Any) -> tuple[int, ...]:
+        nonlocal looks
+        looks += 1
+        left.stop_generating()
+        return whole(vision, content, is_given_up)
+
+    monkeypatch.setattr(ColourGrid, "tokens", tokens)
+    engine, encoder = ReferenceEngine(model, SMALL), await encoder_of(model, 100_000)
+    await engine.start(1)
+    try:
+        assert await reasons(engine, body(FOUR), left) == ["cancelled"]
+        assert await reasons(encoder, body(FOUR), left) == ["cancelled"]
+        assert (looks, encoder.encoded, encoder._waiting) == (2, 0, {})
+        both = asyncio.gather(reasons(encoder, body(FOUR), left), reasons(encoder, body(FOUR), stays))
+        assert await both == [["cancelled"], ["stop"]]
+        assert (encoder.encoded, encoder._waiting) == (1, {})
+    finally:
+        await engine.cleanup()
+        await encoder.cleanup()

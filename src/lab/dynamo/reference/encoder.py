@@ -14,7 +14,7 @@ from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, final_chunk, usage
 from dynamo.contract.health_check import build_health_check_payload
 from dynamo.contract.requests.multimodal import encoder_terminal_chunk
-from dynamo.errors import EngineShutdown
+from dynamo.errors import Cancelled, EngineShutdown
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.flags import read_arguments
 from dynamo.reference.media import EncodedMedia, MediaItem, MediaOptions
@@ -71,6 +71,7 @@ class ReferenceEncoder(LLMEngine):
         self._directory, self._media = directory, media
         self.cache = EncodedCache(cache_bytes)
         self._attempts: SingleFlight[str, tuple[int, ...]] = SingleFlight()
+        self._waiting: dict[str, list[Context]] = {}  # the requests that need a content, by its digest
         self._name = served_model_name or directory.resolve().name
         self._config: ModelConfig | None = None
         self._is_closed = False
@@ -97,25 +98,45 @@ class ReferenceEncoder(LLMEngine):
             raise EngineShutdown("the reference encoder is not running")
         counts = usage(len(request["token_ids"]), 0)
         items = await asyncio.to_thread(self._media.parts_of, request)
-        tokens = [await self._encoded(item, config) for item in items]
+        try:
+            tokens = [await self._encoded(item, config, context) for item in items]
+        except Cancelled:
+            yield final_chunk("cancelled", usage=counts)
+            return
         found = EncodedMedia(tuple(item.digest for item in items), tuple(tokens))
         if context.is_stopped():
             yield final_chunk("cancelled", usage=counts)
             return
         yield encoder_terminal_chunk(found.to_result(), completion_usage=counts)
 
-    async def _encoded(self, item: MediaItem, config: ModelConfig) -> tuple[int, ...]:
-        """Return the tokens of a part, from the cache where it was encoded before; once for all requests at the same time."""
+    async def _encoded(self, item: MediaItem, config: ModelConfig, context: Context) -> tuple[int, ...]:
+        """Return the tokens of a part, from the cache where it was encoded before; once for all requests at the same time.
+
+        Raises Cancelled once all of these have ended.
+        """
         if (known := self.cache.find(item.digest)) is not None:
             return known
+        waiting = self._waiting.setdefault(item.digest, [])
 
         async def encode() -> tuple[int, ...]:
-            tokens = await asyncio.to_thread(self._media.tokens, item, config.vocab_size, config.vision)
+            see = partial(self._media.tokens, item, config.vocab_size, config.vision)
+            tokens = await asyncio.to_thread(see, lambda: all(each.is_stopped() for each in tuple(waiting)))
             self.encoded += 1
             self.cache.add(item.digest, tokens)
             return tokens
 
-        return await self._attempts.run(item.digest, encode, f"encode {item.where}")
+        waiting.append(context)
+        try:
+            while True:
+                try:
+                    return await self._attempts.run(item.digest, encode, f"encode {item.where}")
+                except Cancelled:
+                    if context.is_stopped():
+                        raise  # else it came after the others had ended, and begins anew
+        finally:
+            waiting.remove(context)
+            if not waiting:
+                self._waiting.pop(item.digest, None)
 
     async def register_prometheus(self, metrics: Any) -> None:
         metrics.register_prometheus_typed_callback(partial(self._cache_metrics, metrics.auto_labels))

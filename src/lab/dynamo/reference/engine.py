@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from dynamo.contract.args import worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.embedding import Embedding, EmbedRequest
-from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
+from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, final_chunk, usage
 from dynamo.contract.health_check import build_health_check_payload
 from dynamo.contract.modes import DisaggregationMode
-from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
+from dynamo.errors import Cancelled, DynamoException, EngineShutdown, InvalidArgument
 from dynamo.protocol.records import LABELS, RESUMES_GUIDED
 from dynamo.reference.blocks import BlockEvent, BlocksStored
 from dynamo.reference.core import Core
@@ -193,7 +193,11 @@ class ReferenceEngine(LLMEngine):
         if decode is None and request.get("prefill_result"):
             raise InvalidArgument("prefill_result is set, but this worker is no decode worker")
         narrowed = request if prefill is None else prefill.narrowed(request)
-        media = await self._media(request, steps.limits)
+        try:
+            media = await self._media(request, steps.limits, context)
+        except Cancelled:
+            yield final_chunk("cancelled", usage=usage(len(request["token_ids"]), 0))
+            return
         if ticket is not None:
             media = MediaPrompt(ticket.media_token_ids, ticket.media_hashes)
         job = read_request(
@@ -257,12 +261,12 @@ class ReferenceEngine(LLMEngine):
         if not siblings:
             del self._streams[context.id()]
 
-    async def _media(self, request: GenerateRequest, limits: Limits) -> MediaPrompt:
-        """Return what stands for the media of a request in its prompt."""
+    async def _media(self, request: GenerateRequest, limits: Limits, context: Context) -> MediaPrompt:
+        """Return what stands for the media of a request in its prompt. Raises Cancelled once the context is stopped."""
         if not request.get("multi_modal_data") and request.get("encoder_result") is None:
             return NO_MEDIA
         see = self._role_options.media.prompt_of
-        return await asyncio.to_thread(see, request, limits.vocab_size, limits.vision)
+        return await asyncio.to_thread(see, request, limits.vocab_size, limits.vision, context.is_stopped)
 
     async def _receive(
         self,

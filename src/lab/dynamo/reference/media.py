@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -120,11 +120,20 @@ class MediaOptions:
         options = msgspec.json.encode(request.get("mm_processor_kwargs") or {}, order="deterministic")
         return _items(extract_multimodal_kwargs(request) or {}, options)
 
-    def tokens(self, item: MediaItem, vocab_size: int, vision: Vision | None = None) -> tuple[int, ...]:
-        """Return what stands for a part in the prompt. Raises InvalidArgument naming it."""
+    def tokens(
+        self,
+        item: MediaItem,
+        vocab_size: int,
+        vision: Vision | None = None,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, ...]:
+        """Return what stands for a part in the prompt.
+
+        Raises InvalidArgument naming it, and Cancelled once `is_given_up` returns True.
+        """
         if vision is not None and item.kind == "image":
             try:
-                return vision.tokens(item.content)
+                return vision.tokens(item.content, is_given_up)
             except InvalidArgument as error:
                 raise InvalidArgument(f"{item.where}: {error}") from error
         if not self.part_tokens:
@@ -137,11 +146,17 @@ class MediaOptions:
         tokens = tuple(self.tokens(item, vocab_size, vision) for item in items)
         return EncodedMedia(tuple(item.digest for item in items), tokens)
 
-    def prompt_of(self, request: Mapping[str, Any], vocab_size: int, vision: Vision | None = None) -> MediaPrompt:
+    def prompt_of(
+        self,
+        request: Mapping[str, Any],
+        vocab_size: int,
+        vision: Vision | None = None,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> MediaPrompt:
         """Return what stands for the media in the prompt. Blocks while it sees.
 
         Raises InvalidArgument where media are refused, and where the result of the encode worker is missing or another
-        request's.
+        request's; Cancelled once `is_given_up` returns True.
         """
         has_media = any((request.get("multi_modal_data") or {}).values())
         if not has_media and request.get("encoder_result") is None:
@@ -162,7 +177,7 @@ class MediaOptions:
             _check(encoded.token_ids, known_tokens(vocab_size, vision))
             parts = encoded.token_ids
         else:
-            parts = tuple(self.tokens(item, vocab_size, vision) for item in items)
+            parts = tuple(self.tokens(item, vocab_size, vision, is_given_up) for item in items)
         is_seen = vision is not None and all(item.kind == "image" for item in items)
         hashes = tuple(xxhash.xxh3_64_intdigest(item.content) for item in items) if is_seen else ()
         return MediaPrompt(tuple(token for part in parts for token in part), hashes)

@@ -6,6 +6,7 @@ the network yields in its place. So an image is a few numbers to everything behi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -36,9 +37,9 @@ class PictureCodes:
     digest: str  # of the file: other weights are another vision
     weights: dict[str, Array] = field(compare=False, repr=False)
 
-    def tokens(self, content: bytes) -> tuple[int, ...]:
-        """Return the tokens of an image. Raises InvalidArgument."""
-        codes = self.scores(scaled(read_picture(content))).reshape(IMAGE_TOKENS, CODES).argmax(axis=1)
+    def tokens(self, content: bytes, is_given_up: Callable[[], bool] = lambda: False) -> tuple[int, ...]:
+        """Return the tokens of an image. Raises InvalidArgument, and Cancelled once `is_given_up` returns True."""
+        codes = self.scores(scaled(read_picture(content, is_given_up))).reshape(IMAGE_TOKENS, CODES).argmax(axis=1)
         return tuple(self.first_token_id + CODES * place + int(code) for place, code in enumerate(codes))
 
     def scores(self, image: Array) -> Array:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import zlib
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import Cancelled, InvalidArgument
 from dynamo.settings.extras import install_command
 
 MAX_PIXELS: Final = 16_000_000
+MAX_SIDE: Final = 16_384  # pixels: each costs a step of Python, and the sides are scaled by a matrix of this length
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHANNELS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _BY_PILLOW: Final = ("PNG", "JPEG", "WEBP", "GIF")
@@ -20,13 +22,13 @@ _BY_PILLOW: Final = ("PNG", "JPEG", "WEBP", "GIF")
 Pixels = npt.NDArray[np.uint8]
 
 
-def read_picture(content: bytes) -> Pixels:
+def read_picture(content: bytes, is_given_up: Callable[[], bool] = lambda: False) -> Pixels:
     """Return the pixels of an image, (height, width, 3), as it is meant to be seen, over white where it is transparent.
 
     Of a GIF or WebP that moves it is the first picture. Raises InvalidArgument for what is no image, is too large, or
-    needs Pillow, which is not there.
+    needs Pillow, which is not there; Cancelled once `is_given_up` returns True.
     """
-    return read_png(content) if _is_plain_png(content) else _read_with_pillow(content)
+    return read_png(content, is_given_up) if _is_plain_png(content) else _read_with_pillow(content)
 
 
 def _is_plain_png(content: bytes) -> bool:
@@ -59,12 +61,14 @@ def _check_size(width: int, height: int) -> None:
         raise InvalidArgument(
             f"the image has {width} x {height} pixels; the reference engine sees at most {MAX_PIXELS}"
         )
+    if max(width, height) > MAX_SIDE:
+        raise InvalidArgument(f"the image has {width} x {height} pixels; a side has at most {MAX_SIDE} for this engine")
 
 
-def read_png(content: bytes) -> Pixels:
+def read_png(content: bytes, is_given_up: Callable[[], bool] = lambda: False) -> Pixels:
     """Return the pixels of a PNG of eight bits for each channel, (height, width, 3), over white where it is transparent.
 
-    Raises InvalidArgument for any other image.
+    Raises InvalidArgument for any other image, and Cancelled once `is_given_up` returns True.
     """
     if not content.startswith(_SIGNATURE):
         raise _needs_pillow()
@@ -91,46 +95,63 @@ def read_png(content: bytes) -> Pixels:
     if depth != 8 or colour_type not in _CHANNELS or interlaced:
         raise _needs_pillow()
     _check_size(width, height)
-    rows = _rows(bytes(packed), width * _CHANNELS[colour_type], height, _CHANNELS[colour_type])
-    return _rgb(rows.reshape(height, width, _CHANNELS[colour_type]), colour_type, palette)
+    return _rgb(_rows(bytes(packed), width, height, _CHANNELS[colour_type], is_given_up), colour_type, palette)
 
 
-def _rows(packed: bytes, stride: int, height: int, step: int) -> Pixels:
-    """Unpack the lines and undo their filters."""
+def _rows(packed: bytes, width: int, height: int, step: int, is_given_up: Callable[[], bool]) -> Pixels:
+    """Unpack the lines and undo their filters; (height, width, step)."""
+    size = (width * step + 1) * height
     try:
-        raw = zlib.decompressobj().decompress(packed, (stride + 1) * height)
+        raw = zlib.decompressobj().decompress(packed, size)
     except zlib.error as error:
         raise InvalidArgument(f"the pixels of the image cannot be unpacked: {error}") from error
-    if len(raw) < (stride + 1) * height:
+    if len(raw) < size:
         raise InvalidArgument("the image ends before its last line")
-    lines = np.frombuffer(raw, np.uint8).reshape(height, stride + 1)
-    found = np.zeros((height, stride), np.uint8)
-    above = np.zeros(stride, np.uint8)
-    for number in range(height):
-        above = found[number] = _unfiltered(int(lines[number, 0]), lines[number, 1:], above, step)
+    lines = np.frombuffer(raw, np.uint8).reshape(height, width * step + 1)
+    kinds, given = lines[:, 0], lines[:, 1:].reshape(height, width, step)
+    if (highest := int(kinds.max())) > 4:
+        raise InvalidArgument(f"the image has a line with the filter {highest}, which there is not")
+    if highest > 2:
+        return _by_diagonals(kinds, given, is_given_up)
+    found = np.empty((height, width, step), np.uint8)
+    above = np.zeros((width, step), np.uint8)
+    for number, kind in enumerate(kinds.tolist()):
+        _go_on(number, is_given_up)
+        line = given[number]
+        if kind == 1:  # each byte on top of the pixel before it
+            line = np.cumsum(line, axis=0, dtype=np.uint8)
+        above = found[number] = line + above if kind == 2 else line
     return found
 
 
-def _unfiltered(kind: int, line: Pixels, above: Pixels, step: int) -> Pixels:
-    if kind == 0:
-        return line
-    if kind == 1:  # each byte on top of the pixel before it
-        return np.cumsum(line.reshape(-1, step), axis=0, dtype=np.uint8).reshape(-1)
-    if kind == 2:
-        return line + above
-    if kind not in (3, 4):
-        raise InvalidArgument(f"the image has a line with the filter {kind}, which there is not")
-    upper = [0] * step + above.tolist()
-    found = [0] * step
-    for place, value in enumerate(line.tolist()):
-        before, over, corner = found[place], upper[place + step], upper[place]
-        if kind == 3:
-            guess = (before + over) // 2
-        else:
-            near = [abs(over - corner), abs(before - corner), abs(before + over - 2 * corner)]
-            guess = (before, over, corner)[near.index(min(near))]
-        found.append((value + guess) & 255)
-    return np.array(found[step:], np.uint8)
+def _by_diagonals(kinds: Pixels, given: Pixels, is_given_up: Callable[[], bool]) -> Pixels:
+    """Undo any filters. A pixel needs those left of it, above, and left of that one: all of a diagonal are done at once."""
+    height, width, step = given.shape
+    framed = np.zeros((height + 1, width + 1, step), np.uint8)  # beyond the edges is nothing
+    framed[1:, 1:] = given
+    flat, across = framed.reshape(-1, step), width + 1
+    lefts, overs, means, nearest = (kinds.reshape(-1, 1) == kind for kind in (1, 2, 3, 4))
+    for diagonal in range(height + width - 1):
+        _go_on(diagonal, is_given_up)
+        top, bottom = max(0, diagonal - width + 1), min(height, diagonal + 1)
+        first = (top + 1) * across + diagonal - top + 1
+        places = slice(first, first + (bottom - top - 1) * width + 1, width)  # a line on, and a pixel back
+        before, over, corner = (
+            flat[places.start - back : places.stop - back : width].astype(np.int16) for back in (1, across, across + 1)
+        )
+        to_before, to_over = np.abs(over - corner), np.abs(before - corner)
+        to_corner = np.abs(before + over - 2 * corner)
+        guess = np.where(to_over <= to_corner, over, corner)
+        guess = np.where((to_before <= to_over) & (to_before <= to_corner), before, guess) * nearest[top:bottom]
+        guess += ((before + over) >> 1) * means[top:bottom] + before * lefts[top:bottom] + over * overs[top:bottom]
+        flat[places] += guess.astype(np.uint8)
+    return framed[1:, 1:]
+
+
+def _go_on(number: int, is_given_up: Callable[[], bool]) -> None:
+    """Raise Cancelled where the picture is not wanted any more; it is found out at every 64th line."""
+    if number % 64 == 0 and is_given_up():
+        raise Cancelled("the request ended while its image was decoded")
 
 
 def _rgb(pixels: Pixels, colour_type: int, palette: bytes) -> Pixels:

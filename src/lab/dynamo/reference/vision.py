@@ -6,6 +6,7 @@ the same colours are the same to it, and another order of images is another prom
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,9 +24,9 @@ class ColourGrid:
     image_token_id: int  # stands for an image in a rendered prompt
     first_token_id: int  # of the 64 colours
 
-    def tokens(self, content: bytes) -> tuple[int, ...]:
-        """Return the tokens of an image. Raises InvalidArgument."""
-        return tuple(self.first_token_id + colour for colour in colours_of(read_picture(content)))
+    def tokens(self, content: bytes, is_given_up: Callable[[], bool] = lambda: False) -> tuple[int, ...]:
+        """Return the tokens of an image. Raises InvalidArgument, and Cancelled once `is_given_up` returns True."""
+        return tuple(self.first_token_id + colour for colour in colours_of(read_picture(content, is_given_up)))
 
 
 def colours_of(pixels: Pixels) -> list[int]:

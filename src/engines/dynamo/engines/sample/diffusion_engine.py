@@ -20,6 +20,7 @@ from dynamo.contract.health_check import build_raw_health_check_payload, is_prob
 from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.engines.sample.drawing import FULL_STEP, draw_png, edited_png
 from dynamo.engines.sample.png import Pixels, read_png
+from dynamo.errors import Cancelled
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.calls.context import Context
 
@@ -63,7 +64,10 @@ class SampleDiffusionEngine(DiffusionEngine):
             await asyncio.sleep(self.delay)
         if context.is_stopped():
             return
-        draw = await asyncio.to_thread(drawer, request)
+        try:
+            draw = await asyncio.to_thread(drawer, request, context.is_stopped)
+        except Cancelled:
+            return
         images = []
         for number in range(count):
             text = f"{seed}/{number}/{request.get('prompt')}"
@@ -149,17 +153,20 @@ def image_usage(request: RawRequest, count: int) -> dict[str, Any]:
     }
 
 
-def drawer(request: RawRequest) -> Callable[[str, int], bytes]:
-    """Return what draws a picture of a text, as it is in a step. Raises InvalidRequest for images that cannot be edited."""
+def drawer(request: RawRequest, is_given_up: Callable[[], bool] = lambda: False) -> Callable[[str, int], bytes]:
+    """Return what draws a picture of a text, as it is in a step.
+
+    Raises InvalidRequest for images that cannot be edited, and Cancelled once `is_given_up` returns True.
+    """
     given = _given(request)
     if not given:
         width, height = image_size(request)
         return lambda text, step: draw_png(text, width, height, step)
     if len(given) > 1:
         raise InvalidRequest("input_reference: this engine edits one image at a time")
-    image = _read(given[0], "input_reference")
+    image = _read(given[0], "input_reference", is_given_up)
     found = _passthrough(request).get("mask")
-    mask = None if found is None else _read(found, "mask")
+    mask = None if found is None else _read(found, "mask", is_given_up)
     if mask is not None and (mask.width, mask.height) != (image.width, image.height):
         raise InvalidRequest("mask: it must have the size of the image")
     if request.get("size") not in (None, "auto", f"{image.width}x{image.height}"):
@@ -181,11 +188,11 @@ def _given(request: RawRequest) -> list[Any]:
     return [] if one is None else [one]
 
 
-def _read(url: Any, field: str) -> Pixels:
+def _read(url: Any, field: str, is_given_up: Callable[[], bool]) -> Pixels:
     head, _, content = str(url).partition(",")
     if not (head.startswith("data:") and head.endswith(";base64")):
         raise InvalidRequest(f"{field}: this engine reads data URLs, and fetches nothing")
     try:
-        return read_png(binascii.a2b_base64(content), MAX_EDITED_PIXELS)
+        return read_png(binascii.a2b_base64(content), MAX_EDITED_PIXELS, is_given_up)
     except ValueError as error:
         raise InvalidRequest(f"{field}: {error}") from error

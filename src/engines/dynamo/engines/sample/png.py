@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
+
+from dynamo.errors import Cancelled
 
 SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHANNELS: Final = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
@@ -41,8 +43,11 @@ def animated_png(width: int, height: int, frames: Sequence[Sequence[bytes]], fra
     return b"".join([*written, _chunk(b"IEND", b"")])
 
 
-def read_png(data: bytes, max_pixels: int) -> Pixels:
-    """Return the pixels of a PNG with 8 bits for each channel, not interlaced. Raises ValueError for any other file."""
+def read_png(data: bytes, max_pixels: int, is_given_up: Callable[[], bool] = lambda: False) -> Pixels:
+    """Return the pixels of a PNG with 8 bits for each channel, not interlaced.
+
+    Raises ValueError for any other file, and Cancelled once `is_given_up` returns True.
+    """
     if not data.startswith(SIGNATURE):
         raise ValueError("it is not a PNG")
     chunks = _chunks(data)
@@ -60,7 +65,7 @@ def read_png(data: bytes, max_pixels: int) -> Pixels:
         raise ValueError(f"its pixels cannot be unpacked: {error}") from error
     if len(raw) != size:
         raise ValueError("it has too few pixels")
-    rows = _unfiltered(raw, width * channels, channels)
+    rows = _unfiltered(raw, width * channels, channels, is_given_up)
     return Pixels(width, height, _as_rgba(rows, colour, chunks))
 
 
@@ -94,11 +99,13 @@ def _chunks(data: bytes) -> dict[bytes, bytes]:
     return found
 
 
-def _unfiltered(raw: bytes, stride: int, channels: int) -> bytes:
+def _unfiltered(raw: bytes, stride: int, channels: int, is_given_up: Callable[[], bool]) -> bytes:
     """Undo the filter that each row names: what was subtracted from its bytes."""
     rows = bytearray()
     before = bytes(stride)
     for start in range(0, len(raw), stride + 1):
+        if is_given_up():
+            raise Cancelled("the request ended while its image was decoded")
         row = bytearray(raw[start + 1 : start + 1 + stride])
         match raw[start]:
             case 0:
