@@ -1,8 +1,12 @@
-"""How many examples a property is tried with: all of them, or a tenth in the suite that runs at every change."""
+"""How many examples a property is tried with: all of them, or a tenth in the suite that runs at every change.
+
+What is true of every place of a text is a property, too: `some_of` gives the places, and the test has the mark.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
 
 from hypothesis import settings
 
@@ -10,7 +14,23 @@ FULL_EXAMPLES: Final = 100  # of a test that names no number of its own, as hypo
 FEWEST_EXAMPLES: Final = 5
 
 
+T = TypeVar("T")
+
+
+def share() -> float:
+    """Return which part of the examples the profile of this run has tried."""
+    return settings.default.max_examples / FULL_EXAMPLES if settings.default is not None else 1.0
+
+
+def some_of(cases: Sequence[T], first: int = 0) -> Sequence[T]:
+    """Return all cases, or every tenth where the profile has a tenth of the examples.
+
+    `first` shifts which ones: neighbours that are given different numbers have different places tried.
+    """
+    step = max(1, round(1 / share()))
+    return cases[first % step :: step]
+
+
 def examples(full: int, **more: Any) -> settings:
     """Return settings with `full` examples, fewer in proportion under a profile that has fewer than 100."""
-    share = settings.default.max_examples / FULL_EXAMPLES if settings.default is not None else 1.0
-    return settings(max_examples=max(FEWEST_EXAMPLES, round(full * share)), **more)
+    return settings(max_examples=max(FEWEST_EXAMPLES, round(full * share())), **more)

@@ -157,7 +157,7 @@ def test_a_command_line_that_cannot_be_served_is_refused(argv: list[str], named:
         read_arguments(["--model", str(FILES), *argv])
 
 
-@each_case("text", ["max_num_tokens: !!int x", "a: 2001-99-99", "[" * 5000, "a: ["])
+@each_case("text", ["max_num_tokens: !!int x", "a: 2001-99-99", "[" * 1500, "a: ["])
 def test_a_file_of_arguments_that_is_no_yaml_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "more.yaml").write_text(text)
     with pytest.raises(InvalidArgument, match=r"^--extra-engine-args .* is not YAML: "):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import ssl
@@ -76,6 +77,7 @@ def build_parser(env: Mapping[str, str]) -> CommandParser:
     return parser
 
 
+@functools.cache
 def _version() -> str:
     try:
         return version("dynamo-unified")

@@ -61,7 +61,8 @@ def share_of_lines(
         pace = LinePace(asks)
         if waits_seconds is not None:
             pace.waited(waits_seconds)
-        return await lines_in(20.0, pace, line_seconds) * line_seconds / 20.0
+        seconds = 20_000 * line_seconds if line_seconds < 0.002 else 20.0
+        return await lines_in(seconds, pace, line_seconds) * line_seconds / seconds
 
     return run_virtual(main(), loop=BusyLoop())
 

@@ -6,6 +6,7 @@ While nobody does, it counts the ends of requests, and samples the counters of t
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import time
@@ -464,6 +465,7 @@ def _number(now_ms: int) -> int:
     return now_ms // int(SLOT_SECONDS * 1000)
 
 
+@functools.cache
 def _version() -> str:
     try:
         return version("dynamo-unified")
