@@ -30,7 +30,7 @@ class NativeFlag:
     name: str
     programs: tuple[str, ...]
     instead: str
-    is_switch: bool = False  # it has a `--no-` form, which asks for what is the case and is dropped
+    is_switch: bool = False  # it has a `--no-` form, which names the default and is dropped
 
 
 def _flags(programs: Iterable[str], instead: str, *names: str, is_switch: bool = False) -> Iterator[NativeFlag]:
@@ -114,9 +114,9 @@ _DROPPED: Final = {  # the `--no-` form of switches that work: they are off unle
 
 
 def without_native_flags(program: str, words: Sequence[str]) -> list[str]:
-    """Return a command line without the `--no-` forms that ask for what is the case anyway.
+    """Return a command line without the `--no-` forms that name the default.
 
-    Raises InvalidArgument that names a flag without effect and says what to write instead.
+    Raises InvalidArgument that names a flag without effect and has what to write instead.
     """
     refused = {each.name: each for each in NATIVE_FLAGS if program in each.programs}
     dropped = _DROPPED[program] | {f"--no-{each.name[2:]}" for each in refused.values() if each.is_switch}

@@ -143,7 +143,7 @@ def read_arguments(
 
 
 def _surfaces(args: argparse.Namespace, arguments: LlamaArguments) -> str:
-    """Return what the model is served for; without a template nobody knows how its chats are written."""
+    """Return what the model is served for; without a template the form of its chats is not known."""
     given: str = args.endpoint_types
     has_template = arguments.header.has_chat_template or "chat_template" in arguments.parameters
     if arguments.tokenizer is not None or has_template or given != DEFAULT_ENDPOINT_TYPES:

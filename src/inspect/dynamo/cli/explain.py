@@ -21,8 +21,8 @@ from dynamo.settings.readers import SettingReader, each, integer, one_of, placeh
 from dynamo.settings.table import read_settings, setting, settings_of
 
 _DESCRIPTION: Final = """\
-Reads decisions that a frontend recorded (--router-mode kv --router-decisions FILE), computes each again, and says whether
-it comes out the same. With --policy it also says what that policy would have decided from the same figures: one step
+Reads decisions that a frontend recorded (--router-mode kv --router-decisions FILE), computes each again, and reports whether
+it comes out the same. With --policy it also reports what that policy would have decided from the same figures: one step
 each, as the requests that were to come would have met other workers.
 """
 
@@ -39,13 +39,13 @@ class Comparison:
 
     decisions: int = 0
     equal: int = 0  # came out as recorded
-    other: int = 0  # the asked policy chooses another rank
+    other: int = 0  # the other policy chooses another rank
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompts, where they went
-    other_cached_tokens: int = 0  # where the asked policy would have sent them
+    other_cached_tokens: int = 0  # where the other policy would have sent them
 
     def add(self, record: DecisionRecord, again: KvChoice, asked: KvChoice | None) -> None:
-        """Take one decision: as recorded, computed again, and of the asked policy."""
+        """Take one decision: as recorded, computed again, and of the other policy."""
         self.decisions += 1
         self.equal += again.rank == record.rank and again.cost == record.cost
         self.prompt_tokens += record.state.request.prompt_tokens
@@ -55,7 +55,7 @@ class Comparison:
             self.other_cached_tokens += _cached(record.state, asked)
 
     def lines(self, policy: str, asked: str | None) -> list[str]:
-        """Return what there is to say."""
+        """Return the lines of the report."""
         if not self.decisions:
             return ["The file holds no decision."]
         found = [

@@ -1,4 +1,4 @@
-"""`dynamo batch`: run a file of requests as a batch, and look after batches."""
+"""`dynamo batch`: run a file of requests as a batch, and manage batches."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Frontend:
     async def drain(self, timeout_seconds: float, *, grace_seconds: float = 0.0) -> bool:
         """Decline new requests and wait for those in flight; whether all of them ended in time.
 
-        `grace_seconds`: how long `/health` says that this frontend leaves before it declines anything.
+        `grace_seconds`: how long `/health` reports that this frontend leaves before any request is declined.
         """
         if grace_seconds > 0:
             self.admission.move(Stage.LEAVING)

@@ -111,7 +111,7 @@ def open_kernel(
 def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: PortGroup | None) -> OpenedParts:
     """Open the parts that are switched on. Raises InvalidArgument for settings that cannot be."""
     if (wing := _parts()) is None:
-        if settings.key_sources.exist:  # never open to everybody because a folder is missing
+        if settings.key_sources.exist:  # a missing folder must not open the door
             raise InvalidArgument("keys are configured, but the parts of the frontend are not installed")
         return OpenedParts([], None)
     found: OpenedParts = wing.open_parts(settings, opened, peers)

@@ -1,7 +1,7 @@
 """The events that make any router hold what an index holds.
 
 An index keeps the chained name of a block and nothing of its own tokens; the published form of an event needs both. So
-whoever is to dump an index remembers, for each block, the hash of its tokens and the block before it.
+a caller that dumps an index keeps, for each block, the hash of its tokens and the block before it.
 """
 
 from __future__ import annotations

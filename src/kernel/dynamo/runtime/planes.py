@@ -148,8 +148,8 @@ def make_discovery(backend: str, settings: RuntimeSettings, loop: asyncio.Abstra
         raise ValueError(f"unknown discovery backend {backend!r}; use one of {', '.join(DISCOVERY_BACKENDS)}")
     if store == "file" and backend == "etcd":
         logger.warning(
-            "discovery: etcd was asked for, but ETCD_ENDPOINTS is not set; using files in %s, which serve "
-            "one machine. Say --discovery-backend file (or DYN_DISCOVERY_BACKEND=file) to choose them",
+            "discovery: etcd is configured, but ETCD_ENDPOINTS is not set; using files in %s, which serve "
+            "one machine. Set --discovery-backend file (or DYN_DISCOVERY_BACKEND=file) to choose them",
             settings.file_root,
         )
     if store == "file" and backend == "auto":
@@ -188,7 +188,7 @@ def _tcp_server(parts: PlaneParts) -> CoreServer:
         logger.info(text, LOOPBACK, store)
     elif store not in LOCAL_STORES and security.server is None and security.secret is None:
         logger.warning(
-            "anybody who reaches this worker can send it requests: neither DYN_TCP_TLS_CERT_PATH nor DYN_TCP_SECRET_PATH "
+            "this worker takes requests from its whole network: neither DYN_TCP_TLS_CERT_PATH nor DYN_TCP_SECRET_PATH "
             "is set (docs/security.md)"
         )
     return listener, listener.core

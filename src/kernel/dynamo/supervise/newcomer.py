@@ -90,7 +90,7 @@ class Newcomer:
 
 
 class Newcomers:
-    """Brings up new workers beside those that serve. Whoever changes which workers there are holds `changing`."""
+    """Brings up new workers beside those that serve. Code that changes which workers there are holds `changing`."""
 
     def __init__(
         self,

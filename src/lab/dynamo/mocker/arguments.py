@@ -47,7 +47,7 @@ def kv_bytes_per_token(model_path: str, dtype: str = "auto") -> int | None:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         return _size(config, dtype)
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        logger.info("%s does not say how large a token's cache is (%s: %s)", file, type(error).__name__, error)
+        logger.info("%s does not have the size of a token's cache (%s: %s)", file, type(error).__name__, error)
         return None
 
 

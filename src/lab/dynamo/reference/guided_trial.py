@@ -71,7 +71,7 @@ class GrammarTrial:
         try:
             answer = self._ask(constraint)
         except _KilledFromOutside:
-            # By an operator, or for want of memory: once may be chance and not the grammar's fault.
+            # By an operator, or for lack of memory: once may be chance and not the grammar's fault.
             answer = self._ask(constraint)
         if (complaint := answer.get("error")) is not None:
             raise GrammarRefused(f"cannot be compiled: {complaint}", kind="invalid")

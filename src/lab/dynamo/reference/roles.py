@@ -115,7 +115,7 @@ class PrefillRole:
         def ended(reason: str) -> None:
             self._ends[reason] += 1
             if reason == "expired":
-                logger.warning("nobody fetched a prompt of %d tokens in time; its KV blocks are freed", tokens)
+                logger.warning("a prompt of %d tokens was not fetched in time; its KV blocks are freed", tokens)
             let_go()
 
         tokens = len(choice.sequence.tokens)

@@ -126,8 +126,8 @@ class Scheduler:
             if count == 0 or sequence not in self._running:
                 continue
             while not self._reserve(sequence, sequence.computed + count):
-                # Never one that is planned already: a prompt has held all its blocks since it was admitted, so whoever
-                # asks generates, and those go by rank.
+                # Never one that is planned already: a prompt has held all its blocks since it was admitted, so a request that
+                # needs one generates, and those go by rank.
                 preempted = True
                 victim = self._running[-1]
                 self._preempt(victim)

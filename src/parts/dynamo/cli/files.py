@@ -1,4 +1,4 @@
-"""`dynamo files`: look after a directory of files while no frontend serves it."""
+"""`dynamo files`: repair a directory of files while no frontend serves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the live screen asks the server to do: each question, its confirmation, and what came of it."""
+"""The actions of the live screen: each request to the server, its confirmation, and what came of it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class ServerActions:
         self._app = app
 
     def ask_to_abort(self, stream: StreamView) -> None:
-        """Ask, then abort a request."""
+        """Confirm, then abort a request."""
         about = f"{stream.model or '-'}, key {stream.key or '-'}, {stream.phase}, {stream.output_tokens} tokens so far"
         question = ActionQuestion("abort", "request", stream.id, about)
         self._ask_to_act(question, lambda reason: self._app.client.abort(stream.id, reason))
 
     def ask_to_drain(self, worker: WorkerView) -> None:
-        """Ask, then drain a worker; one that is drained or quarantined already is taken back."""
+        """Confirm, then drain a worker; one that is drained or quarantined already is taken back."""
         self._ask_to_change(worker, "drain")
 
     def ask_to_quarantine(self, worker: WorkerView) -> None:
-        """Ask, then quarantine a worker for a minute; one that is out already is taken back."""
+        """Confirm, then quarantine a worker for a minute; one that is out already is taken back."""
         self._ask_to_change(worker, "quarantine")
 
     def _ask_to_change(self, worker: WorkerView, action: str) -> None:
@@ -44,7 +44,7 @@ class ServerActions:
         self._ask_to_act(question, lambda reason: self._app.client.change_worker(worker.id, wanted, reason))
 
     def ask_where(self, model: str) -> None:
-        """Ask for a prompt, and show where it would go."""
+        """Read a prompt, and show where it would go."""
 
         def problem_of(text: str) -> str | None:
             return None if text else "type a prompt"
@@ -90,7 +90,7 @@ class ServerActions:
         return f"read-only: this key has the role {fleet.role}" if fleet.role in READ_ONLY_ROLES else None
 
     def _in_thread(self, ask: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Ask the server in a thread; go on with the answer in the app, or tell what went wrong."""
+        """Call the server in a thread; go on with the answer in the app, or show what went wrong."""
         app = self._app
 
         def work() -> None:

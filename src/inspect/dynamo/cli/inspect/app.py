@@ -27,7 +27,7 @@ from dynamo.cli.inspect.widgets import LinesView, TableView
 from dynamo.protocol.inspector.filters import Filter, FilterError, parse_filter
 from dynamo.protocol.inspector.views import FleetView, StreamView, WorkerView
 
-MOST_ROWS: Final = 1000  # of a view; the title says of how many
+MOST_ROWS: Final = 1000  # of a view; the title has of how many
 STALE_SECONDS: Final = 5.0  # a watch brings a patch each second while anything moves
 TICK_SECONDS: Final = 1.0
 
@@ -127,7 +127,7 @@ class InspectorApp(App[int]):
         self.post_message(self.Changed(watch, state))  # from the thread of the watch
 
     def on_inspector_app_changed(self, message: Changed) -> None:
-        """Show the new picture, unless another question was asked since."""
+        """Show the new picture, unless another one was requested since."""
         if message.watch is self._watch and not self.is_paused:
             self._state = message.state
             self._redraw()
@@ -239,7 +239,7 @@ class InspectorApp(App[int]):
         self.push_screen(LinesScreen(lambda width: record_lines(title, row, self.now_ms, width)))
 
     def action_explain(self) -> None:
-        """Show why the request went where it went, or ask where a prompt would go."""
+        """Show why the request went where it went, or read a prompt and show where it would go."""
         row = self._table().chosen
         if isinstance(row, StreamView):
             self.push_screen(RequestScreen(row.id))
@@ -251,7 +251,7 @@ class InspectorApp(App[int]):
         self.actions.ask_where(model)
 
     def action_filter(self) -> None:
-        """Ask for a filter of this page."""
+        """Read a filter of this page."""
         if self._page.filtered is None:
             self.tell("only workers, streams and recent requests can be filtered", "warning")
             return
@@ -269,7 +269,7 @@ class InspectorApp(App[int]):
         self._set_filter("")
 
     def action_go_to(self) -> None:
-        """Ask for a name to go to."""
+        """Read a name to go to."""
         self.push_screen(TextDialog("Go to a page, a request or a worker", "", _go_to_problem), self._go_to)
 
     def _go_to(self, word: str | None) -> None:
@@ -292,7 +292,7 @@ class InspectorApp(App[int]):
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def action_abort(self) -> None:
-        """Ask whether to abort the chosen request."""
+        """Confirm, then abort the chosen request."""
         row = self._table().chosen
         if isinstance(row, StreamView):
             self.actions.ask_to_abort(row)
@@ -300,7 +300,7 @@ class InspectorApp(App[int]):
             self.tell("choose a request in flight", "warning")
 
     def action_drain(self) -> None:
-        """Ask whether to drain the chosen worker, or to take that back."""
+        """Confirm, then drain the chosen worker, or take that back."""
         row = self._table().chosen
         if not isinstance(row, WorkerView):
             self.tell("choose a worker", "warning")
@@ -308,7 +308,7 @@ class InspectorApp(App[int]):
             self.actions.ask_to_drain(row)
 
     def action_quarantine(self) -> None:
-        """Ask whether to quarantine the chosen worker, or to take that back."""
+        """Confirm, then quarantine the chosen worker, or take that back."""
         row = self._table().chosen
         if not isinstance(row, WorkerView):
             self.tell("choose a worker", "warning")

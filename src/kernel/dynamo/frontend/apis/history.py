@@ -25,7 +25,7 @@ class StoredResponse(Struct, frozen=True):
     response: bytes  # the response object, as JSON
     input_items: bytes  # the items of its input, each with an id, as a JSON array
     previous_id: str | None = None  # of the response whose conversation it goes on with
-    owner: str = ""  # only who names the same owner finds it
+    owner: str = ""  # only a request of the same owner finds it
 
     @property
     def size(self) -> int:

@@ -93,7 +93,7 @@ class ResponsesApi(GenerationApi[ResponsesRequest]):
                 logger.info("tools of type %r run elsewhere and are not offered to model %r", kind, request.model)
 
     async def _recall(self, request: ResponsesRequest) -> None:
-        """Put what was said before into the request.
+        """Put the earlier turns into the request.
 
         Raises RequestRejected: 400 for what is not kept (any more), 422 where nothing is.
         """
@@ -173,7 +173,7 @@ class _ResponseRenderer(Renderer):
         super().__init__(answer, options)
         request = answer.request
         assert isinstance(request, ResponsesRequest)
-        self._history = history if request.asked.store is not False else None  # the API stores unless it is told not to
+        self._history = history if request.asked.store is not False else None  # the API stores by default
         self._offload = offload
         self._last = b""  # the response object at the end
         self._id = answer.id  # ours, also where a worker names its answer itself

@@ -1,6 +1,6 @@
 """What a route needs of an API key, and the key behind a request as every room sees it.
 
-Routes say what they need with `Access`; one that says nothing needs an admin's key. So a new route is closed until its author
+Routes declare what they need with `Access`; one that declares nothing needs an admin's key. So a new route is closed until its author
 opens it. The part `keys` puts a door in front of the routes and makes the `Caller`s; without it there are none, and nothing
 here refuses anything.
 """
@@ -39,11 +39,11 @@ class KeyRole(enum.StrEnum):
 
     USER = "user"
     VIEWER = "viewer"
-    """May look at the inspector, but at no content; uses no other routes unless its record names them."""
+    """May view the inspector without content; uses no other routes unless its record names them."""
     CONTENT = "content"
     """The same, with the text of prompts and answers where the inspector shows it."""
     OPERATOR = "operator"
-    """May look at the inspector without content, and act: abort requests, drain workers."""
+    """May view the inspector without content, and act: abort requests, drain workers."""
     ADMIN = "admin"
     """May use the admin routes, too."""
 
@@ -73,7 +73,7 @@ class Access(enum.Enum):
 
     def __init__(self, value: RouteGroup | int) -> None:
         self.group = value if isinstance(value, RouteGroup) else None
-        """The group of routes that a key has to be for; None: what it needs is said by the member itself."""
+        """The group of routes that a key has to be for; None: the member itself states what it needs."""
 
     @property
     def is_for_operators(self) -> bool:
@@ -118,7 +118,7 @@ class Caller(Protocol):
         """Raise the 403 of a key that may not use the admin routes."""
 
     def check_inspector(self, *, acts: bool) -> None:
-        """Raise the 403 of a key that may not look at the inspector, or, with `acts`, may not act there."""
+        """Raise the 403 of a key that may not view the inspector, or, with `acts`, may not act there."""
 
     def check_group(self, group: RouteGroup) -> None:
         """Raise the 403 of a key that may not use a group of routes."""

@@ -5,7 +5,7 @@ those of a key file with one project: that owner has the whole bound.
 
 With more owners the rule is that of dynamic thresholds in switches with a shared buffer: what an owner has may be at most
 `weight` times what stays free. One greedy owner then stops at weight / (weight + 1) of the bound, two at weight / (2 * weight
-+ 1) each, and something always stays free for the next owner, who is not known yet. No owner needs a quota of its own, and
++ 1) each, and something always stays free for the next owner, which is not known yet. No owner needs a quota of its own, and
 nothing has to be taken away again. An owner that has nothing may always have the first piece that fits.
 """
 

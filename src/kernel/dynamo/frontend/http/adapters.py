@@ -86,7 +86,7 @@ class AdaptersRoute:
 
 
 def _judged(name: str, answers: Sequence[WorkerAnswer]) -> tuple[int, dict[str, Any]]:
-    """Return 200 where every worker did it, else 502: what was asked for holds for some of them only."""
+    """Return 200 where every worker did it, else 502: the change holds for some of them only."""
     failed = [answer for answer in answers if answer.status != "success"]
     status = "success" if not failed else "partial" if len(failed) < len(answers) else "error"
     body: dict[str, Any] = {"status": status, "lora_name": name, "workers": answers}

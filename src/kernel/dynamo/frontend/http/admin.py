@@ -95,7 +95,7 @@ def log_exposure(settings: HttpSettings) -> None:
         )
     elif settings.store not in LOCAL_STORES and settings.tls_cert_path is None:
         logger.warning(
-            "anybody who reaches %s:%d can send requests: there are no API keys (--keys), and DYN_TLS_CERT_PATH is not set "
+            "the API at %s:%d is open to its network: there are no API keys (--keys), and DYN_TLS_CERT_PATH is not set "
             "(docs/security.md)",
             settings.http_host,
             settings.http_port,

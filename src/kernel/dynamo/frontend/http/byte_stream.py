@@ -46,7 +46,7 @@ class ByteStream:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def cut(self) -> None:
-        """End the connection in place of the answer, so that nobody takes what was sent for all of it."""
+        """End the connection in place of the answer, so that a client cannot take what was sent for all of it."""
         self._is_cut = True
         if self.is_committed and self._can_cut:
             await self._send({"type": CUT_MESSAGE})

@@ -1,4 +1,4 @@
-"""The names of the frontend's limits, and how their refusals look."""
+"""The names of the frontend's limits, and the form of their refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LIMITS: Final = (
 def render_rejection(
     rejection: Rejection, request_headers: Sequence[tuple[bytes, bytes]]
 ) -> tuple[Mapping[bytes, bytes], bytes]:
-    """Write a refusal of the listener as the errors of the API look."""
+    """Write a refusal of the listener in the form of the API's errors."""
     rejected = RequestRejected(
         rejection.status, rejection.text, retry_after_seconds=rejection.retry_after_seconds, limit=rejection.limit
     )

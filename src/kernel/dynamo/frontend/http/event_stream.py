@@ -146,7 +146,7 @@ class EventStream:
         if not first and self._keep_alive_seconds is not None:
             last = self._last_write if self._spliced is None else max(self._last_write, self._spliced.pushed_at)
             silent = self._loop.time() - last
-            if silent < self._keep_alive_seconds:  # data went out meanwhile: look again when it could be due
+            if silent < self._keep_alive_seconds:  # data went out meanwhile: check again when it could be due
                 self._timer = self._loop.call_later(self._keep_alive_seconds - silent, self._tick)
                 return
         self.is_committed = True

@@ -15,7 +15,7 @@ _RANGE: Final = re.compile(rb"bytes=(\d{0,18})-(\d{0,18})")
 
 
 async def send_content(scope: Scope, send: Send, opened: int, size: int, content_type: bytes) -> None:
-    """Send an open file of `size` bytes, whole or the one range of it that is asked for."""
+    """Send an open file of `size` bytes, whole or the one range of it that the request names."""
     begin, end, status = 0, size, 200
     headers = [(b"content-type", content_type), (b"accept-ranges", b"bytes"), (b"x-content-type-options", b"nosniff")]
     asked = _RANGE.fullmatch(first_headers(scope).get(b"range", b""))

@@ -35,7 +35,7 @@ from dynamo.runtime.base.identifiers import random_uuid
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION
 
 EXCHANGE: Final = "dynamo.exchange"
-"""The entry of a scope in which an inference route puts its `Exchange`; there is none where no log asks for it."""
+"""The entry of a scope in which an inference route puts its `Exchange`; there is none where no log needs it."""
 
 
 class AsgiSink:
@@ -96,7 +96,7 @@ class FormReader(Protocol):
 
     @staticmethod
     def takes(headers: Headers) -> bool:
-        """Return whether a request says that it is a form."""
+        """Return whether the content type of a request is that of a form."""
 
     async def read(self, headers: Headers, receive: Receive, budget: BodyBudget) -> bytes:
         """Return the form as JSON, within a budget. Raises RequestRejected, and ClientGone when the client leaves."""

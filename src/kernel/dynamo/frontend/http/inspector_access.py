@@ -69,7 +69,7 @@ def published_access(
 
 
 def _withdrawal(port: int, token: str, keys: AdminKeys | None) -> Callable[[], None]:
-    """Return what removes the file once an admin key has come, and have it called with each look at the keys."""
+    """Return what removes the file once an admin key has come, and have it called with each check of the keys."""
     is_there = True
 
     def withdraw() -> None:

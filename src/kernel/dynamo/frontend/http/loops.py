@@ -1,4 +1,4 @@
-"""Which event loop a frontend process runs on, and when its memory is looked through."""
+"""Which event loop a frontend process runs on, and when its memory is collected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 COLLECT_AFTER: Final = 20_000
-"""Containers that may come into being before the collector looks for circles among them. A request leaves none (the soak
+"""Containers that may come into being before the collector searches them for circles. A request leaves none (the soak
 holds that), so Python's default of 700 only costs time: 6 % of a one-token request."""
 
 

@@ -38,7 +38,7 @@ class HealthRoute:
     """`/health`: 200 while requests are taken, whatever the models; 503 once draining began.
 
     A frontend that takes requests is healthy, however much it has to do: what it is short of stands under `degraded`, and
-    what it is doing under `load`. Both are absent when there is nothing to say.
+    what it is doing under `load`. Both are absent when there is nothing to report.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class MetricsRoute:
         else:
             try:
                 snapshots = await self._peers.gather()
-            except TimeoutError:  # the counters of one process alone would look like a restart
+            except TimeoutError:  # the counters of one process alone would show a restart
                 await reply(send, 503, _encode({"error": "The other frontend processes did not answer in time"}))
                 return
             body = await self._offload(lambda: self._metrics.expose_group(snapshots))

@@ -46,7 +46,7 @@ class GuardedRoute(Route):
     def __init__(
         self, path: str, endpoint: Any, *methods: str, access: Access = Access.ADMIN, is_admin: bool | None = None
     ) -> None:
-        """`is_admin`: whether it is one of the admin routes, None: as `access` says.
+        """`is_admin`: whether it is one of the admin routes, None: as `access` has it.
 
         Raises ValueError for an open route whose path has parts that clients fill in: the door knows paths as a whole."""
         if access is Access.OPEN and "{" in path:
@@ -122,7 +122,7 @@ class Site(NamedTuple):
         return [route for route in self._guarded() if route.access.is_for_operators]
 
     def is_admins(self) -> Callable[[str], bool]:
-        """Return what tells whether a path is that of an admin route, whatever clients fill in."""
+        """Return a function that reports whether a path is that of an admin route, whatever clients fill in."""
         found = [route.path_regex for route in self.of_admins()]
         return lambda path: any(regex.match(path) for regex in found)
 

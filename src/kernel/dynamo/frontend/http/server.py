@@ -40,7 +40,7 @@ SPARE_DESCRIPTORS: Final = 128  # for connections to workers, files and logs, wh
 
 
 class PortInUse(Exception):
-    """Somebody else listens on the port."""
+    """Another process listens on the port."""
 
     def __init__(self, port: int, flag: str = "--http-port") -> None:
         super().__init__(
@@ -217,7 +217,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Drain, then close: section "Lifecycle" of the docs. In-flight requests get `graceful_shutdown_seconds`, after the grace."""
         settings = self._settings
-        # Who keeps connections should go elsewhere, and not find one closed under the next request: every answer that
+        # A client that keeps connections should use another frontend, and not find one closed under the next request: every answer that
         # begins from now on is the last one of its connection.
         self.service.default_headers.append((b"connection", b"close"))
         drained = await self._frontend.drain(
@@ -273,7 +273,7 @@ async def serve_until_signal(
         asked.set()
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(one)
-            signal.signal(one, signal.SIG_DFL)  # what is still in flight is lost then, as asked
+            signal.signal(one, signal.SIG_DFL)  # a second signal gives up what is in flight
 
     for one in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(one, first, one)

@@ -140,7 +140,7 @@ class AdapterKeeper:
                 for entry, name, wanted in missing:
                     await self._bring(entry, name, wanted)
             except Exception:  # the boundary: one fault of ours must not end this for ever
-                logger.exception("the adapters could not be looked through")
+                logger.exception("checking the adapters failed")
             try:
                 async with asyncio.timeout(RETRY_SECONDS if self._failed else None):
                     await self._models.change()

@@ -1,7 +1,7 @@
 """The thresholds above which workers count as busy: kept by model, changed at `/busy_threshold`, fed with load reports.
 
-Off unless a threshold is set, by a flag for every model or by the route for one model, or autoscale signals are asked for,
-which need the loads of all, or somebody looks at the workers in the inspector. Until then no load is followed, and a
+Off unless a threshold is set, by a flag for every model or by the route for one model, or autoscale signals are on,
+which need the loads of all, or a viewer of the inspector watches the workers. Until then no load is followed, and a
 request pays one test of an empty set. Where all workers of a model are busy the client gets 529.
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 LOAD_TOPIC: Final = "kv_metrics"
 RETRY_SECONDS: Final = 1.0
-LOOKED_SECONDS: Final = 30.0  # that loads are followed after the last look of somebody who only wants to see them
+LOOKED_SECONDS: Final = 30.0  # that loads are followed after a viewer has polled them
 MAX_MODELS: Final = 1024  # with thresholds of their own
 MAX_BODY_BYTES: Final = 16 * 1024
 
@@ -49,14 +49,14 @@ _encode: Final = msgspec.json.encode
 
 
 class _Audience:
-    """Who wants the loads of all models: autoscale signals for ever, a viewer until some time after the last look."""
+    """Subscriptions to the loads of all models: autoscale signals for ever, a viewer until LOOKED_SECONDS after a poll."""
 
     def __init__(self, *, needs_all: bool) -> None:
         self.needs_all = needs_all
         self._looks_until = 0.0  # loop time
 
     def look(self) -> bool:
-        """Take a look; return whether nobody was looking before."""
+        """Note a poll; return whether there was no viewer before."""
         is_new = not self.is_looking
         self._looks_until = asyncio.get_running_loop().time() + LOOKED_SECONDS
         return is_new
@@ -70,7 +70,7 @@ class _Audience:
         return self.needs_all or self.is_looking
 
     async def leave(self) -> None:
-        """Return when nobody has looked for a while; never, where nobody does."""
+        """Return when no viewer has polled for a while; never, where there is none."""
         loop = asyncio.get_running_loop()
         if not self.is_looking:
             await loop.create_future()
@@ -96,7 +96,7 @@ class LoadFollower:
         self._audience = _Audience(needs_all=settings.autoscale)
         self._by_model: dict[str, BusyThresholds] = {}
         self.busy_workers = BusyWorkers(models.pools, self.of)
-        # By endpoint, and whether a threshold or a signal needs its loads: else somebody only looks at them.
+        # By endpoint, and whether a threshold or a signal needs its loads: else a viewer only watches them.
         self._followers: dict[tuple[str, bool], asyncio.Task[None]] = {}
         self._background = Background()
         self._keeper: asyncio.Task[None] | None = None
@@ -114,7 +114,7 @@ class LoadFollower:
             self._keeper = self._background.start(self._keep(), "frontend: loads")
 
     def look(self) -> None:
-        """Follow the loads of all models for a while, as somebody wants to see them. No worker is busy because of that."""
+        """Follow the loads of all models for a while, for a viewer. No worker is busy because of that."""
         if self._audience.look():
             self._was_set.set()
             self.start()
@@ -166,7 +166,7 @@ class LoadFollower:
     # -- loads -------------------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        """Follow the endpoints of the models that have thresholds, or of all that are looked at, whatever comes and goes."""
+        """Follow the endpoints of the models that have thresholds, or of all that a viewer watches, whatever comes and goes."""
         while True:
             self._was_set.clear()
             self._reconcile()
@@ -191,7 +191,7 @@ class LoadFollower:
         self.busy_workers.keep_only(frozenset(worker for pool in followed for worker in pool.member_ids))
 
     async def _follow(self, endpoint: str, needs_loads: bool) -> None:
-        """Follow the loads of an endpoint. Where they are only looked at, nothing of this process is reported or counted."""
+        """Follow the loads of an endpoint. Where a viewer only watches them, nothing of this process is reported or counted."""
         while True:
             own = self._report_own(endpoint) if needs_loads else nullcontext()
             try:

@@ -87,7 +87,7 @@ class CardBook:
     ) -> None:
         """`refused` counts a card that is ignored, under the limit's name."""
         self._scope, self._max_groups, self._refused = scope, max_groups, refused
-        self._is_full = False  # a card was ignored for want of room, and that was logged
+        self._is_full = False  # a card was ignored for lack of room, and that was logged
         self._where: dict[str, GroupKey] = {}  # card key -> group
         self._groups: dict[GroupKey, dict[str, CardEntry]] = {}  # insertion order is arrival order
 

@@ -180,7 +180,7 @@ class ModelDirectory:
 
     @property
     def holds(self) -> WorkerHolds:
-        """What an operator says of the workers of all models."""
+        """The drains and quarantines of the workers of all models."""
         return self._rules.holds
 
     def cache_events(self) -> dict[WorkerRank, CacheEvents]:

@@ -32,7 +32,7 @@ class PrefillPools:
 
     @property
     def holds(self) -> WorkerHolds:
-        """What an operator says of workers."""
+        """The drains and quarantines of workers."""
         return self._rules.holds
 
     @property

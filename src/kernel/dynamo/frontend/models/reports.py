@@ -36,7 +36,7 @@ class ModelReports:
         self.describe(model)
         if model.admission.ignores_factor:
             logger.warning(
-                "model %s: its workers do not say how many requests they run at once (max_num_seqs), so "
+                "model %s: its workers do not report how many requests they run at once (max_num_seqs), so "
                 "DYN_HTTP_MAX_REQUESTS_PER_MODEL=%s does not hold for it; give a number",
                 model.name,
                 admission.limit,
@@ -152,7 +152,7 @@ def _warn_of_missing_parsers(model: str, config: ModelRuntimeConfig) -> None:
     ):
         if name is not None and name not in known:
             logger.warning(
-                "model %s asks for the %s %r, which is not in this version: its output is shown as it comes",
+                "model %s names the %s %r, which is not in this version: its output is shown as it comes",
                 model,
                 what,
                 name,

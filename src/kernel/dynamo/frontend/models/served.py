@@ -43,7 +43,7 @@ class ServingRules:
     """Above 0: a model stays without any worker, and each of its requests waits so long for one."""
     rng: random.Random | None = None
     kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
-    cards: CardRouting | None = None  # what cards say of the policy; None: they do not count
+    cards: CardRouting | None = None  # what cards declare of the policy; None: they do not count
     bypass: BypassRules | None = (
         None  # which prompts of a disaggregated model decode workers compute; None: none of them
     )

@@ -110,7 +110,7 @@ class StreamDelivery(_Delivery):
         await stream.end(head + last)
 
     def _explained(self, head: bytes) -> bytes:
-        """Return what comes before the data: `head`, and once, for a client that wants to know, why the worker was chosen."""
+        """Return what comes before the data: `head`, and once, for a client with that setting, why the worker was chosen."""
         if not self._answer.explains_routing or self._has_begun:
             return head
         return head + routing_event(self._answer.work.tally)

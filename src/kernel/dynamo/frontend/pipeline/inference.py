@@ -115,7 +115,7 @@ class Call:
                 pipeline.preprocessor.offload.return_memory_soon()
 
     async def refuse(self, exchange: Exchange, error: Exception, sink: AnswerSink) -> None:
-        """Answer a request of which nothing was looked at, and report its end."""
+        """Answer a request of which nothing was read, and report its end."""
         await self._close(exchange, self._failed(exchange, error), OpenAnswer(sink))
 
     def _give_back(self, exchange: Exchange, opened: OpenAnswer) -> None:
@@ -262,13 +262,13 @@ def _keep_alive(settings: PipelineSettings, request: Request | ResultRequest) ->
 
 
 def _late_headers(exchange: Exchange) -> HeaderPairs:
-    """Return the headers of a stream whose client wants to know why its worker was chosen."""
+    """Return the headers of a stream whose client has the decision shown."""
     placement = None if exchange.tally is None else exchange.tally.placement
     return (*exchange.timer.headers(), *routing_headers(placement))
 
 
 def _hint_return(exchange: Exchange, error: Exception, rejected: RequestRejected) -> None:
-    """Tell a client when to come again, where the workers are full.
+    """Add when to come again, where the workers are full.
 
     How soon that passes is known better here than by the worker that refused last.
     """

@@ -28,7 +28,7 @@ CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
 class Reached(enum.IntEnum):
     """How far a request had come when it ended."""
 
-    DOOR = 0  # nothing of it was looked at: the process is full or stopping, or its body could not be read
+    DOOR = 0  # nothing of it was read: the process is full or stopping, or its body could not be read
     READ = 1  # it breaks a rule, or names no model that serves it
     RESOLVED = 2  # its model, or its key, has no room for it
     ADMITTED = 3
@@ -54,7 +54,7 @@ class Outcome(Struct, frozen=True):
     error_type: str = ""  # as metrics name it; "": it was answered in full
     failure: FailureLabels | None = None  # None: it was answered, or its client left
     rejected: RequestRejected | None = None  # the answer to a request that failed
-    why: BaseException | None = None  # what went wrong, which clients are not told in full
+    why: BaseException | None = None  # what went wrong, of which clients get only a part
     usage: TokensTaken = TokensTaken()
     stage_seconds: Sequence[float] = ()  # of each stage, in the order of `STAGES`
     instances: Sequence[Instance] = ()  # the workers that answered, in order
@@ -78,7 +78,7 @@ class RequestListener:
     """
 
     def arrived(self, exchange: Exchange) -> None:
-        """Take note of a request whose body is complete; nothing of it was looked at."""
+        """Take note of a request whose body is complete; nothing of it was read."""
 
     def began(self, exchange: Exchange, resolved: Resolved) -> None:
         """Take note of a request whose model is known, before it takes a place of that model."""

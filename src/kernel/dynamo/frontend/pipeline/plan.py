@@ -118,7 +118,7 @@ class Plan(Struct, frozen=True):
     limits: DispatchLimits = _DEFAULT_LIMITS
     options: ChatOptions | None = None  # of a chat request
     parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
-    is_query: bool = False  # the client only wants to know where the request would go
+    is_query: bool = False  # only reports where the request would go
 
     def reading(self, parsing: OutputPlan) -> Plan:
         """Return this plan with how the text of its answer is read."""

@@ -67,7 +67,7 @@ class RequestCounts(RequestListener):
 class RequestLog(RequestListener):
     """Logs the end of each request, and ends its span.
 
-    What was turned away for want of room has no line: it must cost next to nothing.
+    What was turned away for lack of room has no line: it must cost next to nothing.
     """
 
     def __init__(self, overload_status: int) -> None:

@@ -33,7 +33,7 @@ of KiB, so this many stay well below a GiB; the engine's own queue is shorter an
 
 DEFAULT_PEEK_SECONDS: Final = 1.0
 """How long HTTP 200 is held back for the engine's first event, so that an early typed error gets its real status. Longer
-than any healthy first token of a short prompt, shorter than the patience of a proxy that wants to see headers."""
+than any healthy first token of a short prompt, shorter than the time that a proxy waits for headers."""
 
 KEEP_ALIVE_SECONDS: Final = 15.0  # ours: the native default is off, and then a proxy cuts a long prefill
 

@@ -19,7 +19,7 @@ class WriteBatch:
 
     The code that hands a frame out sets `is_open` before, and calls `flush` after it in the same turn of the loop, on every path.
     Meanwhile others may append to `pending`, and no other code writes to those transports: only callbacks run that were called
-    by the one who hands out.
+    by the code that hands it out.
     """
 
     __slots__ = ("is_open", "pending")

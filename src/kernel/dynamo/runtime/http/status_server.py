@@ -179,7 +179,7 @@ class StatusServer:
             logger.info("engine routes on %s", self.admin_url)
             if not is_loopback(settings.admin_host):
                 logger.warning(
-                    "anybody who reaches the admin port at %s can change this engine: no key protects it yet; "
+                    "the admin port at %s is open to its network, and changes this engine: no key protects it yet; "
                     "DYN_ADMIN_HOST=127.0.0.1 closes it",
                     settings.admin_host,
                 )

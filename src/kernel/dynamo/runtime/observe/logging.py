@@ -293,7 +293,7 @@ def log_span(name: str, **fields: Any) -> Iterator[None]:
 def request_level() -> int:
     """Return the level of the records that accompany every request: INFO for a collector, DEBUG for a reader.
 
-    A collector pairs records; a reader wants one line for each request, which is the frontend's `request completed`.
+    A collector pairs records; a person reads one line for each request, which is the frontend's `request completed`.
     """
     return logging.INFO if _Process.jsonl else logging.DEBUG
 

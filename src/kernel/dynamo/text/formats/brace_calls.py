@@ -31,7 +31,7 @@ class BraceCalls(CallForm):
     closing: tuple[str, ...]
     quote: str
     stray: tuple[str, ...] = ()  # removed where it closes nothing
-    types_text: bool = False  # every value is quoted; the schema says what it is
+    types_text: bool = False  # every value is quoted; the schema has its type
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ _body: Final = SettingReader(_json_object, show=json.dumps, metavar="JSON")
 
 @dataclass(frozen=True, slots=True)
 class BenchFlags:
-    """What to send, and what to write, as it was asked for."""
+    """What to send, and what to write, by the command line."""
 
     # fmt: off
     concurrency: int | None = setting(None, None, _connections, "Closed loop: how many send at once",

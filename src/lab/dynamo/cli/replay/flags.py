@@ -1,4 +1,4 @@
-"""What may be said to `dynamo replay`."""
+"""The options of `dynamo replay`."""
 
 from __future__ import annotations
 

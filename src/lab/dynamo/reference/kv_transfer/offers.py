@@ -62,8 +62,8 @@ class Offers:
     def claim(self, transfer_id: str, secret: str, revoke: Callable[[], object]) -> Claim:
         """Begin to fetch: the offer does not expire until `unclaim` or `end`. Raises StreamIncomplete.
 
-        Whoever was fetching it is told by their `revoke` and may not go on: with the same ticket, who comes later is
-        the one who still lives.
+        The fetch before gets its `revoke` and may not go on: with the same ticket, the later one is of the process
+        that still lives.
         """
         offer = self._offers.get(transfer_id)
         # One sentence for both: a peer that guesses ids must not learn which exist.

@@ -4,7 +4,7 @@ Each pair of a caller and a worker shares one connection; both directions keep t
 (a frame twice, missing or out of place) is done to single items all the same, because the offsets must catch it.
 
 The two ends of a connection learn of its end each for itself, as sockets do (`tests/long/simulation/test_wire.py` holds the real
-ones to it): a process that dies leaves behind what it had sent, and its goodbye after that; one that is frozen hears of
+ones to it): a process that dies leaves behind what it had sent, and its goodbye after that; one that is frozen learns of
 everything when it thaws; a connection that is reset, or silent for too long, loses what is on its way, and never an end
 of a stream.
 """

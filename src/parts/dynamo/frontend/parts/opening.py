@@ -91,7 +91,7 @@ def _has(name: str, is_on: bool) -> bool:
 def _open_keys(settings: FrontendSettings, kernel: Kernel, peers: SharedLimits | None) -> Keys | None:
     if not settings.key_sources.exist:
         return None
-    # No look for the folder: a frontend that was given keys does not start without its door.
+    # No check for the folder: a frontend that was given keys does not start without its door.
     from dynamo.frontend.parts.keys.part import Keys
 
     return Keys(settings, kernel, None if peers is None else peers.limits())

@@ -109,7 +109,7 @@ class FrontendMetrics:
         self._refusals.labels(limit).inc()
 
     def stalled(self, finding: StallKind) -> None:
-        """Count a choice that left its worker for want of progress."""
+        """Count a choice that left its worker for lack of progress."""
         self._stalled[finding].inc()
 
     def forget_model(self, name: str) -> None:

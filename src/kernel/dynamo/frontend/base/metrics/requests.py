@@ -53,9 +53,9 @@ class OutcomeFamilies:
         self.cancellations = families.counters("model_cancellation_total")
         self.rejections = families.counters("model_rejection_total")
         self.failed = 0
-        """Requests that failed by no doing of their clients, and were not turned away for want of room."""
+        """Requests that failed by no doing of their clients, and were not turned away for lack of room."""
         self.refused = 0
-        """Requests that ended with an error for a mistake of their client, or for want of room."""
+        """Requests that ended with an error for a mistake of their client, or for lack of room."""
 
 
 class ModelSeries:

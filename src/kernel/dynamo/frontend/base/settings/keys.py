@@ -30,7 +30,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class KeySources:
-    """Where the keys of a frontend come from; all None: there are none, and nothing is asked for one."""
+    """Where the keys of a frontend come from; all None: no route needs a key."""
 
     file: str | None = None
     admin_file: str | None = None

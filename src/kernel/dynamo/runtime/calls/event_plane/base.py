@@ -5,7 +5,7 @@ Promises, held by one set of contract tests over all planes:
 * A publisher numbers its messages from 0. A subscriber gets each message at most once and in the publisher's order.
 * What was lost (a full queue, a lost connection) shows as `missed` on the next message of that publisher. It is up to the
   reader to repair it, with a snapshot from wherever the truth is.
-* Publishing never blocks and never fails for want of readers. A slow reader loses messages; it does not delay others.
+* Publishing never blocks and never fails for lack of readers. A slow reader loses messages; it does not delay others.
 * A subscriber receives from the publishers there are and those that come later; what was published before is gone.
 """
 

@@ -318,7 +318,7 @@ class EtcdClient:
                             f"etcd at {where} declines the user {self._username!r} of ETCD_AUTH_USERNAME and "
                             f"ETCD_AUTH_PASSWORD: {error}",
                         )
-                    logger.warning("ETCD_AUTH_USERNAME is set, but etcd at %s asks nobody who they are", where)
+                    logger.warning("ETCD_AUTH_USERNAME is set, but etcd at %s has authentication disabled", where)
                     self._username = None
                 else:
                     self._token = msgspec.json.decode(answer, type=_Authenticated, strict=False).token

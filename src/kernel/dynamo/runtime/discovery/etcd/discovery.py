@@ -81,7 +81,7 @@ class EtcdStore:
         except (TimeoutError, CannotConnect, EtcdError) as error:
             if len(self.records):
                 logger.warning(
-                    "etcd could not be told that this process leaves (%s); its records run out within %g s",
+                    "deleting the records of this process in etcd failed (%s); its records run out within %g s",
                     str(error) or "no answer in time",
                     self._health.lease_ttl_seconds,
                 )

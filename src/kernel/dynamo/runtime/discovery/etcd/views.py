@@ -109,7 +109,7 @@ class _FollowedBucket:
                 # It may come back empty, and so fast that nothing else shows it.
                 self._health.doubt()
             except EtcdError as error:
-                logger.warning("etcd declines to tell what changes in %s: %s", self._name, error)
+                logger.warning("etcd rejected the watch on %s: %s", self._name, error)
             except Exception:  # the boundary: a process must not go blind for ever
                 logger.exception("following %s in etcd failed; trying again", self._name)
             await asyncio.sleep(next(delays))

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 CONFIRM_SECONDS: Final = 0.1
 """A directory's time has the resolution of a kernel tick (up to 10 ms), so a change in the tick of the one before it does
-not show. One more scan this long after a new time was first seen finds it, whatever the clocks say."""
+not show. One more scan this long after a new time was first seen finds it, whatever the clocks show."""
 
 COARSE_CONFIRM_SECONDS: Final = 2.1  # for file systems that keep whole (FAT: even) seconds
 

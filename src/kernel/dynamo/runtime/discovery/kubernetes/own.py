@@ -124,7 +124,7 @@ class OwnResource:
             return  # what was seen last is older than what we wrote last
         found = records_of(self._resources.objects.get(self.name, {}))
         if not self._own.keys() <= found.keys():
-            logger.warning("%s %s was removed or emptied by somebody else; writing it again", KIND, self.name)
+            logger.warning("%s %s was removed or emptied by another client; writing it again", KIND, self.name)
             self._repair_wanted.set()
 
     def _withdraw(self, key: str) -> None:

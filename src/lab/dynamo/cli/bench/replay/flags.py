@@ -43,7 +43,7 @@ _seed_list: Final = SettingReader(_seeds, show=lambda value: ",".join(map(str, v
 
 @dataclass(frozen=True, slots=True)
 class ReplayFlags:
-    """What to replay, and what to write, as it was asked for."""
+    """What to replay, and what to write, by the command line."""
 
     # fmt: off
     mode: tuple[str, ...] = setting((), None, each(placeholder("MODE", text)),

@@ -1,4 +1,4 @@
-"""`/v1/batches`: make, list, look at and cancel batches."""
+"""`/v1/batches`: make, list, read and cancel batches."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from dynamo.runtime.base.tasks import Background
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 0.5  # between two looks at what other processes wrote
+LOOK_SECONDS: Final = 0.5  # between two reads of what other processes wrote
 SHOW_SECONDS: Final = 1.0  # between two writes of the counts
 TRY_AGAIN_SECONDS: Final = 5.0  # after the disk or the index failed
 REAP_SECONDS: Final = 60.0
@@ -62,7 +62,7 @@ class BatchConductor:
         return {**self._stuck, **{id: f"its results cannot be written ({why})" for id, why in runs.items()}}
 
     def look(self) -> None:
-        """Look at the index at once: something in it has changed."""
+        """Read the index at once: something in it has changed."""
         self._look.set()
 
     def note_wait(self, exchange: Exchange, ended_at: float) -> None:

@@ -10,14 +10,14 @@ from dynamo.frontend.base.shares import SharedBound
 
 
 class FairSlots:
-    """Slots that go to the owner who was served longest ago, and there to the batch that was served longest ago.
+    """Slots that go to the owner that was served longest ago, and there to the batch that was served longest ago.
 
-    A batch asks for one slot at a time, so a large one waits behind a small one for one line, and not for all of them.
+    A batch takes one slot at a time, so a large one waits behind a small one for one line, and not for all of them.
     """
 
     def __init__(self, bound: SharedBound, begin: Callable[[], float] = lambda: 0.0) -> None:
         """`bound`: how many slots there are. `begin` is called for each slot that could be taken, and returns 0.0, or in
-        how many seconds to ask again.
+        how many seconds to try again.
         """
         self._bound, self._begin = bound, begin
         self._asks_again: asyncio.TimerHandle | None = None

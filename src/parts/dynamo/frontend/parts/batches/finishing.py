@@ -1,6 +1,6 @@
 """The last steps of a batch: its result files become stored files, and the index gets its final state.
 
-Each step can be repeated. After a crash between any two of them the next runner calls `publish` again where the record says how
+Each step can be repeated. After a crash between any two of them the next runner calls `publish` again where the record has how
 the batch ends, and begins with `seal` where it does not.
 """
 

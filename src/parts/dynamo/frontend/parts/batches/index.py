@@ -77,7 +77,7 @@ class BatchIndex:
         return FilesOf(*found)
 
     def file(self, id: str, owner: str, now: float) -> FileRecord | None:
-        """Return a file that its owner asks for; None where there is none, or it has expired."""
+        """Return a file of an owner; None where there is none, or it has expired."""
         row = self._database.execute(
             "SELECT record FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)",
             (id, owner, now),
@@ -113,7 +113,7 @@ class BatchIndex:
         return gone
 
     def knows_file(self, id: str) -> bool:
-        """Return whether a file with this id has a row, whoever owns it."""
+        """Return whether a file with this id has a row, of any owner."""
         return self._database.execute("SELECT 1 FROM files WHERE id = ?", (id,)).fetchone() is not None
 
     def file_bytes(self) -> dict[str, int]:

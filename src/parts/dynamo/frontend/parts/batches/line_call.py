@@ -37,7 +37,7 @@ class Fate(enum.Enum):
     DONE = "done"  # its answer, a success or a failure, is its result
     RETRY = "retry"  # it failed in a way that another attempt may not
     LIMITED = "limited"  # its key has used up a limit: it comes again, however often
-    NO_ROOM = "no_room"  # nobody could take it now: no attempt was made
+    NO_ROOM = "no_room"  # no worker had room: no attempt was made
 
 
 class LineAnswer(Struct):

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 QUIET_SECONDS: Final = 0.5  # without a request of a person: then lines take everything
 HALF_SECONDS: Final = 0.1
-"""People who wait so long for a request may wait for lines half of the loop's time. A request waits for the loop several
+"""Interactive requests that take so long may wait for lines half of the loop's time. A request waits for the loop several
 times, each time for as long as lines keep it, so quick requests bear much less: share / (1 - share) = wait / HALF_SECONDS."""
 MAX_SHARE: Final = 0.5  # of the loop's time, for lines
 MAX_DEBT_SECONDS: Final = 1.0  # a line that took very long keeps others away no longer
@@ -21,7 +21,7 @@ NEWEST_PART: Final = 0.1  # of an average
 
 
 class LinePace:
-    """Gives lines a share of the event loop's time while people ask, and all of it while nobody does."""
+    """Gives lines a share of the event loop's time beside interactive requests, and all of it without them."""
 
     def __init__(self, serves_people: Callable[[], bool]) -> None:
         """`serves_people` returns whether this process serves any request that is no line."""
@@ -33,7 +33,7 @@ class LinePace:
 
     @property
     def share(self) -> float:
-        """The part of the loop's time that lines get while people ask."""
+        """The part of the loop's time that lines get beside interactive requests."""
         wait = FIRST_WAIT_SECONDS if self._wait_seconds is None else self._wait_seconds
         return min(MAX_SHARE, wait / (wait + HALF_SECONDS))
 

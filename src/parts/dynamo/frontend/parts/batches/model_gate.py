@@ -51,7 +51,7 @@ class ModelGate:
         self._limit += 1.0 if self._is_growing_fast else 1.0 / max(1.0, self._limit)
 
     def refused(self, now: float, retry_after_seconds: float | None) -> None:
-        """Note a line that nobody could take, and keep others away for a while."""
+        """Note a line that no worker had room for, and keep others away for a while."""
         self.in_flight -= 1
         self._is_growing_fast = False
         if now < self.held_until:
@@ -61,7 +61,7 @@ class ModelGate:
         self._hold_seconds = min(MAX_HOLD_SECONDS, 2 * self._hold_seconds)
 
     def left(self) -> None:
-        """Note a line that ended without telling anything about the model."""
+        """Note a line that ended without any news of the model."""
         self.in_flight -= 1
 
 

@@ -24,7 +24,7 @@ class FileRecord(Struct, kw_only=True):
     """A stored file."""
 
     file: FileObject
-    owner: str  # the project whose keys see it; empty: everybody
+    owner: str  # the project whose keys see it; empty: all clients
     sha256: str
 
 
@@ -36,9 +36,7 @@ class BatchRecord(Struct, kw_only=True):
     key_id: str = ""  # of the key that made it; empty: there are no keys
     output_expires_seconds: int | None = None
     ending: str | None = None  # the state in which it will end, once every line has its result
-    models: list[
-        str
-    ] = []  # that were served when a line asked for them: such a line waits for its workers to come back
+    models: list[str] = []  # that were served when a line named them: such a line waits for its workers to come back
 
     @property
     def status(self) -> BatchStatus:

@@ -75,7 +75,7 @@ class BatchRun:
         self.ending: BatchStatus | None = None
         """Why no further line is begun; None: the batch goes on."""
         self.seen_models: set[str] = set(record.models)
-        """Models that were served when a line asked for them."""
+        """Models that were served when a line named them."""
 
     async def execute(self) -> BatchStatus:
         """Run until every line has a durable result, or the batch was ended; return how the batch ends."""
@@ -161,7 +161,7 @@ class BatchRun:
                     seen.add(model)
             return gate if gate.enter(now, served.admission, served.workers) else None
         if model in self.seen_models or self._parts.may_come_back(model):
-            # A line that asks for a model that nobody ever served fails instead.
+            # A line that names a model that was never served fails instead.
             if gate.enter(now, None, 0):
                 gate.refused(now, None)
             return None

@@ -108,7 +108,7 @@ class BatchService(RequestListener):
         now: Callable[[], float] = time.time,
         after_step: Step = lambda _name: None,
     ) -> None:
-        """`keys`: those in service, None: no route needs one. `now`: seconds since the epoch; `after_step` is told each durable step, which tests use to stop there.
+        """`keys`: those in service, None: no route needs one. `now`: seconds since the epoch; `after_step` is called with each durable step, which tests use to stop there.
 
         Raises InvalidArgument when the directory cannot be used.
         """

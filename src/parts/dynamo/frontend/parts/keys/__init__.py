@@ -1,3 +1,3 @@
-"""Who may use a frontend: the keys in service, and what they have used."""
+"""The keys in service, what they may use, and what they have used."""
 
 __all__: list[str] = []

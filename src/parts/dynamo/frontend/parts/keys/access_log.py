@@ -166,14 +166,14 @@ def _add_exchange(fields: dict[str, Any], exchange: Exchange) -> None:
 class AuditedRoute(NamedTuple):
     """What the audit log has to know of a request to an admin route."""
 
-    is_action: bool  # False: it only looks, whatever its method
+    is_action: bool  # False: it only reads, whatever its method
     can_be_read: bool  # whether a GET of the same path shows what the action changes
 
 
 class AuditLog:
     """Writes a line for every action on an admin route, before its answer is sent; also for those that were refused.
 
-    Reading is no action, but a reading that was refused is worth a line, without what it asked. An action whose line cannot be written has taken
+    Reading is no action, but a reading that was refused is worth a line, without its body. An action whose line cannot be written has taken
     place, and is answered with a 500.
     """
 

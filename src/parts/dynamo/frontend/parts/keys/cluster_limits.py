@@ -1,7 +1,7 @@
 """Divides limits among the frontends of a cluster, in the background, through the discovery store.
 
-Each frontend holds slices of all limits before requests come, so that a request asks nobody. Every half second, and when
-another frontend has written, it looks at what it used, gives back what others need more, and takes what nobody holds
+Each frontend holds slices of all limits before requests come, so that a request waits for no other process. Every half second, and when
+another frontend has written, it adds up what it used, gives back what others need more, and takes what no frontend holds
 (`dynamo.frontend.parts.keys.rules.division` has the rules). The records of the limits lie on 64 pages, so that a change of many limits is few
 writes; a page is only replaced by one that saw it, so slices never overlap.
 
@@ -219,7 +219,7 @@ class ClusterLimits:
             ):
                 for one in slices:
                     one.look_again()
-                return False  # somebody else was faster; what they wrote is on its way here
+                return False  # another frontend was faster; what it wrote is on its way here
             self._seen.replace(number, page, value, after)
         with self._quotas.table.locked():
             for one in slices:
@@ -248,13 +248,13 @@ class _Page:
 
 
 class _Seen:
-    """What the store holds, as far as it was heard of."""
+    """What the store holds, as far as it was read."""
 
     def __init__(self, root: str) -> None:
         self._root = root
         self.members: set[str] = set()
         self.pages: dict[int, _Page] | None = None
-        """None: nothing was heard yet."""
+        """None: nothing was read yet."""
 
     def apply(self, batch: Iterable[Change]) -> None:
         """Take over what has changed."""
@@ -286,7 +286,7 @@ class _Seen:
             self.put(number, value, divisions, is_new=before is not None and before.is_new)
 
     def touch(self) -> None:
-        """Mark all pages as new, so that they are looked at again."""
+        """Mark all pages as new, so that they are read again."""
         for page in (self.pages or {}).values():
             page.is_new = True
 

@@ -27,9 +27,9 @@ _KEY_HEADERS: Final = frozenset({_AUTHORIZATION, b"x-api-key"})
 
 
 def client_address(scope: Scope, trusted: Sequence[Network]) -> str | None:
-    """Return the address of the client: the peer's, or what trusted proxies say of the client before them.
+    """Return the address of the client: the peer's, or what trusted proxies report of the client before them.
 
-    The last address of `X-Forwarded-For` that is not of a trusted proxy counts: what stands before it anybody may write.
+    The last address of `X-Forwarded-For` that is not of a trusted proxy counts: what stands before it any client may write.
     """
     client = scope.get("client")
     if client is None:

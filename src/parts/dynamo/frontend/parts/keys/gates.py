@@ -14,7 +14,7 @@ from dynamo.frontend.parts.keys.rules.records import Budget, KeyRing, LimitSet, 
 from dynamo.frontend.parts.keys.rules.spending import cost_of, period_end, period_number, units_of
 
 FRONTENDS: Final = "frontends of the cluster"
-"""The record whose value says among how many frontends limits are divided; 0: they are not."""
+"""The record whose value is among how many frontends limits are divided; 0: they are not."""
 
 _TOKENS: Final = ("tokens_per_minute", "input_tokens_per_minute", "output_tokens_per_minute")
 _SMALLEST_PART: Final = 1e-3  # of a rate of which nothing was granted: its waits are long, and finite

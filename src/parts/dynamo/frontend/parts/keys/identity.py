@@ -66,7 +66,7 @@ class Identity:
         try:
             found = ipaddress.ip_address(address)
         except ValueError:
-            found = None  # a Unix socket, say: no network holds it
+            found = None  # a Unix socket, for instance: no network holds it
         if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
             found = found.ipv4_mapped
         if found is None or not any(found in network for network in self._networks):
@@ -90,7 +90,7 @@ class Identity:
         return self.record.role if self.record.role.only_inspects else None
 
     def check_inspector(self, *, acts: bool) -> None:
-        """Raise the 403 of a key that may not look at the inspector, or, with `acts`, may not act there."""
+        """Raise the 403 of a key that may not view the inspector, or, with `acts`, may not act there."""
         role = self.inspector_role
         if role is None:
             raise _forbidden(

@@ -40,7 +40,7 @@ def change_key_file(path: str, change: Callable[[str], str], *, may_create: bool
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    # A file of its own: the key file is replaced, and a lock on the old one would lock nothing. It stays, since whoever
+    # A file of its own: the key file is replaced, and a lock on the old one would lock nothing. It stays, since a process that
     # removed it would take it from under a command that waits.
     descriptor = os.open(target.with_name(target.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWN_MODE)
     try:

@@ -32,7 +32,7 @@ LOOK_SECONDS: Final = 1.0  # a key that was removed is refused after so long, an
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 
 Version = tuple[int, int, int, int]
-"""What tells one state of a file from another: device, inode, size and time of change."""
+"""What distinguishes two states of a file: device, inode, size and time of change."""
 
 
 def load_key_file(path: str) -> KeyRing:
@@ -124,7 +124,7 @@ class KeyStore:
         self.protects_admin = sources.admin_file is not None
         """Whether an admin key exists, or existed: then the admin routes need one, on every port."""
         self.on_look: list[Callable[[], None]] = []
-        """Called after each look at the files, whether they have changed or not."""
+        """Called after each check of the files, whether they have changed or not."""
         self._take_over()
 
     @property
@@ -176,7 +176,7 @@ class KeyStore:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Look at the files from now on."""
+        """Check the files from now on."""
         if self._clients is not None or self._admins is not None:
             self._work.start(self._follow(), "frontend: key files")
 
@@ -189,7 +189,7 @@ class KeyStore:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Look at the files once, in a thread, and take over what has changed."""
+        """Check the files once, in a thread, and take over what has changed."""
         loop = asyncio.get_running_loop()
         changes = [
             await loop.run_in_executor(None, file.look) for file in (self._clients, self._admins) if file is not None
@@ -204,7 +204,7 @@ class KeyStore:
         admins = () if self._admins is None else tuple(_identities(self._admins.ring.keys, is_admin=True))
         found: dict[bytes, tuple[bytes, Identity]] = {}
         by_id: dict[str, Identity] = {}
-        # Admins last: a key that stands in both files is an admin's, with what the file of admins says of it.
+        # Admins last: a key that stands in both files is an admin's, with its record in the file of admins.
         for digest, identity, is_current in (*_hashed(self._fixed), *clients, *admins):
             found[digest] = digest, identity
             if is_current:

@@ -4,7 +4,7 @@ Each limit has a record: a value, the period that it belongs to, and two columns
 holds (requests in flight, or tokens that are reserved), and whether it uses the record at all. Both are forgotten with the
 process. A record that no process uses stays, with its value, until the table is nearly full and its place is needed.
 Where frontends divide their limits (`cluster_limits.py`) a record also has what this frontend was granted of the limit,
-the most units that were refused since somebody looked, what the other frontends have spent, and what they know of this one:
+the most units that were refused since the last division, what the other frontends have spent, and what they know of this one:
 all of it is in the table, as another process of the group may go on with it at any moment.
 Between `lock` and `unlock` a caller reads and writes any record, and no other process does meanwhile.
 """
@@ -32,7 +32,7 @@ UNDIVIDED: Final = float("inf")
 """What is granted of a limit that no other frontend shares."""
 
 _NAME, VALUE, PERIOD, GRANTED, REFUSED, ELSEWHERE, _BASE, _REPORTED, _COLUMNS = range(9)
-"""Where a record has what in `LimitTable.cells`, for those who read and write it for each request."""
+"""Where a record has what in `LimitTable.cells`, for code that reads and writes it for each request."""
 NOT_REPORTED: Final = -1.0
 _FREED: Final = 1.0  # in place of a name; no name has this value, as the lowest bit of each is set
 _LEADER_BYTE: Final = 1  # of the file: its lock is held by the process that divides limits with other frontends
@@ -188,7 +188,7 @@ class LimitTable:
         self.cells[at + ELSEWHERE] = units
 
     def base(self, at: int) -> float:
-        """Return the value of a budget from which on the other frontends are told what this one spends."""
+        """Return the value of a budget from which on this frontend reports to the others what it spends."""
         return self.cells[at + _BASE]
 
     def set_base(self, at: int, value: float) -> None:

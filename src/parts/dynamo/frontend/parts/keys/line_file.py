@@ -79,7 +79,7 @@ class LineFile:
         if self._path == STANDARD_ERROR:
             _write_all(2, data)
             return
-        # Opened anew for each batch: whoever rotates the file moves it away, and the next batch makes it again.
+        # Opened anew for each batch: a rotation moves the file away, and the next batch makes it again.
         descriptor = os.open(Path(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _write_all(descriptor, data)

@@ -55,7 +55,7 @@ class UsageMeter:
         row = self._rows.get(key)
         if row is None:
             if len(self._rows) >= MAX_UNWRITTEN:
-                return  # the file could not be written for long, which the log has said
+                return  # the file could not be written for long, which is in the log
             row = self._rows[key] = [0, 0, 0, 0, 0, 0, 0, 0.0]
         row[0] += 1
         row[1] += not charge.has_succeeded

@@ -36,7 +36,7 @@ FAMILIES: Final = (
 
 MAX_KEYS: Final = 500  # whose ids are labels; a series takes memory for as long as the process lives
 OTHER: Final = "other"
-UNKNOWN: Final = "unknown"  # stands for the id of a key that nobody knows
+UNKNOWN: Final = "unknown"  # stands for the id of a key that is not known
 NO_MODEL: Final = "unknown_model"
 
 

@@ -100,7 +100,7 @@ class Keys(KeyCharges, Part):
         self._metrics.refused(None if caller is None else caller.id, rejected.code or "")
 
     def _cut_revoked(self) -> None:
-        """End the requests of keys that were taken away, where these say so."""
+        """End the requests of keys that were taken away, where their record has that."""
         if self.store.cuts_requests:
             cut = self._kernel.pipeline.register.end_revoked(self.store.is_gone)
             if cut:
@@ -147,7 +147,7 @@ def open_cluster_limits(
 
 
 def _scope_of(settings: ModelSettings) -> str:
-    """Return the segment of a record's key that says which namespaces a frontend serves."""
+    """Return the segment of a record's key that names the namespaces of a frontend."""
     if settings.namespace_prefix is not None:
         return encode_name(settings.namespace_prefix) + EVERY_NAMESPACE
     return EVERY_NAMESPACE if settings.namespace is None else encode_name(settings.namespace)

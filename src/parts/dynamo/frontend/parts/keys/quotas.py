@@ -6,7 +6,7 @@
     charge.close(used)                  gives back what was reserved and not used
 
 Everything a request needs is taken before it runs, so that requests that come together cannot pass a limit that each of
-them alone keeps. Nothing here waits: what is not free is refused with a 429 that says when to come again.
+them alone keeps. Nothing here waits: what is not free is refused with a 429 that has when to come again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OUTPUT_ESTIMATE: Final = 1024
 """Output tokens that are reserved for a request that names no limit of its own. Where it generates more, the rest is
 charged at its end; a hard budget reserves all that it may generate."""
 
-RETRY_LIMIT_SECONDS: Final = 60  # clients give up on a Retry-After of more than 120 s, and ask again at once
+RETRY_LIMIT_SECONDS: Final = 60  # clients give up on a Retry-After of more than 120 s, and try again at once
 
 
 class TokenDemand(Struct, frozen=True, gc=False):
@@ -69,7 +69,7 @@ class Quotas:
     ) -> None:
         """`ring` returns what the key file holds now; `spent`: what budgets had given when this process began, by name.
 
-        `clock` is one that all processes of this machine share, and that never jumps; `wall_clock` says which day it is.
+        `clock` is one that all processes of this machine share, and that never jumps; `wall_clock` has the day.
         """
         self.book = GateBook(ring, table, spent=spent, wall_clock=wall_clock)
         self.table = table
@@ -133,7 +133,7 @@ class Charge:
 
     @property
     def is_limited(self) -> bool:
-        """Whether any rate may refuse it, so that its answer says how far the rates are used."""
+        """Whether any rate may refuse it, so that its answer has how far the rates are used."""
         return bool(self._gates.requests or self._gates.tokens)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Charge:
     def reserve(self, demand: TokenDemand) -> int | None:
         """Reserve the tokens that a request may need, and return how many each of its answers may have at most.
 
-        None: as many as it asks for. Raises a 400 where the request asks for more than its key may have in one request,
+        None: as many as it names. Raises a 400 where the request names more than its key may have in one request,
         and the 429 of a limit or budget that has not enough; then nothing is reserved.
         """
         gates, most = self._gates, self.identity.record.max_tokens

@@ -19,11 +19,11 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 LOCK_BYTES: Final = 256
-"""What a lock takes of the memory: a word that says whether there is a mutex, and a mutex of any C library."""
+"""What a lock takes of the memory: a word for whether there is a mutex, and a mutex of any C library."""
 
 LOCK_SECONDS: Final = 0.05
 """How long to wait for another process. It holds the lock for microseconds; one that was stopped there must not stop the
-others, who then may pass a limit by one request."""
+others, which then may pass a limit by one request."""
 
 _WORD: Final = b"mutex   "
 _MUTEX_AT: Final = 64  # after the word, in a line of the processor's cache of its own

@@ -29,7 +29,7 @@ class Slice:
         self._quotas = quotas
         self._demand = _Demand(now)
         self._pending: _Pending | None = None
-        self._seen: tuple[float, ...] | None = None  # the numbers of the table at the last look
+        self._seen: tuple[float, ...] | None = None  # the numbers of the table at the last check
         self._short_since: float | None = None
         self._has_fallen_back = False
 
@@ -121,7 +121,7 @@ class Slice:
         """Find the value of the table at which the record begins to count what this frontend has spent."""
         table, at = self._quotas.table, self.gate.at
         if division is None:
-            table.set_base(at, 0.0)  # nobody has reported anything: what this frontend knows goes into the record
+            table.set_base(at, 0.0)  # no frontend has reported anything: what this frontend knows goes into the record
         elif mine is None:
             known = table.reported(at)
             table.set_base(at, value if known == NOT_REPORTED else min(value, known))
@@ -196,7 +196,7 @@ class _Demand:
         self._looked_at = now
 
     def observe(self, used: float, is_pressed: bool, units: float, refused: float, total: float, now: float) -> float:
-        """Return the need, after a look at what is used of `units`; `refused`: what was asked for in vain."""
+        """Return the need, after a check of what is used of `units`; `refused`: what was refused."""
         self._average += (used - self._average) * 0.3
         if refused > 0 or (is_pressed and used > 0):
             self.need = min(total, max(self.need, 2 * units, MARGIN * used, refused))
@@ -208,7 +208,7 @@ class _Demand:
         return self.need
 
     def asked_in_vain(self, refused: float) -> float:
-        """Return the most that was asked for in vain since the need began."""
+        """Return the most that was refused since the need began."""
         self._asked = max(self._asked, refused) if self.need > 0 else 0.0
         return self._asked
 
@@ -217,14 +217,14 @@ class _Demand:
         self._last = level
 
     def used_of_rate(self, level: float, rate: Rate, now: float) -> float:
-        """Return the use since the last look, for a whole period."""
+        """Return the use since the last check, for a whole period."""
         seconds = max(now - self._looked_at, 1e-3)
         had = min(rate.burst, self._last + seconds / rate.interval)
         self._last, self._looked_at = level, now
         return max(0.0, had - level) / seconds * rate.period_seconds
 
     def spent_a_second(self, value: float, now: float) -> float:
-        """Return what was spent since the last look, for a second."""
+        """Return what was spent since the last check, for a second."""
         seconds = max(now - self._looked_at, 0.1)
         spent = max(0.0, value - self._last)
         self._last, self._looked_at = value, now

@@ -57,7 +57,7 @@ _GROUP: Final = {"hour": "minute - minute % 60", "day": "minute - minute % 1440"
 
 
 class UsageUnavailable(Exception):
-    """The file cannot be read or written now; its text says why."""
+    """The file cannot be read or written now; its text has the reason."""
 
 
 class UsageQuery(Struct, frozen=True):

@@ -216,7 +216,7 @@ class AutoscaleSignals:
         try:
             await peers.share(f"autoscale/{self._member}", msgspec.msgpack.encode(_Shares(self._member, own)))
         except TimeoutError:
-            logger.warning("the other processes of the group did not hear how busy this one is; they count without it")
+            logger.warning("the other processes of the group have no load report of this one; they count without it")
         finally:
             self._is_sharing = False
 

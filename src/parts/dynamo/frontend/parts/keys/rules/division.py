@@ -2,8 +2,8 @@
 
 A limit has one record that all of them can read. In it each frontend holds units: requests or tokens per minute, places, or
 what it may still spend of a budget. It uses no more than it holds. In its turn a frontend gives units back that others need
-more, and takes units that nobody holds. So at any moment the frontends together hold at most the limit, whichever of them
-acts first, and nothing has to be asked while a request is served.
+more, and takes units that no frontend holds. So at any moment the frontends together hold at most the limit, whichever of them
+acts first, and no other process is needed while a request is served.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from msgspec.structs import replace
 BASE_PART: Final = (
     1 / 8
 )  # of a rate: is divided equally even while others need all, so that a first request gets through
-RESERVE_PART: Final = (
-    1 / 8
-)  # of a budget's rest: stays with nobody unless needed, so that a new frontend gets some at once
+RESERVE_PART: Final = 1 / 8  # of a budget's rest: stays free unless needed, so that a new frontend gets some at once
 KEPT_DAYS: Final = 40  # without a frontend that has the limit: more than the longest period of a budget
 SMALLEST_MOVE: Final = 1 / 50  # of a limit: less is not worth a write
 
@@ -72,7 +70,7 @@ class Division(Struct, frozen=True, omit_defaults=True):
     spent: float = 0.0
     """Of a budget: what those have spent that are no longer in the record."""
     level: float = 0.0
-    """Of a rate: the part of the burst that belongs to units that nobody holds."""
+    """Of a rate: the part of the burst that belongs to units that no frontend holds."""
     members: dict[str, Holding] = field(default_factory=dict)
     unused_since: int = 0
     """The day (since the epoch) on which no frontend had this limit any more; 0: one has it."""
@@ -93,7 +91,7 @@ class Own(NamedTuple):
     asked: float = 0.0
     period: int = 0
     is_overdue: bool = False
-    """It has waited for its share for so long that whoever holds it must be dead."""
+    """Waited past the deadline; the current holder is presumed dead."""
 
 
 class ShareClaim(NamedTuple):
@@ -248,8 +246,8 @@ def _rounded(need: float, total: float) -> float:
 def targets(pot: float, claims: Mapping[str, ShareClaim], limit: SharedLimit) -> dict[str, float]:
     """Divide `pot` units among frontends, by what each cannot give back and what it needs.
 
-    Each gets what it cannot give back, then a small base, then what it needs, at most as much as the others who need more.
-    What nobody needs is divided equally; of a budget an eighth stays with nobody.
+    Each gets what it cannot give back, then a small base, then what it needs, at most as much as the others that need more.
+    What no frontend needs is divided equally; of a budget an eighth stays free.
     """
     count = len(claims)
     base = pot * BASE_PART / count
@@ -270,14 +268,14 @@ def targets(pot: float, claims: Mapping[str, ShareClaim], limit: SharedLimit) ->
 
 
 def _fill_up(found: Mapping[str, float], wanted: Mapping[str, float], pot: float) -> dict[str, float]:
-    """Give each up to what it wants, of what nobody has yet."""
+    """Give each up to what it needs, of what is still free."""
     rest = max(0.0, pot - sum(found.values()))
     more = _filled(rest, {id: max(0.0, want - found[id]) for id, want in wanted.items()})
     return {id: units + more.get(id, 0.0) for id, units in found.items()}
 
 
 def _filled(rest: float, wants: Mapping[str, float]) -> dict[str, float]:
-    """Give each what it wants, and where that is too much for all, at most the same to each."""
+    """Give each what it needs, and where that is too much for all, at most the same to each."""
     found = {}
     for left, (id, want) in zip(range(len(wants), 0, -1), sorted(wants.items(), key=lambda each: each[1]), strict=True):
         found[id] = min(want, rest / left)
@@ -286,7 +284,7 @@ def _filled(rest: float, wants: Mapping[str, float]) -> dict[str, float]:
 
 
 def _whole(found: Mapping[str, float], claims: Mapping[str, ShareClaim], pot: int) -> dict[str, float]:
-    """Round to whole places; those left over go to whoever needs most, and then by name."""
+    """Round to whole places; those left over go to the frontend that needs most, and then by name."""
     whole = {id: float(math.floor(units + 1e-9)) for id, units in found.items()}
     left = pot - int(sum(whole.values()))
     for id in sorted(claims, key=lambda id: (-(found[id] % 1.0), -claims[id].need, id))[: max(0, left)]:

@@ -1,7 +1,7 @@
 """Key files as text: TOML or JSON to a `KeyRing`, and one key of a file added, changed or removed.
 
 A change touches the lines of one key and leaves the rest of a TOML file, its comments included, as it is. The result is
-read again before anybody gets it: a file that cannot be changed in this way is refused, never damaged.
+read again before it replaces the old one: a file that cannot be changed in this way is refused, never damaged.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Rate:
         self.limit, self.burst, self.period_seconds = limit, burst, period_seconds
         self.interval = period_seconds / limit
         """Seconds after which one more unit is allowed."""
-        # Adding and taking away the same interval leaves a rest of some nanoseconds, which must not refuse anybody.
+        # Adding and taking away the same interval leaves a rest of some nanoseconds, which must not refuse a request.
         self._room = burst * self.interval + 1e-6
 
     def wait_seconds(self, full_at: float, units: float, now: float) -> float:

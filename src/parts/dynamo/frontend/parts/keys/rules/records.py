@@ -119,7 +119,7 @@ class KeyRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     """None: every group but `metrics`."""
     cidrs: tuple[str, ...] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
-    """The most that a request of this key may ask for, and what it has when it asks for nothing."""
+    """The most that a request of this key may have, and what it has by default."""
     max_tokens: Count | None = None
     limits: LimitSet | None = None
     model_limits: Mapping[Name, LimitSet] = field(default_factory=dict)
