@@ -44,6 +44,7 @@ from dynamo.frontend.parts.inspector.recent import RecentRequests
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, Phase
 from dynamo.frontend.pipeline.outcome import Outcome, Reached, TokensTaken
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
+from dynamo.protocol.worker_request import PlannedRequest, StopFields
 from dynamo.runtime.calls.request_plane.base import Instance
 from dynamo.runtime.http.inspector_token import find_access
 from dynamo.runtime.observe.metrics.registry import MetricsRegistry
@@ -198,7 +199,7 @@ def ended_exchange(number: int) -> Exchange:
     exchange.model = "bench"
     exchange.counters = SERIES.begin("bench", "chat_completions", "stream", arrival.at)
     exchange.counters.tokens(1, loop.time())
-    plan = Plan({"stop_conditions": {"max_tokens": 64}}, [list(range(64))])
+    plan = Plan(PlannedRequest(StopFields(64)), [list(range(64))])
     exchange.work = WorkRequest(plan, exchange.timer)
     tally = exchange.work.tally
     tally.note_cached(0, 32)

@@ -47,6 +47,7 @@ from dynamo.frontend.pipeline.plan import Plan, Tally
 from dynamo.frontend.pipeline.reading import bind_key
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.openai.requests import ChatRequest
+from dynamo.protocol.worker_request import PlannedRequest, StopFields
 from dynamo.runtime.observe.metrics import MetricsRegistry
 
 BAR: Final = 15.0  # microseconds for all that a key costs, without the access log
@@ -133,7 +134,7 @@ def step_microseconds(table: LimitTable, **members: Any) -> Sequence[float]:
         identities=lambda: [identity],
     )
     count, quotas.on_closed = meter.count, lambda *_: None
-    plan, used = Plan({"stop_conditions": {"max_tokens": 200}}, [[7] * 100]), TokenUse(100, 0, 150)
+    plan, used = Plan(PlannedRequest(StopFields(200)), [[7] * 100]), TokenUse(100, 0, 150)
     sink, scope = AsgiSink({}, cast(Any, None), "0123456789abcdef"), {IDENTITY: identity}
     charges_of, answered = (
         KeyCharges(quotas),

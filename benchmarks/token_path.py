@@ -31,6 +31,7 @@ from dynamo.frontend.pipeline.generation import open_only_choice
 from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.protocol.openai.sse import ChatStream
+from dynamo.protocol.worker_request import PlannedRequest, StopFields
 from dynamo.router.dispatch.failover import NO_WAIT, DispatchLimits, DispatchRequest
 from dynamo.router.dispatch.record import DispatchRecord
 from dynamo.router.dispatch.stream import RoutedStream
@@ -192,8 +193,8 @@ class Bench:
         exchange = Exchange(str(stream.stream_id), Arrival(b"", 0.0), timer)
         dispatcher = SimpleNamespace(open=lambda request, context: self._routed(stream, request))
         model = SimpleNamespace(dispatcher=dispatcher, text=SimpleNamespace(tokenizer=self.tokenizer), takes_text=False)
-        body = {"stop_conditions": {"stop_token_ids_hidden": [0, 1, 2]}}
-        return exchange, model, WorkRequest(Plan(body, [[5, 6, 7]]), timer)
+        fields = PlannedRequest(StopFields(stop_token_ids_hidden=[0, 1, 2]))
+        return exchange, model, WorkRequest(Plan(fields, [[5, 6, 7]]), timer)
 
     def _routed(self, stream: MuxStream, request: Any = None) -> RoutedStream:
         if request is None:

@@ -34,6 +34,7 @@ from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.placement import Candidate, Placement
 from dynamo.protocol.inspector.filters import parse_filter
 from dynamo.protocol.inspector.views import EventView, FrontendView, Patch, Picture, StreamView, WorkerView
+from dynamo.protocol.worker_request import PlannedRequest
 from dynamo.router.workers.worker_holds import WorkerHolds
 from dynamo.runtime.calls.request_plane.base import Instance
 from dynamo.runtime.observe.metrics.registry import MetricsRegistry
@@ -70,7 +71,7 @@ class House:
         """A request that was handed to its worker."""
         exchange = Exchange(name, Arrival(b"", self.now, path="/v1/chat/completions"), StageTimer(is_wanted=False))
         exchange.counters = SERIES.begin("m", "chat_completions", "stream", self.now)
-        exchange.work = WorkRequest(Plan({}, [[1, 2, 3]]), exchange.timer)
+        exchange.work = WorkRequest(Plan(PlannedRequest(), [[1, 2, 3]]), exchange.timer)
         exchange.work.running = choices
         exchange.enter(Phase.DISPATCHED, self.now)
         self.register.add(exchange)
@@ -376,7 +377,7 @@ async def test_a_decision_is_made_into_a_row_once_and_again_when_its_request_is_
     before = log.rows(9)
     assert log.rows(9) == before
     assert all(one is other for one, other in zip(log.rows(9), before, strict=True))
-    tally = Plan({}, [[1]]).tally()
+    tally = Plan(PlannedRequest(), [[1]]).tally()
     tally.placement = placements[-2]
     log.name("r", tally)
     after = log.rows(9)
@@ -394,7 +395,7 @@ def test_the_last_decisions_are_kept_without_a_viewer() -> None:
     log = RoutingLog(holds, clock, "host:1")
     for number in range(KEPT_UNSEEN + 5):
         assert holds.on_choice is None  # the way of a request does not lead through the log
-        tally = Plan({}, [[1]]).tally()
+        tally = Plan(PlannedRequest(), [[1]]).tally()
         tally.placement = Placement(Candidate(number), "round-robin", ())
         log.ended(f"r{number}", "m", tally, 5.0)
     assert [row.request_id for row in log.rows(99)] == [f"r{number}" for number in range(KEPT_UNSEEN + 4, 4, -1)]

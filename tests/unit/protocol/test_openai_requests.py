@@ -15,7 +15,6 @@ from dynamo.protocol.openai import (
     CompletionRequest,
     RequestRejected,
     apply_headers,
-    finish_preprocessing,
     parse_chat,
     parse_completion,
     raw_prompt,
@@ -72,11 +71,16 @@ def completion(**fields: Any) -> CompletionRequest:
 # -- worker fields ------------------------------------------------------------------------------------------------------
 
 
+def written(request: ChatRequest | CompletionRequest, **facts: Any) -> dict[str, Any]:
+    """Return the request as a worker gets it, without a prompt."""
+    return dict(to_worker_fields(request, **facts).for_prompt([]))
+
+
 @pytest.mark.parametrize("request_", [chat(), completion()])
 def test_every_member_of_the_option_groups_is_present_and_none_when_unset(
     request_: ChatRequest | CompletionRequest,
 ) -> None:
-    fields = to_worker_fields(request_)
+    fields = written(request_)
     assert fields["stop_conditions"] == dict.fromkeys(STOP_KEYS)
     assert fields["sampling_options"] == dict.fromkeys(SAMPLING_KEYS)
     assert fields["output_options"] == dict.fromkeys(OUTPUT_KEYS)
@@ -98,9 +102,9 @@ def test_plain_options_travel_under_their_names() -> None:
         "seed": -(2**63),
         "include_stop_str_in_output": True,
     }
-    sampling = to_worker_fields(chat(**given_))["sampling_options"]
+    sampling = written(chat(**given_))["sampling_options"]
     assert {name: sampling[name] for name in given_} == given_
-    fields = to_worker_fields(chat(max_tokens=5, min_tokens=2, stop="x", stop_token_ids=[7], thinking_token_budget=9))
+    fields = written(chat(max_tokens=5, min_tokens=2, stop="x", stop_token_ids=[7], thinking_token_budget=9))
     assert fields["stop_conditions"] == {
         **dict.fromkeys(STOP_KEYS),
         "max_tokens": 5,
@@ -113,21 +117,21 @@ def test_plain_options_travel_under_their_names() -> None:
 
 def test_max_completion_tokens_wins() -> None:
     assert chat(max_tokens=5, max_completion_tokens=3).output_limit == 3
-    assert to_worker_fields(chat(max_tokens=5, max_completion_tokens=3))["stop_conditions"]["max_tokens"] == 3
+    assert written(chat(max_tokens=5, max_completion_tokens=3))["stop_conditions"]["max_tokens"] == 3
 
 
 def test_top_k_zero_means_all() -> None:
-    assert to_worker_fields(chat(top_k=0))["sampling_options"]["top_k"] == -1
+    assert written(chat(top_k=0))["sampling_options"]["top_k"] == -1
 
 
 def test_a_list_of_ints_as_stop_is_stop_token_ids() -> None:
-    stops = to_worker_fields(chat(stop=[1, 2], stop_token_ids=[3]))["stop_conditions"]
+    stops = written(chat(stop=[1, 2], stop_token_ids=[3]))["stop_conditions"]
     assert (stops["stop"], stops["stop_token_ids"]) == (None, [1, 2, 3])
 
 
 @pytest.mark.parametrize("stop", [None, []])
 def test_no_stop_is_none(stop: Any) -> None:
-    assert to_worker_fields(chat(stop=stop))["stop_conditions"]["stop"] is None
+    assert written(chat(stop=stop))["stop_conditions"]["stop"] is None
 
 
 @each_case(
@@ -141,18 +145,18 @@ def test_no_stop_is_none(stop: Any) -> None:
     ],
 )
 def test_chat_logprobs_alone_asks_for_no_alternatives(fields: dict[str, Any], expected: int | None) -> None:
-    assert to_worker_fields(chat(**fields))["output_options"]["logprobs"] == expected
+    assert written(chat(**fields))["output_options"]["logprobs"] == expected
 
 
 def test_completion_options() -> None:
-    fields = to_worker_fields(completion(logprobs=3, echo=True, best_of=2, suffix="end"))
+    fields = written(completion(logprobs=3, echo=True, best_of=2, suffix="end"))
     assert fields["output_options"]["logprobs"] == 3
     assert fields["output_options"]["prompt_logprobs"] == 3
     assert fields["sampling_options"]["best_of"] == 2
     assert fields["extra_args"] == {"sampling_options": {"suffix": "end"}}
-    assert to_worker_fields(completion(echo=True, prompt_logprobs=4))["output_options"]["prompt_logprobs"] == 4
-    assert to_worker_fields(completion(echo=True))["output_options"]["prompt_logprobs"] is None
-    assert to_worker_fields(completion(echo=True, max_tokens=0))["stop_conditions"]["max_tokens"] == 1
+    assert written(completion(echo=True, prompt_logprobs=4))["output_options"]["prompt_logprobs"] == 4
+    assert written(completion(echo=True))["output_options"]["prompt_logprobs"] is None
+    assert written(completion(echo=True, max_tokens=0))["stop_conditions"]["max_tokens"] == 1
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -200,11 +204,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ],
 )
 def test_guided_decoding(fields: dict[str, Any], expected: Any) -> None:
-    assert to_worker_fields(chat(**fields))["sampling_options"]["guided_decoding"] == expected
+    assert written(chat(**fields))["sampling_options"]["guided_decoding"] == expected
 
 
 def test_greedy_sampling_drops_temperature_and_top_p() -> None:
-    sampling = to_worker_fields(chat(temperature=1, top_p=0.5, nvext={"greed_sampling": True}))["sampling_options"]
+    sampling = written(chat(temperature=1, top_p=0.5, nvext={"greed_sampling": True}))["sampling_options"]
     assert (sampling["temperature"], sampling["top_p"]) == (None, None)
 
 
@@ -224,7 +228,7 @@ def test_routing_carries_pins_hints_and_the_cache_salt() -> None:
         "metadata_upload": {"url": "u"},
         "extra_fields": ["timing"],
     }
-    fields = to_worker_fields(chat(nvext=nvext, cache_salt="outer"))
+    fields = written(chat(nvext=nvext, cache_salt="outer"))
     assert fields["routing"] == {
         "backend_instance_id": 2**64 - 1,
         "prefill_worker_id": 2,
@@ -247,7 +251,7 @@ def test_routing_carries_pins_hints_and_the_cache_salt() -> None:
 
 
 def test_a_negative_priority_never_jumps_the_queue() -> None:
-    routing = to_worker_fields(chat(nvext={"agent_hints": {"priority": -3}}))["routing"]
+    routing = written(chat(nvext={"agent_hints": {"priority": -3}}))["routing"]
     assert routing == {"priority": -3, "priority_jump": 0.0}
 
 
@@ -257,7 +261,7 @@ def test_an_empty_cache_salt_is_absent() -> None:
 
 
 def test_passthrough_parameters_reach_the_worker() -> None:
-    extra = to_worker_fields(
+    extra = written(
         chat(
             logit_bias={"5": 1},
             detokenize=False,
@@ -290,20 +294,20 @@ def test_the_worker_sees_all_annotations_but_internal_ones() -> None:
         "key:value",
     ]
     request = chat(nvext={"annotations": annotations})
-    assert to_worker_fields(request)["annotations"] == [*annotations[:3], "mine", "key:value"]
+    assert written(request)["annotations"] == [*annotations[:3], "mine", "key:value"]
     assert request.annotations == annotations
 
 
 def test_eos_ids_become_hidden_stops() -> None:
-    fields = finish_preprocessing(to_worker_fields(chat(stop="x")), [2, 3])
+    fields = written(chat(stop="x"), eos_token_ids=[2, 3])
     assert fields["eos_token_ids"] == [2, 3]
     assert fields["stop_conditions"]["stop_token_ids_hidden"] == [2, 3]
     assert fields["stop_conditions"]["stop"] == ["x"]
-    assert finish_preprocessing(to_worker_fields(chat()), [])["stop_conditions"]["stop_token_ids_hidden"] is None
+    assert written(chat())["stop_conditions"]["stop_token_ids_hidden"] is None
 
 
 def test_ignore_eos_clears_every_stop_list() -> None:
-    fields = finish_preprocessing(to_worker_fields(chat(ignore_eos=True, stop="x", stop_token_ids=[1])), [2])
+    fields = written(chat(ignore_eos=True, stop="x", stop_token_ids=[1]), eos_token_ids=[2])
     stops = fields["stop_conditions"]
     assert fields["eos_token_ids"] == []
     assert [stops[name] for name in STOP_KEYS if name.startswith("stop")] == [None] * 4
@@ -312,14 +316,14 @@ def test_ignore_eos_clears_every_stop_list() -> None:
 
 def test_worker_fields_are_the_callers_own() -> None:
     request = chat(stop_token_ids=[1])
-    to_worker_fields(request)["stop_conditions"]["stop_token_ids"].append(2)
+    written(request)["stop_conditions"]["stop_token_ids"].append(2)
     assert request.stop_token_ids == [1]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1), st.floats(0, 2))
 def test_worker_fields_always_fit_the_wire(worker: int, seed: int, temperature: float) -> None:
     request = chat(nvext={"backend_instance_id": worker}, seed=seed, temperature=temperature)
-    fields = to_worker_fields(request)
+    fields = written(request)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields)) == fields
 
 
@@ -350,7 +354,7 @@ def test_token_data_replaces_the_prompt() -> None:
 def test_prompt_embeds_stand_in_for_the_prompt() -> None:
     request = completion(prompt="", prompt_embeds="A" * 400)
     assert request.prompts() == [[]]
-    assert to_worker_fields(request)["prompt_embeds"] == "A" * 400
+    assert written(request)["prompt_embeds"] == "A" * 400
 
 
 def test_a_batch_of_exactly_the_limit_is_allowed() -> None:
@@ -445,7 +449,7 @@ def test_headers_beat_the_body() -> None:
             "x-tenant-id": "t",
         },
     )
-    assert to_worker_fields(request)["routing"] == {
+    assert written(request)["routing"] == {
         "backend_instance_id": 7,
         "decode_worker_id": 7,
         "prefill_worker_id": 8,
@@ -566,7 +570,7 @@ def test_sessions() -> None:
     ],
 )
 def test_a_top_level_priority_is_that_of_nvext(fields: dict[str, Any], routing: dict[str, Any]) -> None:
-    found = to_worker_fields(chat(**fields))["routing"]
+    found = written(chat(**fields))["routing"]
     found.pop("expected_output_tokens", None)
     assert found == routing
 
@@ -578,11 +582,11 @@ def test_verbosity_and_documents_are_variables_of_the_template() -> None:
 
 
 def test_the_engine_is_told_of_salts_of_client_tokens_and_of_media_options() -> None:
-    fields = to_worker_fields(chat(cache_salt="s", media_io_kwargs={"video": {"fps": 1}}))
+    fields = written(chat(cache_salt="s", media_io_kwargs={"video": {"fps": 1}}))
     assert fields["extra_args"] == {"nvext": {"cache_salt": "s"}}
     assert fields["media_io_kwargs"] == {"video": {"fps": 1}}
     assert fields["routing"]["cache_salt"] == "s"
-    fields = to_worker_fields(chat(nvext={"token_data": [1], "cache_salt": "t"}, cache_salt="s"))
+    fields = written(chat(nvext={"token_data": [1], "cache_salt": "t"}, cache_salt="s"))
     assert fields["extra_args"] == {"nvext": {"token_in": True, "cache_salt": "t"}}
     assert "media_io_kwargs" not in fields
 

@@ -23,7 +23,7 @@ def tool(name: str, parameters: Any = None) -> dict[str, Any]:
 
 
 def guided(**fields: Any) -> Any:
-    return to_worker_fields(chat(**fields))["sampling_options"]["guided_decoding"]
+    return to_worker_fields(chat(**fields)).sampling_options.guided_decoding
 
 
 A = {"type": "object", "properties": {"x": {"type": "integer"}}}

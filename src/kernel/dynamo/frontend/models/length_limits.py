@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.records import ModelCard
+from dynamo.protocol.worker_request import StopFields
 
 
 class LengthLimits(NamedTuple):
@@ -42,21 +43,21 @@ class LengthLimits(NamedTuple):
             count = max(1, self.prompt - max(1, answer or 1))
         return ids[-count:]
 
-    def clamp(self, stops: dict[str, Any], prompt_tokens: int) -> None:
+    def clamp(self, stops: StopFields, prompt_tokens: int) -> None:
         """Cut the token limit of a request to what the model has left behind the prompt."""
         limits = [limit for limit in (self.context, self.combined) if limit is not None]
-        if limits and stops["max_tokens"] is not None:
-            stops["max_tokens"] = max(1, min(stops["max_tokens"], min(limits) - prompt_tokens))
+        if limits and stops.max_tokens is not None:
+            stops.max_tokens = max(1, min(stops.max_tokens, min(limits) - prompt_tokens))
 
-    def fill_in(self, stops: dict[str, Any], prompts: Sequence[list[int]], *, is_chat: bool) -> None:
+    def fill_in(self, stops: StopFields, prompts: Sequence[list[int]], *, is_chat: bool) -> None:
         """Check or set the token limit of a request to a model with a budget."""
         combined = self.combined
         assert combined is not None
         longest = max(map(len, prompts), default=0)
-        asked = stops["max_tokens"]
+        asked = stops.max_tokens
         if asked is None:
             if not is_chat:
-                stops["max_tokens"] = max(1, combined - longest)
+                stops.max_tokens = max(1, combined - longest)
         elif self.rejects_total and longest + asked > combined:
             raise RequestRejected(
                 400,

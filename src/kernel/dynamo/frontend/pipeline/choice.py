@@ -6,13 +6,12 @@ A reader wakes once for everything that has arrived and gets one `Delta` per cho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.pipeline.plain import PlainOutput, PlainTokens
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest, reported_count
 from dynamo.protocol.finish import EngineFailed, normalise
-from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch.failover import DispatchRequest
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
@@ -117,9 +116,10 @@ class TokenChoice(Choice):
     def __init__(
         self, model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]
     ) -> None:
-        body = {**_for_choice(work.plan.body, index % work.plan.choices), "token_ids": prompt}
+        fields = work.plan.fields
+        body = fields.for_prompt(prompt, index % work.plan.choices)
         request = DispatchRequest(
-            cast(WorkerRequest, body),
+            body,
             prompt,
             record=work.tally,
             timer=work.timer,
@@ -131,9 +131,9 @@ class TokenChoice(Choice):
         self._decoder = ChoiceDecoder(
             model.text.tokenizer,
             prompt,
-            body.get("stop_conditions") or {},
-            body.get("output_options") or {},
-            include_stop_str=bool((body.get("sampling_options") or {}).get("include_stop_str_in_output")),
+            body["stop_conditions"] or {},
+            body["output_options"],
+            include_stop_str=fields.sampling_options.include_stop_str_in_output is True,
             visible=work.plan.parsing.visible if work.plan.parsing is not None else frozenset(),
         )
         super().__init__(model, work, context, index, request)
@@ -241,14 +241,6 @@ def _placed(held: list[T] | None, before: int, absent: T, added: Sequence[T], co
     """
     found = [] if held is None else held
     return [*found, *[absent] * (before - len(found)), *added[:count]]
-
-
-def _for_choice(body: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the body of one of n choices. Each choice gets a different seed, as equal seeds give equal texts."""
-    options = body.get("sampling_options") or {}
-    if number == 0 or options.get("seed") is None:
-        return body
-    return {**body, "sampling_options": {**options, "seed": options["seed"] + number}}
 
 
 def _chunk_of(item: StreamItem) -> tuple[list[int], Any, dict[str, Any] | None]:

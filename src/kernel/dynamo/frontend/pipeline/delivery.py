@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import cast
 
 from dynamo.frontend.base.stage_timer import PARSE
 from dynamo.frontend.pipeline.api import Answer, Renderer
@@ -22,7 +21,6 @@ from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.text_generation import TextSource, TextTally
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event
-from dynamo.protocol.worker_request import WorkerRequest
 
 
 class _Delivery:
@@ -204,7 +202,7 @@ class UnaryDelivery(_Delivery):
 async def send_placement(answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None) -> None:
     """Answer where the first prompt would go. No worker receives the request."""
     work = answer.work
-    body = cast(WorkerRequest, {**work.plan.body, "token_ids": work.plan.prompts[0]})
+    body = work.plan.fields.for_prompt(work.plan.prompts[0])
     await answer.model.dispatcher.advise(body, work.tally, pinned=work.plan.pinned_instance_id)
     answer.exchange.end()
     if stream is None:

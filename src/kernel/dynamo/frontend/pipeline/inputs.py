@@ -20,6 +20,7 @@ from dynamo.frontend.pipeline.preprocess import (
 from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.vectors.requests import ResultRequest, refuse
+from dynamo.protocol.worker_request import PlannedRequest
 from dynamo.router.dispatch.failover import DispatchLimits, pinned_instance
 from dynamo.text.tokenizer import TextInput, Tokenizer
 
@@ -126,7 +127,7 @@ def result_plan(
     pinned = pinned_instance(routing) if routing else None  # type: ignore[arg-type]  # a plain dict of its members
     if pinned is None and settings.router_mode == "direct":
         refuse("The router mode is direct: name a worker (nvext.backend_instance_id)", "nvext")
-    return ResultPlan({}, [[]], 1, pinned, limits, parts=parts, input_tokens=tokens)
+    return ResultPlan(PlannedRequest(), [[]], 1, pinned, limits, parts=parts, input_tokens=tokens)
 
 
 def routing_of(request: ResultRequest, model: ServedModel) -> dict[str, Any]:

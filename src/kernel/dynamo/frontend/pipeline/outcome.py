@@ -84,7 +84,7 @@ class RequestListener:
         """Take note of a request whose model is known, before it takes a place of that model."""
 
     def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
-        """Take note of a request whose prompt is known, before any worker gets it. May shorten its answers in `plan.body`."""
+        """Take note of a request whose prompt is known, before any worker gets it. May shorten its answers in `plan.fields`."""
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
         """Take note of the end. Called once for each request; of a failure, before its answer is sent.

@@ -12,12 +12,13 @@ import string
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from dynamo.frontend.pipeline.structural_tags import structural_tag
 from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.protocol.openai.shapes import REQUIRED
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.protocol.worker_request import PlannedRequest, StopFields
 from dynamo.text.detokenizer import Detokenizer
 from dynamo.text.formats.forced import calls_beside_shape, named_call, required_calls
 from dynamo.text.formats.reasoning import DEFAULT_MARKS, REASONING_FORMATS
@@ -163,7 +164,7 @@ def tell_worker(
     config: ModelRuntimeConfig,
     plan: OutputPlan,
     tokenizer: Tokenizer,
-    body: dict[str, Any],
+    fields: PlannedRequest,
     *,
     closes_objects: bool = True,
 ) -> OutputPlan:
@@ -174,26 +175,25 @@ def tell_worker(
     - The marks reach the parsers, also from a tokenizer that calls them special tokens.
     - Where a model ends its answer with the token that ends a call, that token is shown.
     """
-    sampling = body["sampling_options"]
+    sampling, output = fields.sampling_options, fields.output_options
     marks: tuple[str, ...] = ()
     if plan.has_reasoning and (reasoning := REASONING_FORMATS.get(config.reasoning_parser or "")) is not None:
         marks += reasoning.tokens
     form = TOOL_FORMATS.get(config.tool_call_parser or "")
     if form is not None and (options.tools or form.unified is not None):
         marks += form.marks
-        _show_ends(form, tokenizer, body["stop_conditions"])
+        _show_ends(form, tokenizer, fields.stop_conditions)
         if (tag := structural_tag(options, config, form, closes_objects=closes_objects)) is not None:
             backend = options.guidance_backend
-            sampling["guided_decoding"] = {"structural_tag": tag, **({} if backend is None else {"backend": backend})}
-    if plan.expects_reasoning and sampling["guided_decoding"] is not None:
-        body["require_reasoning"] = True
+            sampling.guided_decoding = {"structural_tag": tag, **({} if backend is None else {"backend": backend})}
+    fields.requires_reasoning = plan.expects_reasoning and sampling.guided_decoding is not None
     if plan.has_reasoning and (variables := options.template_variables):
-        extra = body["extra_args"] or {}
-        body["extra_args"] = {**extra, "reasoning_parser_kwargs": {"chat_template_kwargs": dict(variables)}}
+        kwargs = {"chat_template_kwargs": dict(variables)}
+        fields.extra_args = {**(fields.extra_args or {}), "reasoning_parser_kwargs": kwargs}
     visible = tokenizer.special_ids_in(marks)
-    if not visible or body["output_options"]["skip_special_tokens"] is not None:
+    if not visible or output.skip_special_tokens is not None:
         return plan
-    body["output_options"]["skip_special_tokens"] = False
+    output.skip_special_tokens = False
     return dataclasses.replace(plan, visible=visible)
 
 
@@ -206,12 +206,12 @@ def think_marks(config: ModelRuntimeConfig, tokenizer: Tokenizer) -> tuple[str, 
     return opening, closing
 
 
-def _show_ends(form: ToolFormat, tokenizer: Tokenizer, stops: dict[str, Any]) -> None:
-    hidden = stops["stop_token_ids_hidden"]
+def _show_ends(form: ToolFormat, tokenizer: Tokenizer, stops: StopFields) -> None:
+    hidden = stops.stop_token_ids_hidden
     ends = {tokenizer.token_id(text) for text in form.end_tokens}
     if hidden and (shown := [token_id for token_id in hidden if token_id in ends]):
-        stops["stop_token_ids_visible"] = shown
-        stops["stop_token_ids_hidden"] = [token_id for token_id in hidden if token_id not in ends] or None
+        stops.stop_token_ids_visible = shown
+        stops.stop_token_ids_hidden = [token_id for token_id in hidden if token_id not in ends] or None
 
 
 def _unified_form(config: ModelRuntimeConfig, tools: ToolFormat | None) -> UnifiedForm | None:

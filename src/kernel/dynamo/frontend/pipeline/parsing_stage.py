@@ -92,7 +92,7 @@ class ParsingStage:
             tokenizer = self._tokenizer
             assert tokenizer is not None
             prompt = work.plan.prompts[output.choice // work.plan.choices]
-            skip = (work.plan.body.get("output_options") or {}).get("skip_special_tokens")
+            skip = work.plan.fields.output_options.skip_special_tokens
             counter = self._counters[output.choice] = self._plan.counter(
                 tokenizer, prompt, skip_special_tokens=skip is None or bool(skip)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec import Struct
 
@@ -11,6 +11,7 @@ from dynamo.errors import DynamoException
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.pipeline.parsing import OutputPlan
 from dynamo.protocol.openai.chat_options import ChatOptions
+from dynamo.protocol.worker_request import PlannedRequest
 from dynamo.router.dispatch.failover import DispatchLimits, DispatchRequest
 from dynamo.router.dispatch.record import DispatchRecord
 from dynamo.router.dispatch.stall_detector import StallDetector
@@ -107,11 +108,11 @@ class Tally(DispatchRecord):
 class Plan(Struct, frozen=True):
     """A request as it is to be served. Made once, before a worker is chosen.
 
-    `body` is the worker's request without its prompt; it is sent once per choice with `token_ids` set. Choice i of prompt p
-    has index `p * choices + i`.
+    `fields` is the worker's request without its prompt; it is written and sent once for each choice. Choice i of prompt p has
+    index `p * choices + i`.
     """
 
-    body: dict[str, Any]
+    fields: PlannedRequest
     prompts: Sequence[list[int]]
     choices: int = 1  # per prompt
     pinned_instance_id: int | None = None
@@ -123,7 +124,7 @@ class Plan(Struct, frozen=True):
     def reading(self, parsing: OutputPlan) -> Plan:
         """Return this plan with how the text of its answer is read."""
         return Plan(
-            self.body,
+            self.fields,
             self.prompts,
             self.choices,
             self.pinned_instance_id,

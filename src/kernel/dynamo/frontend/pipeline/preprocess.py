@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import msgspec.structs
@@ -29,12 +29,12 @@ from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
-    finish_preprocessing,
     raw_prompt,
     template_messages,
     template_tools,
     to_worker_fields,
 )
+from dynamo.protocol.worker_request import PlannedRequest
 from dynamo.router.dispatch.failover import DispatchLimits, pinned_instance
 from dynamo.runtime.observe.metrics import observe_each
 from dynamo.text.contents import are_plain
@@ -94,9 +94,9 @@ class Preprocessor:
         else:
             plan = self._plan(request, effects, model, [ids], options)
         if request.clamps_output:
-            limits.clamp(plan.body["stop_conditions"], len(ids))
+            limits.clamp(plan.fields.stop_conditions, len(ids))
         elif limits.combined is not None:
-            limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=True)
+            limits.fill_in(plan.fields.stop_conditions, plan.prompts, is_chat=True)
         if (parsing := self._parsing(options, model, plan, text)) is not None:
             plan = plan.reading(parsing)
         self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
@@ -162,9 +162,9 @@ class Preprocessor:
         else:
             plan = self._plan(request, effects, model, prompts)
         if is_unbound:
-            limits.clamp(plan.body["stop_conditions"], max(map(len, plan.prompts)))
+            limits.clamp(plan.fields.stop_conditions, max(map(len, plan.prompts)))
         if limits.combined is not None:
-            limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=False)
+            limits.fill_in(plan.fields.stop_conditions, plan.prompts, is_chat=False)
         self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
         return plan, only if isinstance(only, str) else None
@@ -198,10 +198,10 @@ class Preprocessor:
             prompt_ids=plan.prompts[0],
             chooses_calls=chooses_calls,
         )
-        if parsing is not None and plan.body:
+        if parsing is not None and not model.takes_text:
             closes = not self._settings.open_guided_objects
-            parsing = tell_worker(options, config, parsing, tokenizer, plan.body, closes_objects=closes)
-            self._check_guided(plan.body)
+            parsing = tell_worker(options, config, parsing, tokenizer, plan.fields, closes_objects=closes)
+            self._check_guided(plan.fields)
         return parsing
 
     def _render(
@@ -284,21 +284,21 @@ class Preprocessor:
         if request.bad_words and not model.takes_text:
             own = request.bad_words_token_ids or []
             request.bad_words_token_ids = [*own, *_spellings(request.bad_words, model.text.tokenizer)]
-        body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
-        if (guided := body["sampling_options"]["guided_decoding"]) is not None:
-            self._check_guided(body)
+        fields = to_worker_fields(
+            request,
+            eos_token_ids=model.text.eos_token_ids,
+            mdc_sum=model.mdc_sum,
+            lora_name=model.lora_name,
+            agent_context=effects.agent_context,
+        )
+        sampling = fields.sampling_options
+        if (guided := sampling.guided_decoding) is not None:
+            self._check_guided(fields)
             closes = not self._settings.open_guided_objects
-            body["sampling_options"]["guided_decoding"] = bounded_guidance(guided, closes_objects=closes)
-        body["model"] = request.model
-        body["mdc_sum"] = model.mdc_sum
-        if body["sampling_options"]["n"] is not None:
-            body["sampling_options"]["n"] = 1  # choices are fanned out into requests of one choice each
-        routing = body["routing"]
-        if model.lora_name is not None:
-            routing["lora_name"] = model.lora_name
-        if (agent := effects.agent_context) is not None:
-            body["agent_context"] = agent
-        pinned = pinned_instance(routing) if routing else None
+            sampling.guided_decoding = bounded_guidance(guided, closes_objects=closes)
+        if sampling.n is not None:
+            sampling.n = 1  # choices are fanned out into requests of one choice each
+        pinned = pinned_instance(fields.routing) if fields.routing else None
         if pinned is None and self._settings.router_mode == "direct":
             raise InvalidArgument("Invalid request")  # nothing but the client knows where it should go
         limits = DispatchLimits.of(
@@ -307,13 +307,13 @@ class Preprocessor:
             longest_movable_tokens=self._settings.migration_max_seq_len,
             card_retries=model.card.migration_limit,
         )
-        annotations = request.annotations
-        is_query = bool(annotations) and any(annotation.startswith(_QUERY) for annotation in annotations)
-        return Plan(body, prompts, request.choices_per_prompt, pinned, limits, options, is_query=is_query)
+        has_nvext = request.nvext is not None
+        is_query = has_nvext and any(annotation.startswith(_QUERY) for annotation in request.annotations)
+        return Plan(fields, prompts, request.choices_per_prompt, pinned, limits, options, is_query=is_query)
 
-    def _check_guided(self, body: dict[str, Any]) -> None:
+    def _check_guided(self, fields: PlannedRequest) -> None:
         """Refuse a grammar or schema that could end a worker's compiler."""
-        guided = body["sampling_options"]["guided_decoding"]
+        guided = fields.sampling_options.guided_decoding
         if guided is None or (excess := find_excess(guided, self._settings.guided)) is None:
             return
         self._metrics.refused(excess.limit)

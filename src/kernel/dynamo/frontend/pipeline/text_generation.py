@@ -21,7 +21,7 @@ from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
-from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.protocol.worker_request import PlannedRequest, WorkerRequest
 from dynamo.router.dispatch.failover import DispatchRequest
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
@@ -109,14 +109,14 @@ def text_plan(request: ChatRequest | CompletionRequest, plan: Plan) -> TextPlan:
     """
     if request.token_data is not None:
         raise _needs_tokens("nvext.token_data", "cannot be served")
-    stops = plan.body["stop_conditions"]
+    stops = plan.fields.stop_conditions
     for name in _TOKEN_ONLY:
         if getattr(request, name):
             raise _needs_tokens(name, "cannot be served")
-    if stops["stop_token_ids"]:
+    if stops.stop_token_ids:
         raise _needs_tokens("stop", "must be text")
     body = {name: value for name, value in msgspec.to_builtins(request).items() if value is not None}
-    if (salt := plan.body["routing"].get("cache_salt")) is not None:
+    if (salt := plan.fields.routing.get("cache_salt")) is not None:
         body["cache_salt"] = salt
         if "nvext" in body:
             body["nvext"]["cache_salt"] = salt  # which may hold what the client named, outside its owner
@@ -127,14 +127,14 @@ def text_plan(request: ChatRequest | CompletionRequest, plan: Plan) -> TextPlan:
     if isinstance(request, CompletionRequest):
         bodies = [{**body, "prompt": prompt} for prompt in text_prompts(request)]
     return TextPlan(
-        {},
+        PlannedRequest(),
         plan.prompts,
         plan.choices,
         plan.pinned_instance_id,
         plan.limits,
         is_query=plan.is_query,
         bodies=bodies,
-        stops=stops["stop"] or (),
+        stops=stops.stop or (),
         include_stop=request.include_stop_str_in_output is True,
     )
 

@@ -1,27 +1,39 @@
-"""From a validated request to the worker's fields besides the prompt.
-
-Every member of the three option groups is present, None when unset: engines read them with `.get(...) or default`.
-The prompt itself (`token_ids`), `eos_token_ids`, `mdc_sum` and `model` are the frontend's to add.
-"""
+"""From a validated request to the worker's fields besides the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
 
 import msgspec
 
 from dynamo.protocol.openai.shapes import ChatRequest, CommonRequest, CompletionRequest, NvExt
 from dynamo.protocol.openai.tool_schema import call_or_shape, forced_schema
+from dynamo.protocol.worker_request import OutputFields, PlannedRequest, RoutingHints, SamplingFields, StopFields
 
 # Events inside a frontend; every other annotation is the worker's, too, as in 1.6.1.
 _INTERNAL_ANNOTATIONS: Final = frozenset({"llm_metrics", "payload_usage"})
 _NEVER_FORWARDED: Final = "x-bypass-remote-prefill"  # only the router may set it
 _QUERY_PREFIX: Final = "query_instance_id:"
+_SAMPLING: Final = (
+    "logit_bias", "detokenize", "allowed_token_ids", "bad_words", "bad_words_token_ids", "logprob_token_ids", "suffix",
+)  # fmt: skip
+_NOTHING: Final = (None,) * len(_SAMPLING)
 
 
-def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
-    """Return the worker request without its prompt, a fresh dict of plain values the caller may change."""
+def to_worker_fields(
+    request: CommonRequest,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    mdc_sum: str = "",
+    lora_name: str | None = None,
+    agent_context: Mapping[str, object] | None = None,
+) -> PlannedRequest:
+    """Return the worker's request without its prompt, a fresh record that the caller may change.
+
+    `eos_token_ids`, `mdc_sum` and `lora_name` are those of the model. Its ends become hidden stops. With `ignore_eos` they are
+    withheld and all four stop lists are cleared: the request runs to its token limit.
+    """
     chat = request if isinstance(request, ChatRequest) else None
     completion = request if chat is None and isinstance(request, CompletionRequest) else None
     asked = completion if chat is None else chat
@@ -47,67 +59,51 @@ def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
     salt = request.effective_cache_salt
     if request.cache_owner is not None:  # no other owner can name it
         salt = f"{request.cache_owner}\n{salt or ''}"
-    return {
-        "stop_conditions": {
-            "max_tokens": chat.output_limit if chat is not None else max_tokens,
-            "stop": stop_strings,
-            "stop_token_ids": stop_ids,
-            "stop_token_ids_visible": None,
-            "stop_token_ids_hidden": None,
-            "min_tokens": request.min_tokens,
-            "ignore_eos": request.ignore_eos,
-            "max_thinking_tokens": _thinking_budget(chat, nvext),
-        },
-        "sampling_options": {
-            "n": request.n,
-            "best_of": completion.best_of if completion is not None else None,
-            "presence_penalty": request.presence_penalty,
-            "frequency_penalty": request.frequency_penalty,
-            "repetition_penalty": request.repetition_penalty,
-            "temperature": None if greedy else request.temperature,
-            "top_p": None if greedy else request.top_p,
-            "top_k": -1 if top_k == 0 else top_k,
-            "min_p": request.min_p,
-            "use_beam_search": None,
-            "length_penalty": None,
-            "seed": request.seed,
-            "include_stop_str_in_output": request.include_stop_str_in_output,
-            "guided_decoding": None if asked is None else _guided_decoding(asked),
-        },
-        "output_options": {
-            "logprobs": None if asked is None else asked.requested_logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "skip_special_tokens": request.skip_special_tokens,
-            "formatted_prompt": None,
-            "return_tokens_as_token_ids": request.return_tokens_as_token_ids,
-        },
-        "annotations": _worker_annotations(request.annotations),
-        "routing": _routing(request, salt),
-        "router_config_override": None,
-        "router": msgspec.to_builtins(nvext.router) if nvext is not None and nvext.router is not None else None,
-        "prompt_embeds": completion.prompt_embeds if completion is not None else None,
-        "mm_processor_kwargs": chat.mm_processor_kwargs if chat is not None else None,
-        "request_timestamp_ms": nvext.request_timestamp_ms if nvext is not None else None,
-        "extra_args": _extra_args(request, completion, salt),
-        **({"media_io_kwargs": chat.media_io_kwargs} if chat is not None and chat.media_io_kwargs is not None else {}),
-    }
-
-
-def finish_preprocessing(fields: dict[str, Any], eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Add the model's end-of-sequence ids to `fields`, in place, and return it.
-
-    They become hidden stops. With `ignore_eos` the ids are withheld and all four stop lists cleared: the request runs to
-    its token limit.
-    """
-    stops = fields["stop_conditions"]
-    if stops["ignore_eos"]:
-        stops["stop"] = stops["stop_token_ids"] = None
-        stops["stop_token_ids_visible"] = stops["stop_token_ids_hidden"] = None
-        fields["eos_token_ids"] = []
-    else:
-        stops["stop_token_ids_hidden"] = list(eos_token_ids) or None
-        fields["eos_token_ids"] = list(eos_token_ids)
-    return fields
+    if request.ignore_eos:
+        stop_strings, stop_ids, eos_token_ids = None, None, ()
+    return PlannedRequest(
+        StopFields(
+            chat.output_limit if chat is not None else max_tokens,
+            stop_strings,
+            stop_ids,
+            stop_token_ids_hidden=list(eos_token_ids) or None,
+            min_tokens=request.min_tokens,
+            ignore_eos=request.ignore_eos,
+            max_thinking_tokens=_thinking_budget(chat, nvext),
+        ),
+        SamplingFields(
+            request.n,
+            completion.best_of if completion is not None else None,
+            request.presence_penalty,
+            request.frequency_penalty,
+            request.repetition_penalty,
+            None if greedy else request.temperature,
+            None if greedy else request.top_p,
+            -1 if top_k == 0 else top_k,
+            request.min_p,
+            seed=request.seed,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            guided_decoding=None if asked is None else _guided_decoding(asked),
+        ),
+        OutputFields(
+            None if asked is None else asked.requested_logprobs,
+            prompt_logprobs,
+            request.skip_special_tokens,
+            return_tokens_as_token_ids=request.return_tokens_as_token_ids,
+        ),
+        [] if nvext is None else _worker_annotations(request.annotations),
+        _routing(request, salt, lora_name),
+        msgspec.to_builtins(nvext.router) if nvext is not None and nvext.router is not None else None,
+        completion.prompt_embeds if completion is not None else None,
+        chat.mm_processor_kwargs if chat is not None else None,
+        nvext.request_timestamp_ms if nvext is not None else None,
+        _extra_args(request, completion, salt),
+        chat.media_io_kwargs if chat is not None else None,
+        list(eos_token_ids),
+        request.model,
+        mdc_sum,
+        agent_context,
+    )
 
 
 def _thinking_budget(chat: ChatRequest | None, nvext: NvExt | None) -> int | None:
@@ -158,10 +154,12 @@ def _worker_annotations(annotations: Sequence[str]) -> list[str]:
     ]
 
 
-def _routing(request: CommonRequest, salt: str | None) -> dict[str, Any]:
+def _routing(request: CommonRequest, salt: str | None, lora_name: str | None) -> RoutingHints:
     """Return the pins and hints for the router; `{}` for a request that may go anywhere."""
     nvext = request.nvext
     routing: dict[str, Any] = {}
+    if nvext is None and request.priority is None and salt is None and lora_name is None:
+        return cast(RoutingHints, routing)  # as nearly every request
     if nvext is None:
         if request.priority is not None:
             _set_priority(routing, request.priority)
@@ -189,7 +187,9 @@ def _routing(request: CommonRequest, salt: str | None) -> dict[str, Any]:
             }
     if salt is not None:
         routing["cache_salt"] = salt
-    return routing
+    if lora_name is not None:
+        routing["lora_name"] = lora_name
+    return cast(RoutingHints, routing)
 
 
 def _set_priority(routing: dict[str, Any], priority: int | None) -> None:
@@ -202,16 +202,13 @@ def _extra_args(
     request: CommonRequest, completion: CompletionRequest | None, salt: str | None
 ) -> dict[str, Any] | None:
     """Return the fields for engines that have no member of their own; None when there are none."""
-    sampling: dict[str, Any] = {
-        "logit_bias": request.logit_bias,
-        "detokenize": request.detokenize,
-        "allowed_token_ids": request.allowed_token_ids,
-        "bad_words": request.bad_words,
-        "bad_words_token_ids": request.bad_words_token_ids,
-        "logprob_token_ids": request.logprob_token_ids,
-        "suffix": completion.suffix if completion is not None else None,
-    }
-    sampling = {name: value for name, value in sampling.items() if value is not None}
+    given = (
+        request.logit_bias, request.detokenize, request.allowed_token_ids, request.bad_words, request.bad_words_token_ids,
+        request.logprob_token_ids, completion.suffix if completion is not None else None,
+    )  # fmt: skip
+    if given == _NOTHING and request.nvext is None and salt is None:
+        return None  # as nearly every request
+    sampling = {name: value for name, value in zip(_SAMPLING, given, strict=True) if value is not None}
     extension: dict[str, Any] = {}
     nvext = request.nvext
     if nvext is not None:

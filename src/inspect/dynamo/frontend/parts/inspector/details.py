@@ -101,10 +101,10 @@ def _timeline(clock: InspectorClock, times: list[float | None]) -> list[tuple[st
 
 def _parameters(plan: Plan) -> dict[str, Any]:
     """Return what a request set, without its content."""
-    sampling, stops = plan.body.get("sampling_options") or {}, plan.body.get("stop_conditions") or {}
-    found = {name: sampling[name] for name in _SAMPLING if sampling.get(name) is not None}
-    found |= {name: stops[name] for name in _STOPS if stops.get(name) is not None}
-    if sampling.get("guided_decoding"):
+    sampling, stops = plan.fields.sampling_options, plan.fields.stop_conditions
+    found = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
+    found |= {name: value for name in _STOPS if (value := getattr(stops, name)) is not None}
+    if sampling.guided_decoding:
         found["guided_decoding"] = True
     if plan.options is not None and (tools := getattr(plan.options, "tools", None)):
         found["tools"] = len(tools)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -67,7 +67,7 @@ async def _worker_body(pipeline: Pipeline, asked: ExplainRequest, model: ServedM
     request = api.decode(msgspec.json.encode(fields), ignore_unsupported=False, limits=limits)
     api.validate(request)
     plan, _ = await api.prepare(pipeline.preprocessor, request, HeaderEffects(), model, StageTimer())
-    return cast(WorkerRequest, {**plan.body, "token_ids": plan.prompts[0]})
+    return plan.fields.for_prompt(plan.prompts[0])
 
 
 async def _decide(pool: ModelPool, body: WorkerRequest, stage: str, model: str) -> RoutingView:

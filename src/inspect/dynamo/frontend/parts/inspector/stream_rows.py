@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
@@ -224,13 +224,13 @@ class StreamRow:
         return row
 
     def _add_work(self, row: StreamView, exchange: Exchange, work: WorkRequest, clock: InspectorClock) -> None:
-        tally, body, running = work.tally, work.plan.body, work.running
+        tally, fields, running = work.tally, work.plan.fields, work.running
         row.queued_seconds = tally.queued_seconds
         row.prompt_tokens = tally.prompt_tokens
         row.cached_tokens = tally.cached_tokens
         row.choices = work.plan.choices
-        row.max_tokens = _limit_of(body)
-        row.priority = int((body.get("routing") or {}).get("priority") or 0)
+        row.max_tokens = fields.stop_conditions.max_tokens
+        row.priority = fields.routing.get("priority") or 0
         row.workers = [worker_name(each) for each in tally.instance_ids]
         if running:
             first = running[0]
@@ -254,11 +254,6 @@ def _before_tokens(phase: Phase, tally: Tally, running: Sequence[MovableStream])
     if tally.prefill_instance_id is not None:
         return "transfer"
     return "prefill"
-
-
-def _limit_of(body: Mapping[str, Any]) -> int | None:
-    most = (body.get("stop_conditions") or {}).get("max_tokens")
-    return most if isinstance(most, int) else None
 
 
 def _entered(exchange: Exchange) -> float:

@@ -48,7 +48,7 @@ def reserve_tokens(charge: Charge, plan: Plan, limits: LengthLimits) -> None:
         input_tokens = plan.tally().prompt_tokens
         asked = next((body[name] for body in plan.bodies[:1] for name in _NAMES if body.get(name) is not None), None)
     else:
-        asked = plan.body["stop_conditions"]["max_tokens"]
+        asked = plan.fields.stop_conditions.max_tokens
     room = None if most is None else max(1, most - longest)
     cap = charge.reserve(TokenDemand(input_tokens, asked, len(prompts) * plan.choices, room))
     if cap is None or cap == asked:
@@ -57,7 +57,7 @@ def reserve_tokens(charge: Charge, plan: Plan, limits: LengthLimits) -> None:
         for body in plan.bodies:
             _limit_text(body, cap)
     else:
-        plan.body["stop_conditions"]["max_tokens"] = cap
+        plan.fields.stop_conditions.max_tokens = cap
 
 
 def _limit_text(body: dict[str, Any], cap: int) -> None:

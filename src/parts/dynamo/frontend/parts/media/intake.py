@@ -16,7 +16,7 @@ from dynamo.frontend.parts.media.content import Media
 from dynamo.frontend.parts.media.fetcher import PartFetcher, Resolve, resolve_host
 from dynamo.frontend.parts.media.metrics import MediaMetrics
 from dynamo.frontend.parts.media.uploads import FileSource, UploadedParts
-from dynamo.frontend.pipeline.plan import Plan, WorkRequest
+from dynamo.frontend.pipeline.plan import WorkRequest
 from dynamo.kv.image_tokens import expand_images
 from dynamo.protocol.openai.errors import not_built
 from dynamo.protocol.openai.media_parts import refused_part
@@ -93,29 +93,31 @@ class MediaIntake:
         Raises RequestRejected (400) that names a part, Overloaded, Cancelled when `context` ends first.
         """
         contents = await self.contents(media, model, context)
-        body = work.plan.body
+        fields = work.plan.fields
         slots: dict[str, list[Any]] = {}
         uuids: dict[str, list[str | None]] = {}
         for part, content in zip(media.parts, contents, strict=True):
             key = _KEY[part.kind]
             slots.setdefault(key, []).append(_slot(part, content))
             uuids.setdefault(key, []).append(part.uuid)
-        body["multi_modal_data"] = slots
+        members: dict[str, Any] = {"multi_modal_data": slots}
         if any(part.uuid is not None for part in media.parts):
-            body["multi_modal_uuids"] = {key: named for key, named in uuids.items() if any(named)}
-        extra = dict(body.get("extra_args") or {})
-        extra["messages"] = media.messages
+            members["multi_modal_uuids"] = {key: named for key, named in uuids.items() if any(named)}
+        extra = {**(fields.extra_args or {}), "messages": media.messages}
         if text is not None:
             extra["formatted_prompt"] = text
         known = [content for content in contents if content is not None]
         is_named = len(known) == len(contents) and all(part.uuid is None for part in media.parts)
         if is_named:  # else the engine's cache goes by names of the client's
             extra["mm_hashes"] = [f"{content.content_hash:016x}" for content in known]
-        body["extra_args"] = extra
         self._warn_of_template(model)
-        image_tokens = self._expand(media.parts, known, model, work.plan) if is_named else 0
+        expanded = self._expand(media.parts, known, model, work.plan.prompts[0]) if is_named else None
+        image_tokens = 0
+        if expanded is not None:
+            image_tokens, members["mm_routing_info"] = expanded
         if image_tokens:
             work.tally.note_images(image_tokens, len(media.parts))
+        fields.extra_args, fields.media = extra, members
         self._metrics.observe(media.parts, image_tokens)
 
     # -- the content -------------------------------------------------------------------------------------------------
@@ -198,29 +200,28 @@ class MediaIntake:
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
-    def _expand(self, parts: Sequence[MediaPart], contents: Sequence[Media], model: ServedModel, plan: Plan) -> int:
-        """Write what routers hash in place of the prompt, where that is known; return how many tokens the images become."""
+    def _expand(
+        self, parts: Sequence[MediaPart], contents: Sequence[Media], model: ServedModel, prompt: list[int]
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Return how many tokens the images become, and what routers hash in place of the prompt; None: it is not known."""
         tokens = model.text.media
         if tokens.image_token_id is None or tokens.count_image is None or any(part.kind != "image" for part in parts):
             self._warn(
                 model, "how many tokens its images become is not known: requests are routed by the text around them"
             )
-            return 0
+            return None
         images: list[tuple[int, int]] = []
         for content in contents:
             count = tokens.count_image(content.width, content.height)
             if count is None:
-                return 0
+                return None
             images.append((content.content_hash, count))
-        (prompt,) = plan.prompts
         found = expand_images(prompt, tokens.image_token_id, images, model.card.kv_cache_block_size)
         if found is None:
             self._warn(model, "its prompts do not have one placeholder for each image: they are routed by their text")
-            return 0
-        plan.body["mm_routing_info"] = {
-            "routing_token_ids": found.token_ids, "block_mm_infos": [], "expanded_prompt_len": found.length,
-        }  # fmt: skip
-        return sum(count for _, count in images)
+            return None
+        hashed = {"routing_token_ids": found.token_ids, "block_mm_infos": [], "expanded_prompt_len": found.length}
+        return sum(count for _, count in images), hashed
 
     def _warn_of_template(self, model: ServedModel) -> None:
         if not model.text.template.reads_parts:
