@@ -203,7 +203,7 @@ class Clients:
                 "stream": stream,
             }
         ).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
     async def run(self, requests: int, streams: int) -> None:

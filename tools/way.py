@@ -211,7 +211,7 @@ async def trace_token() -> list[Call]:
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         body = chat(TOKENS)
-        head = ("POST /v1/chat/completions HTTP/1.1", "host: here", "content-type: application/json")
+        head = ("POST /v1/chat/completions HTTP/1.1", "host: localhost", "content-type: application/json")
         writer.write("\r\n".join((*head, f"content-length: {len(body)}", "", "")).encode() + body)
         for number in range(TOKENS):
             is_traced = number > TOKENS // 2  # the first events take another way

@@ -314,11 +314,11 @@ class Stack:
         return self.frontend.port
 
 
-def get(port: int, path: str) -> tuple[int, bytes]:
-    """A plain GET at this machine."""
+def get(port: int, path: str, *, method: str = "GET") -> tuple[int, bytes]:
+    """A plain request at this machine."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     try:
-        connection.request("GET", path)
+        connection.request(method, path)
         response = connection.getresponse()
         return response.status, response.read()
     finally:

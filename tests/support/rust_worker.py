@@ -51,9 +51,9 @@ class RustWorker(Process):
     def records(self) -> list[str]:
         return sorted(path.relative_to(self.store).as_posix() for path in self.store.rglob("*") if path.is_file())
 
-    def get(self, path: str) -> tuple[int, str]:
+    def get(self, path: str, *, method: str = "GET") -> tuple[int, str]:
         port = int(self.wait_log(r"status server on \S+:(\d+)")[1])
-        status, body = get(port, path)
+        status, body = get(port, path, method=method)
         return status, body.decode()
 
     def address(self) -> tuple[str, int]:

@@ -39,6 +39,7 @@ pub(crate) struct Status {
     files: RwLock<HashMap<String, PathBuf>>,
     control: RwLock<Option<Control>>,
     is_local: bool,
+    names: Names,
     /// Controls are answered on a port of their own.
     has_admin: bool,
 }
@@ -75,27 +76,56 @@ struct Request {
     path: String,
     host: String,
     origin: Option<String>,
+    /// The form of any page could be this request: a body of a form, and no header that no form can have.
+    is_form: bool,
     body: Vec<u8>,
     is_last: bool,
 }
 
-/// Returns why a request may come from a page of another site, through the browser of somebody on this machine.
-///
-/// An address of loopback is no protection from those: a browser sends what any page asks it to send, and a page whose name was
-/// made to resolve to 127.0.0.1 may even read the answer.
-fn cross_site_reason(request: &Request) -> Option<&'static str> {
-    let (host, origin) = (request.host.as_str(), request.origin.as_deref());
-    if origin.is_some_and(|origin| origin.split_once("://").map_or("", |(_, host)| host) != host) {
-        return Some("its Origin is another site");
+/// The names by which a listener is reached beside addresses and localhost.
+#[derive(Default)]
+struct Names {
+    allowed: Vec<String>,
+}
+
+impl Names {
+    fn from_env() -> Self {
+        let given = settings::text("DYN_ALLOWED_HOSTS").unwrap_or_default().to_ascii_lowercase();
+        Self { allowed: given.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect() }
     }
-    let name = match host.strip_prefix('[') {
+
+    /// Returns why a request may come from a page of another site, through the browser of somebody on this machine.
+    ///
+    /// An address of loopback is no protection from those: a browser sends what any page asks it to send, and a page whose name
+    /// was made to resolve to 127.0.0.1 may even read the answer. A listener that is open to a network may have any name, unless
+    /// names are given.
+    fn cross_site_reason(&self, request: &Request, is_local: bool) -> Option<&'static str> {
+        let is_named = |name: &str| self.allowed.iter().any(|allowed| allowed == name);
+        let host = request.host.as_str();
+        let origin = request.origin.as_deref().map(|origin| origin.split_once("://").map_or("", |(_, host)| host));
+        if origin.is_some_and(|origin| origin.is_empty() || (origin != host && !is_named(name_in(origin)))) {
+            return Some("its Origin is another site");
+        }
+        let has_any_name = is_named("*") || (self.allowed.is_empty() && !is_local);
+        let name = name_in(host);
+        // HTTP/1.0 has no Host, and browsers always send one; they resolve .localhost by themselves (RFC 6761).
+        let is_of_this_machine = matches!(name, "" | "localhost")
+            || name.ends_with(".localhost")
+            || is_named(name)
+            || name.parse::<std::net::IpAddr>().is_ok();
+        (!has_any_name && !is_of_this_machine).then_some(
+            "its Host is a name that is not known here. This port is reached by 127.0.0.1, [::1], localhost and the names in \
+             DYN_ALLOWED_HOSTS",
+        )
+    }
+}
+
+/// Returns a host without its port.
+fn name_in(host: &str) -> &str {
+    match host.strip_prefix('[') {
         Some(rest) => rest.split(']').next().unwrap_or_default(),
         None => host.split(':').next().unwrap_or_default(),
-    };
-    // HTTP/1.0 has no Host, and browsers always send one.
-    let is_of_this_machine = matches!(name, "" | "localhost") || name.parse::<std::net::IpAddr>().is_ok();
-    (!is_of_this_machine)
-        .then_some("its Host is a name, and this port is reached by 127.0.0.1, [::1] or localhost only")
+    }
 }
 
 impl Status {
@@ -109,6 +139,7 @@ impl Status {
             files: RwLock::default(),
             control: RwLock::default(),
             is_local,
+            names: Names::from_env(),
             has_admin: settings::integer("DYN_ADMIN_PORT", -1, -1) >= 0,
         })
     }
@@ -199,17 +230,25 @@ impl Status {
             Door::Status => self.is_local,
             Door::Admin { is_local } => is_local,
         };
+        if let Some(reason) = self.names.cross_site_reason(request, is_local) {
+            let text = format!("this request may come from a page of another site: {reason}");
+            return Reply::json(403, &json!({"error": "Forbidden", "message": text}));
+        }
+        if request.method == "POST" && request.is_form {
+            let text = format!(
+                "{} takes no form, as web pages of any site can send forms: send it with Content-Type application/json",
+                request.path
+            );
+            return Reply::json(415, &json!({"error": "Unsupported Media Type", "message": text}));
+        }
         if let Some(name) = request.path.strip_prefix("/engine/") {
-            if let Some(reason) = cross_site_reason(request).filter(|_| is_local) {
-                tracing::warn!("a request for /engine/{name} was declined: {reason}");
-                let text = format!("this request may come from a page of another site: {reason}");
-                return Reply::json(403, &json!({"error": "Forbidden", "message": text}));
-            }
             return match self.elsewhere(door) {
                 Some(text) => {
                     let text = format!("this route is not here: {text}");
                     Reply::json(404, &json!({"error": "Route not found", "message": text}))
                 }
+                // An image of any page could be a GET.
+                None if request.method != "POST" => Reply::text(405, "Method not allowed"),
                 None => self.answer_control(name, &request.body).await,
             };
         }
@@ -309,7 +348,7 @@ async fn read_request<R: AsyncRead + Unpin>(socket: &mut R, buffer: &mut Vec<u8>
         return Err(Reply::text(400, "The request line is malformed"));
     };
     let mut is_last = version != "HTTP/1.1";
-    let (mut length, mut host, mut origin) = (0, String::new(), None);
+    let (mut length, mut host, mut origin, mut is_form, mut has_key) = (0, String::new(), None, false, false);
     for line in lines {
         let Some((name, value)) = line.split_once(':') else { continue };
         match name.trim().to_ascii_lowercase().as_str() {
@@ -319,6 +358,12 @@ async fn read_request<R: AsyncRead + Unpin>(socket: &mut R, buffer: &mut Vec<u8>
             },
             "transfer-encoding" => return Err(Reply::text(411, "A body needs a content-length here")),
             "host" => host = value.trim().to_ascii_lowercase(),
+            "content-type" => {
+                let kind = value.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+                is_form =
+                    matches!(kind.as_str(), "application/x-www-form-urlencoded" | "multipart/form-data" | "text/plain");
+            }
+            "authorization" | "x-api-key" => has_key = true,
             "origin" => origin = Some(value.trim().to_ascii_lowercase()),
             "connection" if value.trim().eq_ignore_ascii_case("close") => is_last = true,
             _ => {}
@@ -331,7 +376,8 @@ async fn read_request<R: AsyncRead + Unpin>(socket: &mut R, buffer: &mut Vec<u8>
     }
     let path = target.split('?').next().unwrap_or_default().to_owned();
     let body = buffer[end..end + length].to_vec();
-    let request = Request { method: method.to_owned(), path, host, origin, body, is_last };
+    let is_form = is_form && !has_key;
+    let request = Request { method: method.to_owned(), path, host, origin, is_form, body, is_last };
     buffer.drain(..end + length);
     Ok(Some(request))
 }
@@ -368,6 +414,7 @@ async fn write_reply(socket: &mut TcpStream, reply: &Reply, is_head: bool, is_la
         403 => "Forbidden",
         404 => "Not Found",
         405 => "Method Not Allowed",
+        415 => "Unsupported Media Type",
         503 => "Service Unavailable",
         _ => "Error",
     };
@@ -432,7 +479,42 @@ mod tests {
         ] {
             let head = format!("POST /engine/x HTTP/1.1\r\n{headers}\r\n\r\n");
             let request = read(head.as_bytes()).await.expect("read").expect("a request");
-            assert_eq!(cross_site_reason(&request).is_none(), is_ours, "{headers}");
+            assert_eq!(Names::default().cross_site_reason(&request, true).is_none(), is_ours, "{headers}");
+        }
+    }
+
+    #[tokio::test]
+    async fn names_that_are_allowed_are_the_only_ones() {
+        for (allowed, is_local, headers, is_ours) in [
+            ("api.example", true, "Host: api.example:9", true),
+            ("api.example", true, "Host: 127.0.0.1:9\r\nOrigin: https://api.example", true),
+            ("api.example", true, "Host: evil.example", false),
+            ("api.example", false, "Host: evil.example", false),
+            ("*", true, "Host: evil.example", true),
+            ("*", true, "Host: localhost\r\nOrigin: http://evil.example", false),
+            ("", false, "Host: worker.cluster", true),
+            ("", false, "Host: worker.cluster\r\nOrigin: http://evil.example", false),
+        ] {
+            let head = format!("POST /engine/x HTTP/1.1\r\n{headers}\r\n\r\n");
+            let request = read(head.as_bytes()).await.expect("read").expect("a request");
+            let allowed = allowed.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
+            let names = Names { allowed };
+            assert_eq!(names.cross_site_reason(&request, is_local).is_none(), is_ours, "{headers}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_the_form_of_any_page_could_send_is_a_form() {
+        for (headers, is_form) in [
+            ("Content-Type: application/json", false),
+            ("Content-Type: text/plain; charset=UTF-8", true),
+            ("Content-Type: application/x-www-form-urlencoded", true),
+            ("Content-Type: multipart/form-data; boundary=x", true),
+            ("Content-Type: text/plain\r\nAuthorization: Bearer x", false),
+            ("", false),
+        ] {
+            let head = format!("POST /engine/x HTTP/1.1\r\n{headers}\r\n\r\n");
+            assert_eq!(read(head.as_bytes()).await.expect("read").expect("one").is_form, is_form, "{headers}");
         }
     }
 }

@@ -20,7 +20,7 @@ from support.frontend_cluster import Cluster, cluster, say
 from support.patience import PATIENCE_SECONDS
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @asynccontextmanager
@@ -109,14 +109,14 @@ MALFORMED = [
     b"GET / SPDY/1.1\r\n\r\n",
     b"get /live HTTP/1.1\r\n\r\n",
     b"GET  HTTP/1.1\r\n\r\n",
-    b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET http:// HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
     b"GET / HTTP/1.1\r\nhost x\r\n\r\n",
     b"GET / HTTP/1.1\r\n: novalue\r\n\r\n",
     b"GET / HTTP/1.1\r\nho st: x\r\n\r\n",
     b"GET / HTTP/1.1\r\nhost: x\x00y\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    b"CONNECT nowhere HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"CONNECT nowhere HTTP/1.1\r\nhost: localhost\r\n\r\n",
     HEAD + b"content-length: -1\r\n\r\n",
     HEAD + b"content-length: 5, 6\r\n\r\n",
     HEAD + b"content-length: 99999999999999999999999999\r\n\r\n",
@@ -272,10 +272,10 @@ async def test_bodies_that_arrive_have_one_budget_together(tmp_path: Path) -> No
 async def test_pipelined_requests_are_answered_in_order_up_to_the_limit(tmp_path: Path) -> None:
     async with served(tmp_path, pipeline_limit=4) as (house, server):
         answer = await shout(
-            server.port, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 4 + b"GET /nowhere HTTP/1.0\r\n\r\n"
+            server.port, b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n" * 4 + b"GET /nowhere HTTP/1.0\r\n\r\n"
         )
         assert [part.split()[0] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200"] * 4 + [b"404"]
-        answer = await shout(server.port, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 5000)
+        answer = await shout(server.port, b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n" * 5000)
         parts = answer.split(b"HTTP/1.1 ")[1:]
         assert [part.split()[0] for part in parts] == [b"200"] * 5 + [b"429"]
         assert b"DYN_HTTP_PIPELINE_LIMIT" in parts[-1]
@@ -313,7 +313,7 @@ async def test_connections_over_the_limit_are_told_so(tmp_path: Path) -> None:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while len(server.service.connections) < 8:
                     await asyncio.sleep(0.01)
-            answer = await shout(server.port, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            answer = await shout(server.port, b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             status, message = refusal(answer)
             assert (status, "DYN_HTTP_MAX_CONNECTIONS" in message) == (503, True)
             assert b"retry-after: 1" in answer
@@ -389,7 +389,7 @@ async def test_a_client_that_asks_and_asks_and_never_reads_is_cut(tmp_path: Path
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while not refusals(house, "write_stall"):
                     try:
-                        lazy.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
+                        lazy.send(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100)
                     except BlockingIOError:
                         pass
                     except ConnectionError:

@@ -47,9 +47,7 @@ async def served(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Cluster
 async def median_latency(port: int, requests: int = 25) -> float:
     """Of a client that keeps one connection and reads what it asked for."""
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
-    head = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    )
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     loop, took = asyncio.get_running_loop(), []
     try:
@@ -153,7 +151,7 @@ async def idle_connections(tmp_path: Path, wanted: int) -> None:
                 opened.append(one)
                 await loop.sock_connect(one, ("127.0.0.1", server.port))
                 if number % 2:
-                    one.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
+                    one.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-le")
             state = server.service
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while len(state.connections) < count:

@@ -91,7 +91,7 @@ async def test_what_is_no_http_is_a_400() -> None:
 async def test_an_upgrade_is_answered_as_plain_http_or_declined_and_never_hangs() -> None:
     upgrade = b"connection: upgrade\r\nupgrade: h2c\r\n"
     async with site() as status:
-        answer = await status.shout(b"GET /live HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n\x00\x00rubbish")
+        answer = await status.shout(b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + upgrade + b"\r\n\x00\x00rubbish")
         assert answer.startswith(b"HTTP/1.1 503 ")  # not ready
         answer = await status.shout(POST + upgrade + b"content-length: 2\r\n\r\n{}", eof=True)
         assert answer.startswith(b"HTTP/1.1 200 ")
@@ -178,14 +178,14 @@ async def test_a_client_that_asks_and_never_reads_is_cut() -> None:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while not status.refusals("write_stall"):
                     with suppress(BlockingIOError):
-                        lazy.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
+                        lazy.send(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20)
                     await asyncio.sleep(0.01)
         await status.until_idle()
 
 
 async def test_pipelined_requests_over_the_limit_are_refused() -> None:
     async with site(pipeline_limit=4) as status:
-        answer = await status.shout(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 500)
+        answer = await status.shout(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500)
         assert status.refusals("pipeline") == 1
         assert answer.count(b"HTTP/1.1 ") <= 6
         await status.until_idle()

@@ -166,7 +166,8 @@ async def test_probes_and_metrics(worker: RustWorker, client: MuxClient) -> None
     assert status == 200
     assert 'dynamo_component_requests_total{dynamo_namespace="dynamo",dynamo_component="backend"' in page
     assert worker.get("/nowhere") == (404, "Route not found")
-    assert worker.get("/engine/control/sleep")[0] == 404
+    assert worker.get("/engine/control/sleep")[0] == 405  # an image of any page could be a GET
+    assert worker.get("/engine/control/sleep", method="POST")[0] == 404
 
 
 def test_an_admin_port_serves_controls_and_nothing_else_does(tmp_path: Path) -> None:
@@ -176,7 +177,8 @@ def test_an_admin_port_serves_controls_and_nothing_else_does(tmp_path: Path) -> 
         worker.wait_log("Serving ")
         status, text = worker.get("/engine/control/sleep")
         assert (status, "DYN_ADMIN_PORT" in text) == (404, True)
-        there = get(admin, "/engine/control/sleep")
+        assert get(admin, "/engine/control/sleep")[0] == 405
+        there = get(admin, "/engine/control/sleep", method="POST")
         assert (there[0], b"Route /engine/control/sleep not found" in there[1]) == (404, True)
         assert get(admin, "/health") == (404, b"Route not found")
         assert worker.get("/health")[0] == 200

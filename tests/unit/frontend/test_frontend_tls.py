@@ -45,7 +45,7 @@ async def ask(port: int, context: ssl.SSLContext) -> tuple[bytes, int]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     try:
         serial = int(writer.get_extra_info("ssl_object").getpeercert()["serialNumber"], 16)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(BODY)}"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(BODY)}"
         writer.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + BODY)
         async with asyncio.timeout(PATIENCE_SECONDS):
             return await reader.read(), serial

@@ -43,7 +43,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 def endpoints(frontend: Frontend) -> list[GuardedRoute]:
     """The real table of routes of a frontend behind keys."""
-    door = frontend.asgi
+    door: Any = frontend.asgi
     assert isinstance(door, KeyDoor)
     routes = door._app
     assert isinstance(routes, InferenceFirst)
@@ -233,8 +233,9 @@ async def test_one_key_in_the_environment_is_enough(tmp_path: Path) -> None:
 async def test_without_keys_nothing_is_asked_for(tmp_path: Path) -> None:
     async with cluster(tmp_path) as found:
         await found.worker()
-        assert isinstance(found.frontend.asgi, TokenDoor)  # which lets everything pass
-        assert isinstance(found.frontend.asgi._app, InferenceFirst)
+        door: Any = found.frontend.asgi
+        assert isinstance(door, TokenDoor)  # which lets everything pass
+        assert isinstance(door._app, InferenceFirst)
         assert (await found.client.chat(headers={"authorization": "Bearer whatever"})).status == 200
         assert (await found.client.call("GET", "/health")).json["instances"]
 

@@ -31,7 +31,7 @@ from support.frontend_cluster import Cluster, Script, cluster
 from support.pictures import RED, data_url
 
 VIDEO: dict[str, Any] = {"model_type": ModelType.Videos, "model_input": ModelInput.Text}
-HOST = {"host": "media.test"}
+HOST = {"host": "media.localhost"}
 
 
 def sample() -> Script:
@@ -157,7 +157,7 @@ async def test_a_kept_video_is_shown_fetched_by_ranges_and_deleted(tmp_path: Pat
         await found.worker(sample(), **VIDEO)
         video = (await make(found)).json
         link = video["data"][0]["url"]
-        assert link.startswith("http://media.test/v1/media?")
+        assert link.startswith("http://media.localhost/v1/media?")
         one = f"/v1/videos/{video['id']}"
         shown = (await found.client.get(one)).json
         assert shown == {name: value for name, value in video.items() if name != "data"}

@@ -57,7 +57,8 @@ class Site:
             writer.close()
             await writer.wait_closed()
 
-    async def ask(self, path: str, *, method: str = "GET", body: bytes = b"") -> Answer:
+    async def ask(self, path: str, *, method: str | None = None, body: bytes = b"") -> Answer:
+        method = method or ("POST" if path.startswith("/engine/") else "GET")
         head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         return await self.raw(head.encode() + body, method=method)
 
@@ -109,7 +110,7 @@ async def test_an_engine_route_gets_its_body_and_answers(site: Site) -> None:
     answers = [
         await site.ask("/engine/control/echo", method="POST", body=b'{"a":1}'),
         await site.ask("/engine/control/echo"),
-        await site.ask("/engine/control/echo", method="PUT", body=b"[1]"),
+        await site.ask("/engine/control/echo", body=b"[1]"),
     ]
     assert [(a.status, a.json) for a in answers] == [(200, {"got": {"a": 1}}), (200, {"got": {}}), (200, {"got": [1]})]
 
@@ -265,9 +266,12 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
         (b"GET /health HTTP/1.1\r\nx: " + b"a" * (8 * LIMITS.header_limit_bytes), 431),
         (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * LIMITS.header_limit_bytes, 431),
         (b"GET /" + b"a" * (8 * LIMITS.header_limit_bytes), 431),
-        (b"POST /engine/x HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (LIMITS.body_limit_bytes + 1), 413),
+        (
+            b"POST /engine/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (LIMITS.body_limit_bytes + 1),
+            413,
+        ),
         (b"rubbish\r\n\r\n", 400),
-        (b"POST /engine/x HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n", 400),
+        (b"POST /engine/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: x\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01", 400),
     ],
 )
@@ -316,7 +320,7 @@ async def test_close_refuses_new_connections_and_cancels_the_route_under_way() -
     server.register_route("x", hang)
     port = server.port
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /engine/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    writer.write(b"POST /engine/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
     await entered.wait()
     await server.close()
     assert ended.is_set()
@@ -339,7 +343,7 @@ async def test_a_route_goes_on_when_its_caller_leaves() -> None:
     await server.start()
     server.register_route("x", patient)
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"GET /engine/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    writer.write(b"POST /engine/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
     await entered.wait()
     writer.close()
     await writer.wait_closed()
@@ -385,11 +389,11 @@ async def admin_site(**settings: Any) -> AsyncIterator[Site]:
         await server.close()
 
 
-async def at_admin(site: Site, path: str) -> int:
+async def at_admin(site: Site, path: str, method: str = "GET") -> int:
     assert site.server.admin_url is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", int(site.server.admin_url.rsplit(":", 1)[1]))
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        writer.write(f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n".encode())
         return (await read_answer(reader)).status
     finally:
         writer.close()
@@ -400,10 +404,10 @@ async def at_admin(site: Site, path: str) -> int:
 async def test_with_an_admin_port_the_engine_routes_are_there_and_nowhere_else(host: str) -> None:
     async with admin_site(host=host, admin_port=0) as site:
         assert site.server.admin_url != site.server.url
-        for path in ("/engine/control/echo", "/v1/loras"):
-            answer = await site.ask(path, method="GET")
+        for path, method in (("/engine/control/echo", "POST"), ("/v1/loras", "GET")):
+            answer = await site.ask(path, method=method)
             assert (answer.status, "DYN_ADMIN_PORT" in answer.json["message"]) == (404, True)
-            assert await at_admin(site, path) == 200
+            assert await at_admin(site, path, method) == 200
         assert (await site.ask("/metrics")).status == 200
         assert await at_admin(site, "/metrics") == 404
 
@@ -429,8 +433,40 @@ async def test_a_page_of_another_site_reaches_no_engine_route(site: Site) -> Non
         for path in ("/engine/control/echo", "/v1/loras"):
             answer = await site.raw(f"POST {path} HTTP/1.1\r\n{line}\r\ncontent-length: 0\r\n\r\n".encode())
             assert (answer.status, "another site" in answer.json["message"]) == (403, True)
-        health = await site.raw(f"GET /health HTTP/1.1\r\n{line}\r\n\r\n".encode())
-        assert health.status != 403  # what everybody may read stays so
+        for path in ("/health", "/metrics", "/v1/metadata/ns/c/e/m/_base/tokenizer.json"):
+            assert (await site.raw(f"GET {path} HTTP/1.1\r\n{line}\r\n\r\n".encode())).status == 403
+
+
+@each_case("method", ["GET", "HEAD", "PUT", "DELETE"])
+async def test_an_engine_route_answers_post_only(site: Site, method: str) -> None:
+    called: list[object] = []
+
+    async def sleep(body: object) -> object:
+        called.append(body)
+        return {}
+
+    site.server.register_route("control/sleep", sleep)
+    answer = await site.ask(
+        "/engine/control/sleep", method=method
+    )  # <img src="http://127.0.0.1:9090/engine/control/sleep">
+    assert (answer.status, answer.headers["allow"], called) == (405, "POST", [])
+    assert (await site.ask("/engine/control/sleep")).status == 200
+    assert called == [{}]
+
+
+@each_case("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+async def test_an_engine_route_takes_no_form(site: Site, kind: str) -> None:
+    site.server.register_route("control/echo", echo)
+    for path in ("/engine/control/echo", "/v1/loras"):
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\ncontent-length: 2\r\n\r\n{{}}"
+        answer = await site.raw(head.encode())
+        assert (answer.status, "application/json" in answer.json["message"]) == (415, True)
+
+
+async def test_a_name_that_is_allowed_reaches_the_engine_routes() -> None:
+    async with admin_site(host="127.0.0.1", allowed_hosts=("worker.example",)) as site:
+        head = "POST /engine/control/echo HTTP/1.1\r\nhost: worker.example\r\ncontent-length: 0\r\n\r\n"
+        assert (await site.raw(head.encode())).status == 200
 
 
 async def test_an_admin_port_that_is_taken_is_named_and_leaves_nothing_open(site: Site) -> None:

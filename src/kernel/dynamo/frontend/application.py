@@ -23,7 +23,13 @@ from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
-from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
+from dynamo.frontend.http.admin import (
+    AdminElsewhere,
+    SameSiteOnly,
+    rule_of_admins,
+    rule_of_clients,
+    serves_admin_with_api,
+)
 from dynamo.frontend.http.cors import with_cors
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES, NotBuiltRoute, switched_off
@@ -96,14 +102,15 @@ class FrontendRoutes:
         for part in self._over.parts:
             inference.update(part.inference())
         dialects = PathDialects({path: route.dialect for path, route in inference.items()})
-        routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(dialects))
+        routes = InferenceFirst(inference, self._routes(inference), rule_of_clients(self._settings), dialects)
         return with_cors(self._behind(routes, Site(routes.routes, dialects)), self._settings.cors_origins)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
         dialects = PathDialects({})
         routes = Router(routes=self._operators(), redirect_slashes=False, default=UnmatchedPath(dialects))
-        return self._behind(routes, Site(routes.routes, dialects, is_for_operators=True))
+        here = SameSiteOnly(routes, rule_of_admins(self._settings))
+        return self._behind(here, Site(routes.routes, dialects, is_for_operators=True))
 
     def _behind(self, app: ASGIApp, site: Site) -> ASGIApp:
         """Return `app` behind what the parts put in front of it: that of the last part is the outermost."""
@@ -209,11 +216,12 @@ class FrontendRoutes:
         if self._settings.disable_admin_api:
             return ()
         settings, over = self._settings, self._over
-        adapters: ASGIApp = SameSiteOnly(AdaptersRoute(over.adapters, over.budget), settings)
-        busy: ASGIApp = SameSiteOnly(BusyThresholdRoute(over.loads, self._pipeline.models, over.budget), settings)
+        rule = rule_of_admins(settings)
+        adapters: ASGIApp = SameSiteOnly(AdaptersRoute(over.adapters, over.budget), rule)
+        busy: ASGIApp = SameSiteOnly(BusyThresholdRoute(over.loads, self._pipeline.models, over.budget), rule)
         routes = [
             GuardedRoute("/busy_threshold", busy, "GET", "POST"),
-            GuardedRoute("/admin/shares", SameSiteOnly(SharesRoute(over.shares), settings), "GET"),
+            GuardedRoute("/admin/shares", SameSiteOnly(SharesRoute(over.shares), rule), "GET"),
             GuardedRoute(ADAPTERS_PATH, adapters, "GET", "POST"),
             GuardedRoute(ADAPTERS_PATH + "/{name:path}", adapters, "DELETE"),
             *[route for route in self._of_parts if route.is_admin],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,6 +109,21 @@ words: Final[SettingReader[tuple[str, ...]]] = SettingReader(_split, show=",".jo
 names: Final[SettingReader[frozenset[str]]] = SettingReader(
     lambda given: frozenset(_split(given.lower())), show=lambda value: ",".join(sorted(value))
 )
+
+_HOST_NAME: Final = re.compile(r"\*|[a-z0-9._-]+")
+
+
+def _read_host_names(given: str) -> tuple[str, ...]:
+    found = words.parse(given.lower())
+    for name in found:
+        if _HOST_NAME.fullmatch(name) is None:
+            raise ValueError(
+                f"{name!r} is not the name of a host; write for example api.example.com, without scheme and port"
+            )
+    return found
+
+
+host_names: Final[SettingReader[tuple[str, ...]]] = SettingReader(_read_host_names, show=",".join, metavar="NAME")
 
 # -- true and false --------------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, fields
 from typing import Final, Self
 
 from dynamo.frontend.base.asgi import Receive, Scope, Send, reply_rejected
+from dynamo.frontend.base.request_id import reject_route
 from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.pipeline.settings import ApiLimits
+from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.addresses import LOCAL_STORES, is_loopback
 from dynamo.runtime.base.http_limits import Rejection
-from dynamo.runtime.http.cross_site import cross_site_reason
+from dynamo.runtime.http.cross_site import SameSite
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +66,34 @@ class AdminElsewhere:
 
 
 class SameSiteOnly:
-    """An admin route that does nothing for pages of other sites: 403."""
+    """Routes that do nothing for pages of other sites: 403."""
 
-    def __init__(self, route: Route, settings: HttpSettings) -> None:
-        self._route = route
-        self._listens_at = settings.http_host if settings.admin_port is None else settings.admin_host
+    def __init__(self, app: Route, rule: SameSite) -> None:
+        self._app, self._rule = app, rule
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = cross_site_reason(scope["headers"], self._listens_at)
+        reason = self._rule.reason(scope["headers"]) if scope["type"] == "http" else None
         if reason is None:
-            await self._route(scope, receive, send)
+            await self._app(scope, receive, send)
         else:
-            text = f"this request may come from a page of another site: {reason}"
-            await reply_rejected(send, RequestRejected(403, text))
+            await reject_cross_site(scope, send, reason)
+
+
+async def reject_cross_site(scope: Scope, send: Send, reason: str, dialect: Dialect = OPENAI) -> None:
+    """Answer what the page of another site may have sent."""
+    text = f"this request may come from a page of another site: {reason}"
+    await reject_route(scope, send, RequestRejected(403, text), dialect)
+
+
+def rule_of_admins(settings: HttpSettings) -> SameSite:
+    """Return whose pages may call the admin routes: those of their own listener."""
+    listens_at = settings.http_host if settings.admin_port is None else settings.admin_host
+    return SameSite(listens_at, settings.runtime.system.allowed_hosts)
+
+
+def rule_of_clients(settings: HttpSettings) -> SameSite:
+    """Return whose pages may call the API."""
+    return SameSite(settings.http_host, settings.runtime.system.allowed_hosts, settings.cors_origins)
 
 
 def log_exposure(settings: HttpSettings) -> None:

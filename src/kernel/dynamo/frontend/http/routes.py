@@ -11,26 +11,41 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dynamo.frontend.base.access import IDENTITY, Access, check_access
 from dynamo.frontend.base.asgi import reply
 from dynamo.frontend.base.request_id import reject_route, with_request_id
+from dynamo.frontend.http.admin import reject_cross_site
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected, route_not_found
+from dynamo.runtime.http.cross_site import SEND_JSON, SameSite, is_form
 
 
 class InferenceFirst(Router):
     """A router that knows the inference routes by their whole paths.
 
     A request to one of them has no path parameters and needs no route object: it saves nineteen calls of a pattern's way.
-    Anything else about such a path (another method) goes the usual way.
+    Anything else about such a path (another method) goes the usual way. Pages of other sites get a 403: see `SameSite`.
     """
 
-    def __init__(self, inference: Mapping[str, InferenceRoute], routes: Sequence[BaseRoute], default: ASGIApp) -> None:
-        super().__init__(routes=routes, redirect_slashes=False, default=default)
+    def __init__(
+        self,
+        inference: Mapping[str, InferenceRoute],
+        routes: Sequence[BaseRoute],
+        rule: SameSite,
+        dialects: PathDialects,
+    ) -> None:
+        super().__init__(routes=routes, redirect_slashes=False, default=UnmatchedPath(dialects))
         self._inference = dict(inference)
+        self._rule, self._permitted, self._dialects = rule, rule.permitted, dialects
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Return what serves the request: a coroutine around it would be one more to go through at every turn."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._inference:
-            route = self._inference[scope["path"]]
+        if (
+            (found := dict(scope.get("headers", ()))).get(b"host"),
+            found.get(b"origin"),
+        ) not in self._permitted and scope["type"] == "http":
+            reason = self._rule.reason(found.items())
+            if reason is not None:
+                return reject_cross_site(scope, send, reason, self._dialects.of(scope["path"]))
+        if scope["type"] == "http" and scope["method"] == "POST" and (route := self._inference.get(scope["path"])):
             if IDENTITY in scope:
                 try:
                     check_access(scope, route.access)
@@ -44,15 +59,22 @@ class GuardedRoute(Route):
     """A route, and what it needs of a key; a wrong method is a 405 with an empty body, as 1.6 answers it."""
 
     def __init__(
-        self, path: str, endpoint: Any, *methods: str, access: Access = Access.ADMIN, is_admin: bool | None = None
+        self,
+        path: str,
+        endpoint: Any,
+        *methods: str,
+        access: Access = Access.ADMIN,
+        is_admin: bool | None = None,
+        takes_forms: bool = False,
     ) -> None:
-        """`is_admin`: whether it is one of the admin routes, None: as `access` has it.
+        """`is_admin`: whether it is one of the admin routes, None: as `access` has it. `takes_forms`: whether it is for uploads.
 
         Raises ValueError for an open route whose path has parts that clients fill in: the door knows paths as a whole."""
         if access is Access.OPEN and "{" in path:
             raise ValueError(f"a route that needs no key has no parameters in its path, got {path}")
         super().__init__(path, endpoint, methods=methods)
         self.access = access
+        self._takes_forms = takes_forms
         self.is_admin = access.is_for_operators if is_admin is None else is_admin
 
     def elsewhere(self, answer: ASGIApp) -> GuardedRoute:
@@ -72,6 +94,8 @@ class GuardedRoute(Route):
             await reply(with_request_id(scope, send), 405, b"", content_type=None, extra=((b"allow", allowed),))
         elif isinstance(self.endpoint, InferenceRoute):  # which sends the id itself, without a call per message
             await self.app(scope, receive, send)
+        elif scope["method"] == "POST" and not self._takes_forms and is_form(scope["headers"]):
+            await reject_route(scope, send, RequestRejected(415, f"{scope['path']} takes no form, as {SEND_JSON}"))
         else:
             await self.app(scope, receive, with_request_id(scope, send))
 

@@ -17,7 +17,7 @@ from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.base.shares import Shares
-from dynamo.frontend.http.admin import SameSiteOnly
+from dynamo.frontend.http.admin import SameSiteOnly, rule_of_admins
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.routes import GuardedRoute, Site
 from dynamo.frontend.http.settings import HttpSettings
@@ -46,7 +46,7 @@ class Kernel:
 
     def same_site(self, route: ASGIApp) -> ASGIApp:
         """Return an admin route that does nothing for pages of other sites."""
-        return SameSiteOnly(route, self.settings)
+        return SameSiteOnly(route, rule_of_admins(self.settings))
 
 
 class Part(RequestListener):

@@ -22,6 +22,7 @@ from dynamo.settings.credentials import without_credentials
 from dynamo.settings.readers import (
     SettingReader,
     folder,
+    host_names,
     integer,
     kibibytes,
     mebibytes,
@@ -55,12 +56,6 @@ class FromEnvironment:
     def from_env(cls, env: Mapping[str, str] | None = None, given: Mapping[str, Any] = NO_FLAGS) -> Self:
         """Read the settings of this process; `given`: parsed arguments, which win over the variables."""
         return read_settings(cls, os.environ if env is None else env, given)
-
-
-def env_bool(name: str, default: bool = False, *, env: Mapping[str, str] | None = None) -> bool:
-    """Read a boolean: 1/true/on/yes or 0/false/off/no, any case."""
-    found: bool = declared(name, switch, "", unset=default).value(os.environ if env is None else env)
-    return found
 
 
 def env_int(name: str, default: int, *, minimum: int | None = None, env: Mapping[str, str] | None = None) -> int:
@@ -249,6 +244,10 @@ class SystemSettings(FromEnvironment):
         "names. Unset: they are on `DYN_SYSTEM_PORT` while that is bound to loopback, else nowhere. Needs "
         "`DYN_SYSTEM_PORT`. See [admin routes](security.md#admin-routes)")
     admin_host: str = setting(LOOPBACK, "DYN_ADMIN_HOST", text, "Address of that port; no key protects it")
+    allowed_hosts: tuple[str, ...] = setting((), "DYN_ALLOWED_HOSTS", host_names,
+        "A name by which this process is reached over HTTP beside addresses and `localhost` (repeatable, in the variable "
+        "separated by commas; `*`: any); see [web pages](security.md#web-pages)",
+        flag="--allowed-host", group="http", repeats=True, shown="none on loopback, else `*`")
     health_path: str = setting("/health", "DYN_SYSTEM_HEALTH_PATH", _route, "Where the health of this process is read")
     live_path: str = setting("/live", "DYN_SYSTEM_LIVE_PATH", _route, "Where whether it is alive is read")
     starting_ready: bool | None = setting(None, "DYN_SYSTEM_STARTING_HEALTH_STATUS", SettingReader(_read_starting_ready),

@@ -30,7 +30,7 @@ class EngineRoutes:
         self._routes: dict[str, EngineRoute] = {}
 
     def register(self, name: str, callback: EngineRoute) -> None:
-        """Serve `/engine/{name}`, any method; a second registration replaces the first. Raises ValueError."""
+        """Serve `POST /engine/{name}`; a second registration replaces the first. Raises ValueError."""
         name = name.strip("/")
         if not name:
             raise ValueError("an engine route needs a name")

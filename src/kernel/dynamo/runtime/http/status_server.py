@@ -230,7 +230,7 @@ class StatusServer:
     # -- what is served ----------------------------------------------------------------------------------------------
 
     def register_route(self, name: str, callback: EngineRoute) -> None:
-        """Serve `/engine/{name}`, any method; a second registration replaces the first. Raises ValueError."""
+        """Serve `POST /engine/{name}`; a second registration replaces the first. Raises ValueError."""
         self._routes.register(name, callback)
 
     def unregister_route(self, name: str) -> None:
@@ -271,6 +271,8 @@ class StatusServer:
     async def answer_admin(self, method: str, path: str, body: bytes) -> Reply:
         """Answer a request for what changes the engine; `path` as in `answer`."""
         if path.startswith(ENGINE_PREFIX):
+            if method != "POST":  # which an image of any page could be
+                return Reply(405, b"Method not allowed", headers={"allow": "POST"})
             return await self._routes.call(unquote(path[len(ENGINE_PREFIX) :]), body)
         if path.startswith(LORA_PREFIX) and self._settings.lora_enabled:
             return await self._routes.call_loras(method, path, body)
@@ -305,15 +307,31 @@ class StatusServer:
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request; the ASGI application of this server."""
-        answer: Answer = self.answer
-        if scope["path"].startswith((ENGINE_PREFIX, LORA_PREFIX)):
-            answer = _unless_cross_site(scope["headers"], self._host, answer)
-        await self._reply(scope, receive, send, answer)
+        await self._reply(scope, receive, send, self._unless_cross_site(scope, self._host, self.answer))
 
     async def _serve_admin(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request at the admin listener."""
-        answer = _unless_cross_site(scope["headers"], self._settings.admin_host, self.answer_admin)
+        answer = self._unless_cross_site(scope, self._settings.admin_host, self.answer_admin)
         await self._reply(scope, receive, send, answer)
+
+    def _unless_cross_site(self, scope: Any, listens_at: str, answer: Answer) -> Answer:
+        """Return what answers a request: `answer`, or a refusal of what the page of another site sent."""
+        from dynamo.runtime.http.cross_site import SEND_JSON, SameSite, is_form
+
+        reason = SameSite(listens_at, self._settings.allowed_hosts).reason(scope["headers"])
+        if reason is not None:
+            text = f"this request may come from a page of another site: {reason}"
+            refusal = Reply.json(403, {"error": "Forbidden", "message": text})
+        elif scope["method"] == "POST" and is_form(scope["headers"]):
+            text = f"{scope['path']} takes no form, as {SEND_JSON}"
+            refusal = Reply.json(415, {"error": "Unsupported Media Type", "message": text})
+        else:
+            return answer
+
+        async def refuse(_method: str, _path: str, _body: bytes) -> Reply:
+            return refusal
+
+        return refuse
 
     async def _reply(self, scope: Any, receive: Any, send: Any, answer: Answer) -> None:
         method = scope["method"]
@@ -359,22 +377,6 @@ class StatusServer:
 
 def _elsewhere(way: str) -> Reply:
     return Reply.json(404, {"error": "Route not found", "message": f"this route is not here: {way}"})
-
-
-def _unless_cross_site(headers: Any, listens_at: str, answer: Answer) -> Answer:
-    """Return what answers a request for what changes the engine: `answer`, or a refusal of what another site's page sent."""
-    from dynamo.runtime.http.cross_site import cross_site_reason
-
-    reason = cross_site_reason(headers, listens_at)
-    if reason is None:
-        return answer
-
-    async def refuse(_method: str, _path: str, _body: bytes) -> Reply:
-        return Reply.json(
-            403, {"error": "Forbidden", "message": f"this request may come from a page of another site: {reason}"}
-        )
-
-    return refuse
 
 
 async def _send_head(reply: Reply, size: int, send: Any) -> None:

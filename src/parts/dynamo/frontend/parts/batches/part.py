@@ -40,7 +40,7 @@ class Batches(Part):
         files, one, batch = FilesRoute(service.files), FileRoute(service.files), BatchRoute(service)
         batches = BatchesRoute(service, self._kernel.budget)
         return (
-            GuardedRoute("/v1/files", files, "GET", "POST", access=Access.FILES),
+            GuardedRoute("/v1/files", files, "GET", "POST", access=Access.FILES, takes_forms=True),
             GuardedRoute("/v1/files/{file_id}", one, "GET", "DELETE", access=Access.FILES),
             GuardedRoute("/v1/files/{file_id}/content", FileContentRoute(service.files), "GET", access=Access.FILES),
             GuardedRoute("/v1/batches", batches, "GET", "POST", access=Access.BATCHES),
