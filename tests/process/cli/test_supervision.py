@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,60 @@ async def test_a_process_that_does_not_listen_is_killed_with_everything_it_start
     assert watched.place.was_killed
     # Its output ended, so the grandchild, which shares the pipe, is gone as well.
     assert len(watched.lines) == 1
+
+
+@pytest.mark.parametrize("refused", ["a process", "a pipe"])
+async def test_a_start_that_the_system_refuses_once_is_tried_again_and_leaves_no_descriptor(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(REPORT + "import signal; signal.pause()")
+    keeping = asyncio.create_task(watched.place.keep())
+    await asyncio.wait_for(watched.reported.wait(), PATIENCE_SECONDS)
+    watched.place.mark_ready()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    refusals = refuse_once(monkeypatch, refused)
+    watched.reported.clear()
+    assert watched.place.process is not None
+    watched.place.process.kill()
+    await asyncio.wait_for(watched.reported.wait(), PATIENCE_SECONDS)
+    assert (len(refusals), len(os.listdir("/proc/self/fd"))) == (1, descriptors)
+    assert watched.said == [
+        "p was ended by SIGKILL; starting it again in 0.5 s",
+        f"p could not be started ({os.strerror(errno.EAGAIN)}); starting it again in 1 s",
+    ]
+    await watched.place.stop()
+    await keeping
+
+
+async def test_a_program_that_can_never_be_started_is_given_up_with_the_reason() -> None:
+    watched = Watched("", stop_seconds=1.0)
+    watched.place.program = replace(watched.place.program, argv=("/no/such/program",))
+    with pytest.raises(GaveUp, match="p could not be started") as gave_up:
+        await watched.place.keep()
+    assert gave_up.value.last_lines == [os.strerror(errno.ENOENT)]
+
+
+def refuse_once(monkeypatch: pytest.MonkeyPatch, what: str) -> list[str]:
+    """Let the system refuse the next process, or the last pipe for one; what was refused."""
+    refused: list[str] = []
+    start, pipe, pipes = asyncio.create_subprocess_exec, os.pipe, list[int]()
+
+    async def start_or_refuse(*args: Any, **named: Any) -> asyncio.subprocess.Process:
+        if not refused and what == "a process":
+            refused.append(what)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start(*args, **named)
+
+    def pipe_or_refuse() -> tuple[int, int]:
+        pipes.append(0)
+        if not refused and what == "a pipe" and len(pipes) == 3:
+            refused.append(what)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return pipe()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_refuse)
+    monkeypatch.setattr(os, "pipe", pipe_or_refuse)
+    return refused
 
 
 LEAVES_A_CHILD = (

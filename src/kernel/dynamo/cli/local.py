@@ -22,7 +22,7 @@ from dynamo.cli.readiness import Address, read_load, takes_requests
 from dynamo.scaling.decide import ScaleRules
 from dynamo.settings.command import EXIT_USAGE
 from dynamo.supervise.newcomer import Newcomers
-from dynamo.supervise.process import GaveUp, SupervisedProcess, exit_words
+from dynamo.supervise.process import GaveUp, SupervisedProcess
 from dynamo.supervise.rolling import RollingRestart
 from dynamo.supervise.scaling import LoadReading, Scaling
 
@@ -151,9 +151,7 @@ class Ending:
             self._console.complain(f"dynamo serve: error: {self._refusal}")
             return EXIT_USAGE
         if failure.status != EXIT_USAGE:  # then the child's own line has it all
-            self._console.complain(
-                f"dynamo serve: {failure.name} {exit_words(failure.status)} and cannot be kept running. Its last lines:"
-            )
+            self._console.complain(f"dynamo serve: {failure} and cannot be kept running. Its last lines:")
         for line in failure.last_lines:
             self._console.complain(line)
         return failure.status if failure.status > 0 else 128 - failure.status if failure.status else EXIT_KILLED

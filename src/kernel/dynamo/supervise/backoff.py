@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 EXIT_USAGE: Final = 2  # what argparse leaves with; the next one would read the same command line
+NOT_STARTED: Final = 126  # the status of a process that the system did not start, as shells have it
 
 FIRST_DELAY_SECONDS: Final = 0.5
 LONGEST_DELAY_SECONDS: Final = 30.0

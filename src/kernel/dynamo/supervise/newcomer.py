@@ -43,10 +43,10 @@ class Newcomer:
         """Keep its process running; before it was accepted, a process that ends is not started again."""
         try:
             await self.process.keep()
-        except (GaveUp, OSError) as failure:
+        except GaveUp as failure:
             if self._is_accepted:  # a worker like any other by now
                 raise
-            self._end_reason = self._why(failure)
+            self._end_reason = f"{self._noun} {exit_words(failure.status, failure.last_lines)}"
         finally:
             self._has_ended = True
 
@@ -82,11 +82,6 @@ class Newcomer:
             return await takes_requests(self._model, self._instance_id)
         except WorkerRefused as refusal:
             raise NotAccepted(f"the frontend refuses {self._noun} ({refusal})") from None
-
-    def _why(self, failure: GaveUp | OSError) -> str:
-        if isinstance(failure, GaveUp):
-            return f"{self._noun} {exit_words(failure.status)}"
-        return f"{self._noun} cannot be started ({failure.strerror or failure})"
 
 
 class Newcomers:

@@ -12,14 +12,14 @@ import json
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Self
 
 from dynamo.runtime.base.tasks import Background
-from dynamo.supervise.backoff import RestartPolicy
+from dynamo.supervise.backoff import NOT_STARTED, RestartPolicy
 from dynamo.supervise.lines import LineSplitter
 
 READ_BYTES: Final = 64 * 1024
@@ -43,7 +43,7 @@ class GaveUp(Exception):
     """A process cannot be kept running."""
 
     def __init__(self, name: str, status: int, last_lines: list[str]) -> None:
-        super().__init__(f"{name} {exit_words(status)}")
+        super().__init__(f"{name} {exit_words(status, last_lines)}")
         self.name, self.status, self.last_lines = name, status, last_lines
 
 
@@ -101,11 +101,10 @@ class Process:
         cls, program: Program, *, on_line: Callable[[str], None], on_report: Callable[[dict[str, Any]], None]
     ) -> Self:
         """Start the program; `follow` must be awaited afterwards. Raises OSError."""
-        stdin, lifeline = os.pipe()
-        output, stdout = os.pipe()
-        reports, report_to = os.pipe()
-        pipes = _Pipes(lifeline, output, reports)
-        try:
+        with ExitStack() as own_ends, ExitStack() as its_ends:
+            stdin, lifeline = _pipe(its_ends, own_ends)
+            output, stdout = _pipe(own_ends, its_ends)
+            reports, report_to = _pipe(own_ends, its_ends)
             child = await asyncio.create_subprocess_exec(
                 *(part.replace("{report}", str(report_to)) for part in program.argv),
                 env=program.env,
@@ -115,18 +114,18 @@ class Process:
                 start_new_session=True,
                 pass_fds=(*program.inherited, report_to),
             )
-        except BaseException:
-            pipes.close()
-            raise
-        finally:
-            for end in (stdin, stdout, report_to):
-                os.close(end)
-        return cls(child, pipes, on_line=on_line, on_report=on_report)
+            own_ends.pop_all()
+        return cls(child, _Pipes(lifeline, output, reports), on_line=on_line, on_report=on_report)
 
     async def follow(self) -> int:
         """Pass on output and reports until the child is dead; return its status as `subprocess` gives it (-9: SIGKILL)."""
         with closing(self._pipes):
-            output, reports = await self._pipes.open_readers()
+            try:
+                output, reports = await self._pipes.open_readers()
+            except BaseException:
+                self.kill()
+                await self._child.wait()
+                raise
             async with Background() as readers:  # a bug in a callback ends the child, and is raised here
                 readers.start(_read_lines(output, self._take_line), f"output of {self.pid}")
                 readers.start(_read_lines(reports, self._take_report), f"reports of {self.pid}")
@@ -156,6 +155,14 @@ class Process:
         """End the process, and everything that it started, now."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # a session leader's group has its own number
+
+
+def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[int, int]:
+    """Return the two ends of a pipe, which those close. Raises OSError."""
+    reading, writing = os.pipe()
+    readers.callback(os.close, reading)
+    writers.callback(os.close, writing)
+    return reading, writing
 
 
 async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
@@ -233,7 +240,7 @@ class SupervisedProcess:
                 delay = self._policy.after_death(status, healthy_seconds=healthy)
                 if delay is None:
                     raise GaveUp(self.name, status, last_lines)
-                self._log(f"{self.name} {exit_words(status)}; starting it again in {delay:g} s")
+                self._log(f"{self.name} {exit_words(status, last_lines)}; starting it again in {delay:g} s")
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)
         finally:
@@ -243,11 +250,14 @@ class SupervisedProcess:
         program = self.program
         if self.starts == 0:
             program = replace(program, env={**program.env, **program.first_env})
-        self.process = process = await Process.start(
-            program,
-            on_line=lambda line: self._on_line(self.name, line),
-            on_report=lambda report: self._on_report(self, report),
-        )
+        try:
+            self.process = process = await Process.start(
+                program,
+                on_line=lambda line: self._on_line(self.name, line),
+                on_report=lambda report: self._on_report(self, report),
+            )
+        except OSError as error:  # no room for a process, or no descriptor: that may pass
+            return NOT_STARTED, [error.strerror or str(error)]
         self.starts += 1
         self._times.started_at = asyncio.get_running_loop().time()
         self._on_start(self)
@@ -277,8 +287,10 @@ class SupervisedProcess:
             self.process.kill()
 
 
-def exit_words(status: int) -> str:
-    """Describe an exit status of `subprocess`."""
+def exit_words(status: int, last_lines: Sequence[str] = ()) -> str:
+    """Describe an exit status of `subprocess`, or NOT_STARTED, whose last line is the reason."""
+    if status == NOT_STARTED:
+        return f"could not be started ({last_lines[-1]})" if last_lines else "could not be started"
     if status >= 0:
         return f"exited with {status}"
     try:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Final
 
 from dynamo.frontend.base.peers import TOKEN_KEY
@@ -37,6 +38,8 @@ from dynamo.frontend.parts.group.questions import GroupQuestions
 from dynamo.frontend.parts.group.scrapes import GroupScrapes
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.http.inspector_token import new_token
+from dynamo.supervise.backoff import NOT_STARTED
+from dynamo.supervise.process import exit_words
 
 logger = logging.getLogger(__name__)
 
@@ -169,38 +172,27 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             delay = member.policy.after_death(status, healthy_seconds=None if since is None else loop.time() - since)
-            if delay is None or (not self._was_serving and status > 0):  # it has logged why, and would log it again
-                logger.error("%s ended with status %d and cannot be kept running", member.name, status)
+            words = exit_words(status)
+            has_logged_why = not self._was_serving and status > 0 and status != NOT_STARTED
+            if delay is None or has_logged_why:  # it would log it again
+                logger.error("%s %s and cannot be kept running", member.name, words)
                 self._failure = self._failure or (status if status > 0 else 1)
                 self._stop()
                 return
-            logger.error("%s ended with status %d; starting it again in %g s", member.name, status, delay)
+            logger.error("%s %s; starting it again in %g s", member.name, words, delay)
             self._scrapes.restarts.inc()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
     async def _live(self, member: MemberProcess) -> int:
-        """Run one incarnation; return its status as `subprocess` gives it (-9: SIGKILL)."""
-        ours, control = socket.socketpair()
-        member.deliveries, deliveries = socket.socketpair()
-        with control, deliveries:
-            inherited = {"control": control.fileno(), "deliveries": deliveries.fileno(), "places": self._places.fd}
-            if self._places.limits is not None:
-                inherited["limits"] = self._places.limits.fd
-            if self._admin is not None:
-                inherited["admin"] = self._admin.fileno()
-            flags = [f"--{name}={fd}" for name, fd in inherited.items()]
-            process = member.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "dynamo.frontend.parts.group.member"),
-                *(*flags, f"--row={member.row}", f"--rows={len(self._members)}", "--", *self._argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=tuple(inherited.values()),
-                preexec_fn=_ignore_interrupts,
-            )
+        """Run one incarnation; return its status as `subprocess` gives it (-9: SIGKILL), or NOT_STARTED."""
+        try:
+            process, reader, writer = await self._start(member)
+        except OSError as error:  # no room for a process, or no descriptor: that may pass
+            logger.error("%s cannot be started: %s", member.name, error.strerror or error)
+            return NOT_STARTED
         if self._stopping.is_set():  # stopped while it was being started
             process.terminate()
-        reader, member.writer = await asyncio.open_unix_connection(sock=ours)
-        member.deliveries.setblocking(False)
         self._shared.tell_all(member)
         try:
             while (message := await read(reader)) is not None:
@@ -209,8 +201,34 @@ class Supervisor:
             return await process.wait()
         finally:
             self._leave(member)
-            member.writer.close()
+            writer.close()
             member.writer = member.process = None
+
+    async def _start(
+        self, member: MemberProcess
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start the process of a member, and connect to it. Raises OSError, and leaves nothing open then."""
+        with ExitStack() as own_ends, ExitStack() as its_ends:
+            (ours, control), (dealt, deliveries) = _pair(own_ends, its_ends), _pair(own_ends, its_ends)
+            inherited = {"control": control.fileno(), "deliveries": deliveries.fileno(), "places": self._places.fd}
+            if self._places.limits is not None:
+                inherited["limits"] = self._places.limits.fd
+            if self._admin is not None:
+                inherited["admin"] = self._admin.fileno()
+            flags = [f"--{name}={fd}" for name, fd in inherited.items()]
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            own_ends.callback(writer.close)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "dynamo.frontend.parts.group.member"),
+                *(*flags, f"--row={member.row}", f"--rows={len(self._members)}", "--", *self._argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=tuple(inherited.values()),
+                preexec_fn=_ignore_interrupts,
+            )
+            own_ends.pop_all()
+        dealt.setblocking(False)
+        member.process, member.writer, member.deliveries = process, writer, dealt
+        return process, reader, writer
 
     def _leave(self, member: MemberProcess) -> None:
         """Send no more connections to this process, and wait for none of its answers."""
@@ -244,6 +262,14 @@ class Supervisor:
         standing = Standing(sum(each.takes for each in self._members), len(self._members))
         for member in self._members:
             member.send(standing)
+
+
+def _pair(*owners: ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets, each of which its owner closes. Raises OSError."""
+    ends = socket.socketpair()
+    for owner, end in zip(owners, ends, strict=True):
+        owner.enter_context(end)
+    return ends
 
 
 def _ignore_interrupts() -> None:
