@@ -23,6 +23,8 @@ from dynamo.protocol.openai import (
     thinking_mode,
     to_worker_fields,
 )
+from dynamo.protocol.openai.headers import MAX_AGENT_BYTES, MAX_AGENT_HEADER_BYTES, MAX_AGENT_HEADERS
+from dynamo.protocol.openai.requests import input_trigger
 from support.cases import each_case
 
 STOP_KEYS = [
@@ -557,6 +559,35 @@ def test_sessions() -> None:
     assert apply_headers(chat(), {"x-session-id": "s"}).agent_context == {"session_id": "s"}
     coder = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "x-claude-code-parent-agent-id": "p"}
     assert apply_headers(chat(), coder).agent_context == {"session_id": "s", "agent_id": "a", "parent_agent_id": "p"}
+
+
+def test_what_coding_agents_say_of_themselves_is_kept_within_bounds() -> None:
+    given = {"x-session-id": "s", "thread-id": "t", "x-openai-subagent": "review", "x-agent-id": "no", "x-app": "cli"}
+    kept = apply_headers(chat(), {**given, "x-codex-window": "1"}).agent_headers
+    assert kept == {"x-session-id": ["s"], "thread-id": ["t"], "x-openai-subagent": ["review"], "x-codex-window": ["1"]}
+    twice = apply_headers(chat(), [("x-codex-a", "1"), ("x-codex-a", "2"), ("x-codex-token", "Bearer k")])
+    assert twice.agent_headers == {"x-codex-a": ["1", "2"]}
+    many = apply_headers(chat(), {f"x-codex-{number}": "1" for number in range(80)}).agent_headers
+    assert len(many) == MAX_AGENT_HEADERS
+    for size, count in ((MAX_AGENT_HEADER_BYTES, 1), (MAX_AGENT_HEADER_BYTES + 1, 0)):
+        assert len(apply_headers(chat(), {"x-codex-a": "x" * size}).agent_headers) == count
+    large = apply_headers(chat(), {f"x-codex-{number:02}": "1" * 1000 for number in range(40)}).agent_headers
+    assert sum(len(name) + len(value) for name, (value,) in large.items()) <= MAX_AGENT_BYTES
+    assert len(large) == 32
+
+
+@each_case(
+    ("messages", "trigger"),
+    [
+        ([{"role": "user", "content": "a"}], "user_message"),
+        ([{"role": "user", "content": "a"}, {"role": "tool", "tool_call_id": "x", "content": "b"}], "tool_result"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "other"),
+        ([{"role": "system", "content": "a"}], "other"),
+    ],
+)
+def test_the_last_message_triggered_the_request(messages: list[dict[str, Any]], trigger: str) -> None:
+    assert input_trigger(chat(messages=messages)) == trigger
+    assert input_trigger(completion()) == "other"
 
 
 @each_case(

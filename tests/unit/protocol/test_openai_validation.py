@@ -751,7 +751,6 @@ ADMITS: Final[dict[str, set[str]]] = {
     "continue_final_message": _BOOL,
     "media_io_kwargs": _DICT,
     "mm_processor_kwargs": _DICT,
-    "image_cache_scope": _STRING,
 }
 COMPLETION_ADMITS: Final = {
     **{name: ADMITS[name] for name in CompletionRequest.__struct_fields__ if name in ADMITS},

@@ -80,6 +80,7 @@ class WorkerRequest(TypedDict, total=False):
     bootstrap_info: BootstrapInfo
     prefill_result: PrefillResult
     agent_context: dict[str, object]
+    image_cache_scope: str  # of a session or agent: requests with the same one may share what was made of their images
     migration_link: object  # of the span of the encode or prefill worker before it
     multi_modal_data: dict[str, list[object]]  # the slots of each kind of media, in the order of the message
     multi_modal_uuids: dict[str, list[object]]
@@ -147,7 +148,8 @@ class PlannedRequest(Struct):
     eos_token_ids: Sequence[int] = ()
     model: str = ""
     mdc_sum: str = ""  # of the model's card
-    agent_context: Mapping[str, object] | None = None
+    agent_context: dict[str, object] | None = None
+    image_cache_scope: str | None = None
     requires_reasoning: bool = False  # guidance waits until the engine has reasoned
     media: Mapping[str, Any] = field(default_factory=dict)  # further members, of a request with media
 
@@ -173,6 +175,7 @@ class PlannedRequest(Struct):
             "model": self.model,
             "mdc_sum": self.mdc_sum,
             **({} if self.agent_context is None else {"agent_context": self.agent_context}),
+            **({} if self.image_cache_scope is None else {"image_cache_scope": self.image_cache_scope}),
             **({"require_reasoning": True} if self.requires_reasoning else {}),
             **self.media,
             "token_ids": token_ids,

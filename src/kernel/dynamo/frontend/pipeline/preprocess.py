@@ -29,6 +29,7 @@ from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
+    input_trigger,
     raw_prompt,
     template_messages,
     template_tools,
@@ -291,6 +292,13 @@ class Preprocessor:
             lora_name=model.lora_name,
             agent_context=effects.agent_context,
         )
+        if fields.agent_context is not None:
+            effects.input_trigger = input_trigger(request)
+            fields.agent_context = {**fields.agent_context, "input_trigger": effects.input_trigger}
+            if effects.agent_headers:
+                fields.agent_context["agent_headers"] = effects.agent_headers
+            owner = "" if request.cache_owner is None else f"{request.cache_owner}\n"
+            fields.image_cache_scope = f"{owner}{effects.agent_id or effects.session_id}"
         sampling = fields.sampling_options
         if (guided := sampling.guided_decoding) is not None:
             self._check_guided(fields)

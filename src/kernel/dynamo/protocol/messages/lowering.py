@@ -57,6 +57,8 @@ def lower(
     if continues_last(messages):
         request.continue_final_message, request.add_generation_prompt = True, False
     request.toolset = toolset
+    last = source.messages[-1].content if source.messages else ""
+    request.ends_with_result = not isinstance(last, str) and any(block.get("type") == "tool_result" for block in last)
     request.shows_thinking = thinking is None or thinking.display != "omitted"
     request.repaired = source.repaired
     return request

@@ -17,6 +17,13 @@ MAX_METADATA_BYTES: Final = 64 * 1024  # names and values together
 U32_MAX: Final = 2**32 - 1  # as a dp rank: "not set"
 _YES: Final = ("1", "true", "yes")
 
+# What coding agents say of themselves, passed on with a session, as in 1.6.1: bounds included.
+_AGENT_PREFIXES: Final = ("x-claude-code-", "x-codex-")
+_AGENT_NAMES: Final = frozenset({"x-openai-subagent", "x-session-id", "x-parent-session-id", "thread-id"})
+MAX_AGENT_HEADERS: Final = 64
+MAX_AGENT_HEADER_BYTES: Final = 16 * 1024  # of one value; longer ones are left out
+MAX_AGENT_BYTES: Final = 32 * 1024  # names and values together
+
 
 class HeaderEffects(Struct):
     """The request options in headers, beyond the body's fields."""
@@ -28,6 +35,8 @@ class HeaderEffects(Struct):
     session_final: bool = False
     agent_id: str | None = None  # of several agents in one session
     parent_agent_id: str | None = None
+    agent_headers: dict[str, list[str]] = field(default_factory=dict)  # the values of each
+    input_trigger: str | None = None  # what the last message is, once the request was read
     explains_routing: bool = False  # the answer explains why its worker was chosen
     warnings: list[str] = field(default_factory=list)  # for the log; the request goes on
 
@@ -50,6 +59,8 @@ class HeaderEffects(Struct):
             context["agent_id"] = self.agent_id
         if self.parent_agent_id is not None:
             context["parent_agent_id"] = self.parent_agent_id
+        if self.input_trigger is not None:
+            context["input_trigger"] = self.input_trigger
         return context
 
 
@@ -79,7 +90,7 @@ def apply_headers(
         request.nvext = None
         effects.warnings.append("nvext is disabled on this frontend: the request's nvext was ignored")
     chosen: dict[str, tuple[int, str]] = {}  # what is set -> (preference, value); the lowest preference wins
-    metadata_bytes = 0
+    metadata_bytes = agent_bytes = 0
     # A list is what a frontend gives: there is no check whether it is a mapping, which is a search through bases.
     for name, value in headers if headers.__class__ is list or not isinstance(headers, Mapping) else headers.items():
         if name.startswith(metadata_prefix):
@@ -95,6 +106,12 @@ def apply_headers(
                 )
             effects.metadata[key] = value
             continue
+        if name.startswith(_AGENT_PREFIXES) or name in _AGENT_NAMES:
+            agent_bytes += len(name) + len(value)
+            fits = len(value) <= MAX_AGENT_HEADER_BYTES and agent_bytes <= MAX_AGENT_BYTES
+            is_counted = name in effects.agent_headers or len(effects.agent_headers) < MAX_AGENT_HEADERS
+            if fits and is_counted and not _is_credential(name, value):
+                effects.agent_headers.setdefault(name, []).append(value)
         known = _KNOWN.get(name)
         if known is None:
             continue

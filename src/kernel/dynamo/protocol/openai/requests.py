@@ -25,7 +25,7 @@ from dynamo.protocol.openai.shapes import (
     Request,
 )
 from dynamo.protocol.openai.validation import validate_chat, validate_completion
-from dynamo.protocol.openai.worker_fields import to_worker_fields
+from dynamo.protocol.openai.worker_fields import input_trigger, to_worker_fields
 
 __all__ = [
     "ChatRequest",
@@ -34,6 +34,7 @@ __all__ = [
     "Request",
     "decode_chat",
     "decode_completion",
+    "input_trigger",
     "parse_chat",
     "parse_completion",
     "raw_prompt",

@@ -461,6 +461,8 @@ class CommonRequest(Struct, kw_only=True, dict=True):
 class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
+    ends_with_result = False  # of the lowered request of another API: its last message holds the result of a tool
+
     messages: list[JsonObject]
     max_completion_tokens: I64 | None = None
     logprobs: bool | None = None
@@ -488,7 +490,6 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     media_io_kwargs: JsonObject | None = None
     mm_processor_kwargs: JsonObject | None = None
-    image_cache_scope: str | None = None
 
     def free_form(self) -> tuple[Any, ...]:
         form = self.response_format

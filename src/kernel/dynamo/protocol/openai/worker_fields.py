@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -15,6 +15,7 @@ from dynamo.protocol.worker_request import OutputFields, PlannedRequest, Routing
 _INTERNAL_ANNOTATIONS: Final = frozenset({"llm_metrics", "payload_usage"})
 _NEVER_FORWARDED: Final = "x-bypass-remote-prefill"  # only the router may set it
 _QUERY_PREFIX: Final = "query_instance_id:"
+_TRIGGERS: Final = {"user": "user_message", "tool": "tool_result"}
 _SAMPLING: Final = (
     "logit_bias", "detokenize", "allowed_token_ids", "bad_words", "bad_words_token_ids", "logprob_token_ids", "suffix",
 )  # fmt: skip
@@ -27,7 +28,7 @@ def to_worker_fields(
     eos_token_ids: Sequence[int] = (),
     mdc_sum: str = "",
     lora_name: str | None = None,
-    agent_context: Mapping[str, object] | None = None,
+    agent_context: dict[str, object] | None = None,
 ) -> PlannedRequest:
     """Return the worker's request without its prompt, a fresh record that the caller may change.
 
@@ -104,6 +105,15 @@ def to_worker_fields(
         mdc_sum,
         agent_context,
     )
+
+
+def input_trigger(request: CommonRequest) -> str:
+    """Return why an agent calls the model, as 1.6.1 names it: for what the last message of a chat is."""
+    if not isinstance(request, ChatRequest) or not request.messages:
+        return "other"
+    if request.ends_with_result:
+        return "tool_result"
+    return _TRIGGERS.get(str(request.messages[-1].get("role")), "other")
 
 
 def _thinking_budget(chat: ChatRequest | None, nvext: NvExt | None) -> int | None:
