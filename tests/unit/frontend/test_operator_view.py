@@ -50,7 +50,7 @@ async def test_a_workers_last_request_is_on_its_gauges_until_it_leaves(house: Cl
     await house.worker(model="other")
     await house.client.chat("hi")
     worker_id = f"{worker.endpoint.connection_id():x}"
-    last = {"worker_id": worker_id, "dp_rank": "none", "worker_type": "aggregated"}
+    last = {"worker_id": worker_id, "dp_rank": "none", "worker_type": "decode"}
     prompt_tokens = len(worker.requests[0]["token_ids"])
     assert house.metric("dynamo_frontend_worker_last_input_sequence_tokens", **last) == prompt_tokens
     assert house.metric("dynamo_frontend_worker_last_time_to_first_token_seconds", **last) > 0

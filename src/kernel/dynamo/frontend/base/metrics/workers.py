@@ -62,6 +62,8 @@ class WorkerGauges:
             held = self._gauges[worker_id] = {}
         gauge = held.get((short, dp_rank))
         if gauge is None:
-            labels = {"worker_id": f"{worker_id:x}", "dp_rank": dp_rank, "worker_type": role}
+            # A worker that does both is a "decode" one on these gauges, as on 1.6.1's.
+            kind = "decode" if role == "aggregated" else role
+            labels = {"worker_id": f"{worker_id:x}", "dp_rank": dp_rank, "worker_type": kind}
             gauge = held[short, dp_rank] = self._families[short].gauge(self._registry, labels)
         return gauge
