@@ -86,15 +86,18 @@ def framed(opening: str, closing: str, before: str, behind: str) -> list[dict[st
     ]
 
 
-def spans(think: str, say: str, end: str, call: str, between: str = "") -> list[dict[str, Any]]:
-    """Return the cases of a format whose whole answer is divided. `think` and `say` begin a block, `end` ends it."""
+def spans(think: str, say: str, end: str, call: str, between: str = "", seam: str = "") -> list[dict[str, Any]]:
+    """Return the cases of a format whose whole answer is divided. `think` and `say` begin a block, `end` ends it.
+
+    `seam`: what parts two blocks of one kind.
+    """
     a, b = f"{think}a{end}", f"{say}b{end}"
     return [
         case("plain", "No marks at all.", "", "No marks at all."),
         case("reasoning", a, "a", ""),
         case("content", b, "", "b"),
         case("both", f"{a}{between}{b}", "a", "b"),
-        case("twice", f"{a}{between}{b}{between}{a}{between}{b}", "aa", "bb"),
+        case("twice", f"{a}{between}{b}{between}{a}{between}{b}", f"a{seam}a", f"b{seam}b"),
         case("reasoning cut", f"{think}half a thou", "half a thou", ""),
         case("content cut", f"{a}{between}{say}half an ans", "a", "half an ans"),
         case("a mark cut", f"{say}b{end[:-1]}", "", f"b{end[:-1]}"),
@@ -116,9 +119,12 @@ def unified() -> dict[str, list[dict[str, Any]]]:
     return {
         "gpt_oss": [
             *spans(
-                "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>", call["harmony"], assistant
+                "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>", call["harmony"], assistant, "\n"
             ),
             case("a preamble", "<|channel|>commentary<|message|>I will look.<|end|>", "", "I will look."),
+            case("a preamble and an answer", f"<|channel|>commentary<|message|>I will look.<|end|>{assistant}<|channel|>final<|message|>b<|return|>", "", "I will look.\nb"),
+            case("two messages and an empty one", f"<|channel|>final<|message|>b<|end|>{assistant}<|channel|>final<|message|><|end|>{assistant}<|channel|>final<|message|>c<|return|>", "", "b\nc"),
+            case("thoughts from the prompt, and more", f"a<|end|>{assistant}<|channel|>analysis<|message|>b<|end|>", "a\nb", "", inside=True),
             case("returned", "<|channel|>final<|message|>b<|return|>", "", "b"),
             case("the recipient first", " to=functions.ping<|channel|>commentary<|message|>{}<|call|>", "", "", PING),
             case("no channel", f"{assistant}<|message|>b<|end|>", "", "b"),

@@ -66,7 +66,8 @@ class Harmony:
         <|channel|>analysis<|message|>thinking<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
         <|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "rain"}<|call|>
 
-    Headers are read leniently: the last channel and recipient count, unknown words are ignored.
+    Headers are read leniently: the last channel and recipient count, unknown words are ignored. Two messages of reasoning, or
+    two of content, are parted by a line break.
     """
 
     @property
@@ -79,17 +80,20 @@ class Harmony:
         heads = search_for(*self.marks)
 
         def answer(s: Scanner) -> Step[None]:
+            written: set[bool] = set()  # whether it reasons, of each message that had text
             if (yield from s.comes(0, "to=")):  # the header began in the prompt
-                yield from header(s, None)
+                yield from header(s, None, written)
+            elif not (yield from s.comes(0, *self.marks, "")):
+                written.add(s.out.is_reasoning)
             # Text without a header is content, unless the prompt has begun a message of reasoning.
             emit = _emit(s, reasons=s.out.is_reasoning)
             while (mark := (yield from s.prose(heads, emit))) is not None:
                 emit = _emit(s, reasons=False)
                 s.take(s.at + len(mark))
                 if mark not in _ENDS:
-                    yield from header(s, mark)
+                    yield from header(s, mark, written)
 
-        def header(s: Scanner, mark: str | None) -> Step[None]:
+        def header(s: Scanner, mark: str | None, written: set[bool]) -> Step[None]:
             read, text = mark or "", ""
 
             def add(piece: str) -> None:
@@ -110,11 +114,11 @@ class Harmony:
                     return
                 read, text = (read + text + mark)[-4 * _MAX_HEADER :], ""
                 s.take(s.at + len(mark))
-            yield from self._body(s, read, tools)
+            yield from self._body(s, read, tools, written)
 
         return answer
 
-    def _body(self, s: Scanner, header: str, tools: ToolSet) -> Step[None]:
+    def _body(self, s: Scanner, header: str, tools: ToolSet, written: set[bool]) -> Step[None]:
         channel = ""
         for part in header.split(_CHANNEL)[1:]:
             channel = found[0] if (found := _WORD.match(part.strip())) is not None else channel
@@ -130,7 +134,13 @@ class Harmony:
             if _BUILT_IN.match(name):
                 yield from s.prose(ends, _nothing)
                 return
-        yield from s.prose(ends, _emit(s, reasons=channel == "analysis"))
+        reasons = channel == "analysis"
+        emit = _emit(s, reasons=reasons)
+        if not (yield from s.comes(0, *_ENDS, _START, "")):
+            if reasons in written:
+                emit("\n")
+            written.add(reasons)
+        yield from s.prose(ends, emit)
         s.out.is_reasoning = False
 
     def _call(self, s: Scanner, name: str) -> Step[None]:
