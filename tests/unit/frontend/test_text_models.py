@@ -91,6 +91,24 @@ async def test_tool_calls_pass_through(house: Cluster, is_interleaved: bool) -> 
     assert streamed.finish_reasons()[-1] == "tool_calls"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+@pytest.mark.parametrize("parser", [None, "hermes"])
+async def test_a_forced_call_that_the_limit_cut_off_ends_with_length(
+    house: Cluster, choice: Any, parser: str | None
+) -> None:
+    begun = {"index": 0, "id": "call-a", "type": "function", "function": {"name": "add", "arguments": '{"x":'}}
+    written = '{"x":' if isinstance(choice, dict) else '[{"name": "add", "parameters": {"x":'
+    pieces = {"tool_calls": [begun]} if parser is None else {"content": written}
+    chunks = (chunk(one({"role": "assistant", "content": None})), chunk(one(pieces)), chunk(one({}, "length")))
+    await serve(house, *chunks, runtime_config=ModelRuntimeConfig(tool_call_parser=parser))
+    asked = {"tools": [{"type": "function", "function": {"name": "add"}}], "tool_choice": choice}
+    streamed = await house.client.chat("hi", stream=True, **asked)
+    assert calls_of(streamed.chunks)[0]["arguments"] == '{"x":'
+    assert streamed.finish_reasons()[-1] == "length"
+    (unary,) = (await house.client.chat("hi", **asked)).json["choices"]
+    assert (unary["finish_reason"], unary["message"]["content"]) == ("length", None)
+
+
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_only_the_first_call_of_an_engine_is_kept_without_parallel_calls(
