@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,25 @@ def test_a_broken_promise_is_named_and_ends_with_1(capsys: pytest.CaptureFixture
     assert said.err == "NoTerminalChunk: the last chunk must have a finish_reason\n"
     assert "ok  metrics set-up is stable" in said.out
     sys.modules.pop("broken_engine")
+
+
+@each_case("argv", [["--help"], ["models"], ["completion", "bash"]])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(argv: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dynamo.cli.main", *argv], stdout=writing, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_connection_of_a_command_that_breaks_is_no_reader_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(argv: Sequence[str]) -> int:
+        raise BrokenPipeError("the server left")
+
+    monkeypatch.setattr("dynamo.cli.packaged_models.main", breaks)
+    with pytest.raises(BrokenPipeError, match="the server left"):
+        main(["models"])

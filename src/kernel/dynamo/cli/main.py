@@ -6,6 +6,8 @@ A command's module is imported only when it is run, so that `dynamo --help` answ
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -38,11 +40,34 @@ COMMANDS: Final = {
 }
 
 EXIT_INTERRUPTED: Final = 130
+EXIT_READER_GONE: Final = 141  # as of a process that SIGPIPE ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; the exit status. A reader of the output that leaves, as `head -1` does, ends it without a word."""
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_reader():  # a connection of the command broke
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter flushes at its end
+        return EXIT_READER_GONE
+
+
+def _has_lost_reader() -> bool:
+    """Return whether the reader of standard output has left. A second flush would not fail: the first one drops its bytes."""
+    try:
+        poll = select.poll()  # not on Windows
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, OSError):
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(args: list[str]) -> int:
     if args[:1] in (["-h"], ["--help"], ["help"]):
         print(_help(), end="")
         return 0
