@@ -42,7 +42,15 @@ def make(name: str) -> str | None:
     print(f"making {python.parent.parent} ...", flush=True)
     unfinished = FOLDER / f"{name}.unfinished"  # an interrupted installation must not pass for a whole one
     venv.create(unfinished, with_pip=True, clear=True)
-    command = [unfinished / "bin" / "python", "-m", "pip", "install", "-q", "--no-warn-script-location", *CLIENTS[name]]
+    command = [
+        str(unfinished / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-warn-script-location",
+        *CLIENTS[name],
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return done.stderr.strip().rpartition("\n")[2] or f"pip ended with status {done.returncode}"

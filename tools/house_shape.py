@@ -16,6 +16,7 @@ __all__ = [
     "classes_near_the_bar",
     "folders_in_circles",
     "hidden_members",
+    "ignored_types",
     "large_class_share",
     "lines_of_source",
     "lines_of_tests",
@@ -59,6 +60,17 @@ def lines_of_source(house: Iterable[Module]) -> Figure:
     for module in house:
         sizes[module.wing] += module.lines
     return Figure("lines of src", sizes.total(), "<= 125000", tuple(Finding(w, f"{n} lines") for w, n in sizes.items()))
+
+
+def ignored_types(house: Iterable[Module]) -> Figure:
+    """Count the lines of the tests whose types mypy is told not to check."""
+    found = tuple(
+        Finding(f"{path.relative_to(ROOT)}:{number}", line.strip()[:100])
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "# type: ignore" in line
+    )
+    return Figure("ignored types in tests", len(found), "-", found)
 
 
 def lines_of_tests(house: Iterable[Module]) -> Figure:

@@ -34,6 +34,7 @@ from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.frontend.base.settings.recording import RecordingSettings
 from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
+from dynamo.frontend.http.settings import ROUTES
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.frontend.pipeline.settings import ApiLimits
 from dynamo.frontend.settings import FrontendSettings
@@ -92,7 +93,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "frontend": (*own(FrontendSettings, flags=True), *own(InspectorSettings), *ONE_VALUE, frontend.DUMP_CONFIG_TO),
     "status-server": (*own(*STATUS_TABLES), *runtime.IGNORED),
     "frontend-variables": (
-        *own(ApiLimits), *own(FrontendSettings, flags=False), frontend.TOKENIZER_CACHE, *frontend.ROUTES.values(),
+        *own(ApiLimits), *own(FrontendSettings, flags=False), frontend.TOKENIZER_CACHE, *ROUTES.values(),
     ),
     "kv-router": tuple(own(KvRouterSettings, ConditionalSettings)),
     "media": tuple(own(MediaSettings)),

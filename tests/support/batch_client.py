@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster
@@ -13,7 +13,7 @@ from support.patience import PATIENCE_SECONDS
 
 BOUNDARY = "----boundary-7f3a"
 FINAL = frozenset({"failed", "completed", "expired", "cancelled"})
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 
 
 def form(data: bytes, *, filename: str = "in.jsonl", **fields: str) -> bytes:

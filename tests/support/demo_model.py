@@ -8,7 +8,8 @@ from typing import Final
 from tokenizers import Tokenizer
 
 import dynamo.reference.demo
-from dynamo.reference.engine import Options, ReferenceEngine
+from dynamo.reference.engine import ReferenceEngine
+from dynamo.reference.loading import Options
 from dynamo.runtime.calls.context import Context
 
 FILES: Final[Path] = dynamo.reference.demo.DIRECTORY
@@ -40,7 +41,7 @@ async def first_logprob(prompt: list[int]) -> float:
             "output_options": {"logprobs": 0},
         }
         chunks = [chunk async for chunk in engine.generate(body, Context())]  # type: ignore[arg-type]
-        return float(next(chunk["log_probs"][0] for chunk in chunks if chunk.get("log_probs")))  # type: ignore[index]
+        return float(next(chunk["log_probs"][0] for chunk in chunks if chunk.get("log_probs")))
     finally:
         await engine.cleanup()
 

@@ -68,13 +68,12 @@ class FailingEngine(LLMEngine):
 
         argparse.ArgumentParser().parse_args(argv)
         await act("from_args")
-        members = dict(PLAN.get("config", {}))
+        members: dict[str, Any] = dict(PLAN.get("config", {}))
         if "disaggregation_mode" in members:
             members["disaggregation_mode"] = DisaggregationMode(members["disaggregation_mode"])
         if "model_input" in members:
             members["model_input"] = ModelInput[members["model_input"]]
-        members = {"namespace": "ns", "discovery_backend": "file"} | members
-        return cls(), WorkerConfig(**members)
+        return cls(), WorkerConfig(**{"namespace": "ns", "discovery_backend": "file"} | members)
 
     async def start(self, worker_id: int) -> EngineConfig:
         await act("start")
@@ -101,7 +100,7 @@ class FailingEngine(LLMEngine):
 
     def component_metrics_dp_ranks(self) -> list[int]:
         play("component_metrics_dp_ranks")
-        return PLAN.get("give", {}).get("component_metrics_dp_ranks", [])  # type: ignore[no-any-return]
+        return PLAN.get("give", {}).get("component_metrics_dp_ranks", [])
 
     async def kv_event_sources(self) -> list[Any]:
         return await act("kv_event_sources") or []
@@ -121,7 +120,7 @@ class FailingEngine(LLMEngine):
         return set(PLAN.get("give", {}).get("supported_updates", []))
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        return await act("health_check_payload")  # type: ignore[no-any-return]
+        return await act("health_check_payload")
 
     async def abort(self, context: Any) -> None:
         note("abort")
@@ -130,7 +129,7 @@ class FailingEngine(LLMEngine):
         await act("drain")
 
     async def is_quiescent(self) -> bool | None:
-        return await act("is_quiescent")  # type: ignore[no-any-return]
+        return await act("is_quiescent")
 
     async def cleanup(self) -> None:
         await act("cleanup")

@@ -248,7 +248,8 @@ class FakeKubernetes:
                             await send(kind, found)
                     version = max(version, self._version)
                     async with self._changed:
-                        await self._changed.wait_for(lambda seen=version: self._version > seen)
+                        seen = version
+                        await self._changed.wait_for(lambda: self._version > seen)  # noqa: B023 - called in here
         except (TimeoutError, ConnectionResetError):  # its time is over, or its reader has left
             return response
         except asyncio.CancelledError:

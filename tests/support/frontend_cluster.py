@@ -112,6 +112,11 @@ class Cluster:
                 await self.frontend.models.wait_for(lambda: self.sees(worker, card.display_name))
         return worker
 
+    @property
+    def media(self) -> Any:
+        """What takes and holds the media of requests."""
+        return self.frontend.pipeline.media
+
     def sees(self, worker: ScriptedWorker, model: str) -> bool:
         instance_id = worker.endpoint.connection_id()
         listed = {record["instance_id"] for record in self.frontend.models.instances()}

@@ -8,13 +8,13 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from support.patience import PATIENCE_SECONDS
 
 SMALL_BUFFER_BYTES = 4096
 
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 DONE = "[DONE]"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -21,7 +23,7 @@ SENTENCE = "count from 0 to 9"
 FOREVER = 2000  # max_tokens (or somewhat less, where a stream has moved) of an answer that ends when it is cancelled
 SILENT = 999  # max_tokens of one that never says anything
 
-FAILURES = {
+FAILURES: dict[int, Callable[[], Exception]] = {
     101: lambda: kinds.InvalidArgument("prompt too odd"),
     102: lambda: kinds.Cancelled("nobody wants it"),
     103: lambda: kinds.Unknown("a secret"),
@@ -78,7 +80,7 @@ class InteropEngine(LLMEngine):
         with self.arguments.log.open("a", encoding="utf-8") as log:
             log.write(line + "\n")
 
-    async def generate(self, request, context):
+    async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         self.requests += 1
         self.note("request")
         limit = request["stop_conditions"]["max_tokens"]
@@ -103,7 +105,7 @@ class InteropEngine(LLMEngine):
         finally:
             self.note("generate left")
 
-    async def abort(self, context) -> None:
+    async def abort(self, context: Any) -> None:
         self.note("abort")
 
     async def cleanup(self) -> None:

@@ -22,6 +22,6 @@ def make(*args: object) -> BatchService:
 
 
 if __name__ == "__main__":
-    part.BatchService = make  # type: ignore[misc,assignment]
+    vars(part)["BatchService"] = make
     sys.argv = [sys.argv[0], *sys.argv[3:]]
     main()

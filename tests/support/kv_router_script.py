@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from dynamo.llm import (
@@ -172,7 +173,7 @@ async def _events(see: Observer) -> None:
     router = KvRouter(workers.endpoint, 16, KvRouterConfig())
 
     async def knows(blocks: int) -> bool:
-        scores = await router.get_overlap_scores(PROMPT)
+        scores: Any = await router.get_overlap_scores(PROMPT)
         return len(scores["workers"]) == 2 and sum(each["device_blocks"] for each in scores["workers"]) == blocks
 
     await until(lambda: knows(0))
@@ -223,12 +224,18 @@ async def _events(see: Observer) -> None:
     ):
         of_weights = override is not None and "track" not in str(override) and "assume" not in str(override)
         step = f"{'weights ' if of_weights else ''}overridden: {override}"
-        await see.ask(step, lambda override=override: router.best_worker(PROMPT, override))
+        await see.ask(step, partial(router.best_worker, PROMPT, override))
     await router.free("at a")
     await see.ask("freed twice", lambda: router.free("r"))
     await see.ask("marked unknown", lambda: router.mark_prefill_complete("r"))
-    for step, wrong in (("negative", [-1]), ("too large", [2**32]), ("a fraction", [1.5]), ("a text", "x")):
-        await see.ask(f"token ids: {step}", lambda wrong=wrong: router.best_worker(wrong))
+    mistakes: list[tuple[str, Any]] = [
+        ("negative", [-1]),
+        ("too large", [2**32]),
+        ("a fraction", [1.5]),
+        ("a text", "x"),
+    ]
+    for step, wrong in mistakes:
+        await see.ask(f"token ids: {step}", partial(router.best_worker, wrong))
 
 
 async def _guesses(see: Observer) -> None:
@@ -242,7 +249,7 @@ async def _guesses(see: Observer) -> None:
 
     await until(is_ready)
     only_a = RoutingConstraints({"gold"})
-    booked = {"request_id": "q", "routing_constraints": only_a}
+    booked: dict[str, Any] = {"request_id": "q", "routing_constraints": only_a}
     await see.ask("booked, not learned", lambda: guessing.best_worker(PROMPT, **booked))
     await guessing.free("q")
     await see.ask("nothing learned", lambda: guessing.get_overlap_scores(PROMPT))
@@ -258,7 +265,8 @@ async def _guesses(see: Observer) -> None:
     await decoding.mark_prefill_complete("at a")
 
     async def knows() -> bool:
-        return sum(each["device_blocks"] for each in (await decoding.get_overlap_scores(PROMPT))["workers"]) == 3
+        scores: Any = await decoding.get_overlap_scores(PROMPT)
+        return sum(each["device_blocks"] for each in scores["workers"]) == 3
 
     await until(knows)
     await see.ask("prefill not tracked", lambda: decoding.best_worker(PROMPT))
@@ -274,7 +282,7 @@ async def _requests(see: Observer) -> None:
     router = KvRouter(workers.endpoint, 16, KvRouterConfig())
 
     async def is_ready() -> bool:
-        scores = await router.get_overlap_scores(PROMPT)
+        scores: Any = await router.get_overlap_scores(PROMPT)
         return len(scores["workers"]) == 2 and sum(each["device_blocks"] for each in scores["workers"]) == 3
 
     await until(is_ready)
@@ -312,10 +320,10 @@ async def _requests(see: Observer) -> None:
 async def _queue(see: Observer) -> None:
     workers = see.workers
     router = KvRouter(workers.endpoint, 16, KvRouterConfig(router_queue_threshold=0.005))
-    at_a = {"routing_constraints": RoutingConstraints({"gold"})}
+    at_a: dict[str, Any] = {"routing_constraints": RoutingConstraints({"gold"})}
 
     async def is_ready() -> bool:
-        scores = await router.get_overlap_scores(PROMPT)
+        scores: Any = await router.get_overlap_scores(PROMPT)
         return len(scores["workers"]) == 2 and sum(each["device_blocks"] for each in scores["workers"]) == 3
 
     await until(is_ready)

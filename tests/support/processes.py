@@ -277,7 +277,7 @@ class Cluster:
 
     def wait_ready(self, frontend: Frontend, *workers: Worker) -> None:
         """Return when `frontend` serves the models of these workers, and no others of theirs."""
-        processes = (frontend, *workers)
+        processes: tuple[Frontend | Worker, ...] = (frontend, *workers)
         for process in processes:
             process.wait_ready()
         expected = Counter(worker.model for worker in workers)

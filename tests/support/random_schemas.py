@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 WORDS = ("red", "green", "blue", "größe", "a b", "x_1", 'né"e', "0", "true", "日本")
@@ -22,9 +23,12 @@ def random_schema(rng: random.Random) -> dict[str, Any]:
     }
 
 
+_Maker = Callable[[random.Random, int], dict[str, Any]]
+
+
 def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    simple = [_integer, _string, _enum, _const, _boolean, _pattern]
-    nested = [_object, _object, _array, _tuple, _any_of]
+    simple: list[_Maker] = [_integer, _string, _enum, _const, _boolean, _pattern]
+    nested: list[_Maker] = [_object, _object, _array, _tuple, _any_of]
     make = rng.choice(simple + nested if depth > 0 else simple)
     return make(rng, depth - 1)
 

@@ -109,8 +109,8 @@ async def test_workers_sent_home_in_turn_cost_nothing(
                 old = living.pop(0)
                 if cut_per_worker:
                     await until(
-                        lambda old=old: len(outliving(old, everyone, pace, certain)) >= cut_per_worker,
-                        lambda old=old: f"streams that outlive {old.name}",
+                        lambda old=old: len(outliving(old, everyone, pace, certain)) >= cut_per_worker,  # type: ignore[misc]
+                        lambda old=old: f"streams that outlive {old.name}",  # type: ignore[misc]
                         patience=PATIENCE_SECONDS,
                     )
                     doomed |= outliving(old, everyone, pace, certain)
@@ -118,7 +118,7 @@ async def test_workers_sent_home_in_turn_cost_nothing(
                     await answers_asked_after(found, time.monotonic())
                 began = time.monotonic()
                 old.terminate()
-                await until(lambda old=old: old.has_ended, lambda old=old: old.log, patience=PATIENCE_SECONDS)
+                await until(lambda old=old: old.has_ended, lambda old=old: old.log, patience=PATIENCE_SECONDS)  # type: ignore[misc]
                 exits.append(time.monotonic() - began)
                 assert old.exit_code() == 0, old.log
                 left_at = logged_at(old, LEAVING)
@@ -328,7 +328,7 @@ async def test_a_rolling_restart_costs_nothing(tmp_path: Path, say: Say, workers
             for turn in range(1, 4):
                 command.process.send_signal(signal.SIGHUP)
                 await until(
-                    lambda turn=turn: len(re.findall(r"(was|were) replaced in", command.out)) == turn,
+                    lambda turn=turn: len(re.findall(r"(was|were) replaced in", command.out)) == turn,  # type: ignore[misc]
                     lambda: command.out + command.err,
                     patience=PATIENCE_SECONDS,
                 )

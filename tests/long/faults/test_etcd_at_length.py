@@ -267,13 +267,13 @@ async def test_thirty_workers_are_restarted_in_turn_under_load(etcd: EtcdServer,
                 before = set(etcd.keys("v1/instances/"))
                 leaving = leases_of(before)
                 worker.terminate()
-                await since(lambda before=before: ready(lambda: len(etcd.keys("v1/instances/")) < len(before)))
+                await since(lambda before=before: ready(lambda: len(etcd.keys("v1/instances/")) < len(before)))  # type: ignore[misc]
                 (gone,) = leaving - leases_of(etcd.keys("v1/instances/"))
                 await watch(gone, there=False, delays=leaves)
                 assert await worker.ended() == 0
                 rest = leases_of(etcd.keys("v1/instances/"))
                 new = cluster.sample(f"worker-{WORKERS + number}", "m", "--delay", "0.02")
-                await since(lambda rest=rest: ready(lambda: leases_of(etcd.keys("v1/instances/")) > rest))
+                await since(lambda rest=rest: ready(lambda: leases_of(etcd.keys("v1/instances/")) > rest))  # type: ignore[misc]
                 (come,) = leases_of(etcd.keys("v1/instances/")) - rest
                 await watch(come, there=True, delays=joins)
                 assert not new.has_ended

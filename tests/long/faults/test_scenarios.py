@@ -61,7 +61,7 @@ def plan(root: Path, *faults: str) -> dict[str, str]:
 
 async def settled(*processes: Worker) -> None:
     for process in processes:
-        await until(lambda process=process: "Serving " in process.log or process.has_ended)
+        await until(lambda process=process: "Serving " in process.log or process.has_ended)  # type: ignore[misc]
         assert not process.has_ended, process.log
 
 
@@ -114,7 +114,7 @@ async def test_workers_that_come_and_go_by_the_hundred_cost_nothing(tmp_path: Pa
                     await worker.ended()
         pauses = touched(tally, everyone)
         note = f"{store} store, {len(everyone)} joins, leaves: {', '.join(f'{n} {how}' for how, n in ends.items())}"
-        record(f"R5 churn, {store} store", **tally.counts, recovery_ms=pauses, note=note)
+        record(f"R5 churn, {store} store", **dict[str, Any](tally.counts), recovery_ms=pauses, note=note)
         say(f"{note}: {tally.counts} in {time.monotonic() - began:.0f} s; {len(pauses)} moved")
         tally.assert_nothing_noticed()
         assert ends["crashed by plan"] > 0
@@ -151,7 +151,7 @@ async def test_a_revoked_lease_is_taken_again_under_its_old_id(tmp_path: Path, s
                 await until(lambda: frontend.workers(MODEL) == 2)
         record(
             "R7 lease revoked in etcd, process well",
-            **tally.counts,
+            **dict[str, Any](tally.counts),
             recovery_ms=back,
             note=f"{LOSSES} revocations; recovery: until the same record is there under the same lease",
         )
@@ -175,13 +175,13 @@ async def test_records_that_vanish_from_the_file_store_are_put_again(tmp_path: P
         async with load(frontend.port, MODEL, clients=4) as tally:
             for number in range(LOSSES):
                 await one(tally, frontend.port, MODEL, "lose", stream=bool(number % 2))
-                await until(lambda most=number: fired(workers) > most)
+                await until(lambda most=number: fired(workers) > most)  # type: ignore[misc]
             await until(lambda: all("writing it again" in worker.log for worker in workers))
             await until(lambda: frontend.workers(MODEL) == 2)
         after = {each["instance_id"] for each in json.loads(frontend.get("/health")[1])["instances"]}
         record(
             "R7 records vanish from the file store, process well",
-            **tally.counts,
+            **dict[str, Any](tally.counts),
             note=f"chaos plan: lease, {LOSSES} times; the worker ids stay",
         )
         say(f"{LOSSES} leases lost: {tally.counts}")
@@ -270,7 +270,7 @@ async def test_an_engine_that_yields_rubbish_harms_nobody_else(tmp_path: Path, s
                     )
         record(
             "R15 an engine that raises or yields rubbish, beside good requests",
-            **tally.counts,
+            **dict[str, Any](tally.counts),
             note=f"the good requests; beside them {bad} bad ones of {len(cases)} kinds, {failed} typed errors, "
             f"{len(wrong)} malformed, {hung} hung",
         )
@@ -376,7 +376,7 @@ async def test_a_soak_with_cancels_and_churn_leaves_nothing_behind(tmp_path: Pat
         grown = {name: after[name] - before[name] for name in SLACK}
         record(
             "R17 soak with cancels and churn",
-            **tally.counts,
+            **dict[str, Any](tally.counts),
             note=f"{SOAK_SECONDS / 60:g} min, {left} more left half-way, {churned} workers replaced; frontend: RSS "
             f"{(late - early) / 1e6:+.1f} MB from the second quarter to the last, {grown['tasks']:+d} tasks, "
             f"{grown['descriptors']:+d} descriptors, {grown['timers']:+d} timers",
@@ -463,7 +463,7 @@ async def test_a_process_without_descriptors_serves_again_when_it_has_some(tmp_p
         await until(lambda: frontend.workers(MODEL) == 1)
         record(
             f"R18 no descriptors left at the {role}",
-            **tally.counts,
+            **dict[str, Any](tally.counts),
             recovery_ms=[back],
             note=f"60 connections, room for 12; a stream under way is finished; {refused} of 5 requests meanwhile refused "
             "or not accepted; recovery: from the end of the connections to an answer",
@@ -507,7 +507,7 @@ async def test_a_process_that_stood_still_for_longer_than_every_timer_goes_on(
             tags = [f"under-way-{number}" for number in range(4)]
             begun = [group.create_task(under_way(tag, stream=n % 2 == 0)) for n, tag in enumerate(tags)]
             for tag in tags:
-                await until(lambda tag=tag: any(w.events(tag) for w in workers))
+                await until(lambda tag=tag: any(w.events(tag) for w in workers))  # type: ignore[misc]
             stopped.signal(signal.SIGSTOP)
             try:
                 await asyncio.sleep(STOPPED_SECONDS / 2)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from support.serve_command import serve_command
 
-WEATHER: dict[str, Any] = {
+WEATHER: Any = {
     "type": "function",
     "name": "get_weather",
     "description": "Get the weather of a city",

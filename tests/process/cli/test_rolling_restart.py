@@ -126,7 +126,7 @@ def test_a_hangup_during_a_restart_counts_once_and_a_stop_ends_everything(tmp_pa
         (tmp_path / "hold").touch()
         for count in (1, 2, 3):
             hang_up(command)
-            command.wait_for(lambda count=count: command.out.count("SIGHUP: ") == count, "the news")
+            command.wait_for(lambda count=count: command.out.count("SIGHUP: ") == count, "the news")  # type: ignore[misc]
         (tmp_path / "hold").unlink()
         command.wait_for(lambda: command.out.count("the worker was replaced in ") == 2, "both restarts")
         (tmp_path / "hold").touch()

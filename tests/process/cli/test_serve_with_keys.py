@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import openai
@@ -59,7 +60,8 @@ def test_official_clients_with_keys_and_limits_that_all_processes_share(tmp_path
             said = messages.messages.create(
                 model="my-model", max_tokens=30, messages=[{"role": "user", "content": "hi"}]
             )
-            assert said.content[0].text == "hello from the guide"
+            block: Any = said.content[0]
+            assert block.text == "hello from the guide"
             assert said._request_id
         with (
             anthropic.Anthropic(base_url=command.url, api_key=wrong, max_retries=0) as messages,

@@ -18,7 +18,7 @@ class Answer(BaseModel):
     sum: int
 
 
-@tool
+@tool  # type: ignore[untyped-decorator]
 def get_weather(city: str) -> str:
     """Get the weather of a city"""
     return '{"temperature": 21}'

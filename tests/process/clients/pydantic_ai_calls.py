@@ -28,7 +28,7 @@ async def check(model: Any) -> None:
     asked: list[str] = []
     agent = Agent(model)
 
-    @agent.tool_plain
+    @agent.tool_plain  # type: ignore[untyped-decorator]
     def get_weather(city: str) -> str:
         """Get the weather of a city"""
         asked.append(city)

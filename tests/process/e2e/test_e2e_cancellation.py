@@ -7,6 +7,7 @@ import logging
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
@@ -233,7 +234,7 @@ async def test_a_client_that_leaves_after_the_whole_answer_is_no_cancellation(st
 
 
 async def test_the_engine_is_told_within_a_tenth_of_a_second(
-    stack: Stack, tag: str, record_property: pytest.RecordProperty
+    stack: Stack, tag: str, record_property: Callable[[str, object], None]
 ) -> None:
     delays = []
     for number in range(20):

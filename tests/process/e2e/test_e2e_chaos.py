@@ -124,7 +124,7 @@ async def test_a_worker_that_goes_takes_no_answer_with_it(pair: Pair, name: str)
         mortal = pair.mortal(f"{name}-{kind}-{point}", f'kind = "{kind}"\npoint = {point}')
         mortal.wait_ready()
         fires = f"CHAOS: {kind} fires: item {point} of request 0 "
-        await pair.ask_until(lambda mortal=mortal, fires=fires: fires in mortal.log, "calm")
+        await pair.ask_until(lambda mortal=mortal, fires=fires: fires in mortal.log, "calm")  # type: ignore[misc]
         assert await mortal.ended() == status
 
 

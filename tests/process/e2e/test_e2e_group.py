@@ -117,7 +117,7 @@ async def test_the_admin_port_of_a_group_is_answered_by_any_of_its_processes(clu
     assert (await ask(admin, "/busy_threshold", body)).status == 200
     for doomed in members(frontend).values():  # the port outlives every process
         os.kill(doomed, signal.SIGKILL)
-        await until(lambda doomed=doomed: doomed not in members(frontend).values())
+        await until(lambda doomed=doomed: doomed not in members(frontend).values())  # type: ignore[misc]
         assert b'"active_decode_blocks_threshold":0.5' in (await ask(admin, "/busy_threshold")).body
     frontend.terminate()
     await frontend.ended()

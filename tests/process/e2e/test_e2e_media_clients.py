@@ -55,7 +55,7 @@ def test_pictures_are_made(client: openai.OpenAI) -> None:
 
 def test_pictures_are_linked_where_they_are_kept(client: openai.OpenAI) -> None:
     answer = client.images.generate(model="pictures", prompt="a fox")
-    (entry,) = answer.data or ()
+    (entry,) = answer.data or []
     assert entry.url is not None
     assert "/v1/media?id=image_" in entry.url
     found = client._client.get(entry.url)  # any client that has the link
@@ -82,7 +82,7 @@ def test_an_edit_keeps_to_its_mask(client: openai.OpenAI) -> None:
     opaque = client.images.edit(
         model="pictures", prompt="a fox", image=[image], mask=image, n=1, response_format="b64_json"
     )
-    (mixed,), (untouched,) = whole.data or (), opaque.data or ()
+    (mixed,), (untouched,) = whole.data or [], opaque.data or []
     assert mixed.b64_json is not None
     assert untouched.b64_json is not None
     picture = read_png(base64.b64decode(untouched.b64_json), 1 << 20)

@@ -198,7 +198,8 @@ async def test_a_worker_killed_under_two_of_four_choices_costs_none(pair: Pair, 
     pair.first.kill()
     reply = await asked
     assert reply.status == 200
-    said, finish, logprobs = Counter[int](), {}, Counter[int]()
+    said, logprobs = Counter[int](), Counter[int]()
+    finish: dict[Any, Any] = {}
     texts: dict[int, str] = {}
     for message in reply.events if streamed else [reply.json()]:
         for choice in message["choices"]:

@@ -136,7 +136,7 @@ async def test_log_probabilities(served: ServedEngine) -> None:
         with pytest.raises(BadRequestError, match="not built"):
             await asyncio.to_thread(served.ask, SUM, logprobs=True)
         return
-    wanted = {} if "top_logprobs" in served.case.lacks else {"top_logprobs": 2}
+    wanted: dict[str, Any] = {} if "top_logprobs" in served.case.lacks else {"top_logprobs": 2}
     for text in (SUM, UNSURE):
         answer = await asyncio.to_thread(served.ask, text, temperature=0, logprobs=True, max_tokens=1, **wanted)
         first = answer.choices[0].logprobs.content[0]

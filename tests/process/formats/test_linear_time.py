@@ -35,7 +35,7 @@ HOSTILE: Final = (
     "[THINK]",
     "-1",
 )
-DISTINCT: Final = list({id(form): name for name, form in reversed(TOOL_FORMATS.items())}.values())
+DISTINCT: Final = list({id(form): name for name, form in reversed(list(TOOL_FORMATS.items()))}.values())
 
 
 def units(name: str, marks: tuple[str, ...]) -> list[str]:

@@ -98,7 +98,7 @@ async def test_a_group_and_another_frontend_show_and_end_the_requests_of_each_ot
                     await asyncio.sleep(0.5)  # one that rests is told again; there may be two a second
             assert held["state"] == state
             for port in ports:
-                await until(port, "workers", lambda found, state=state: found["workers"][0]["state"] == state)
+                await until(port, "workers", lambda found, state=state: found["workers"][0]["state"] == state)  # type: ignore[misc]
             answers = [await ask(doors[0].port, CHAT, chat("shown"), headers=script(["say", "x"])) for _ in range(4)]
             assert {answer.status for answer in answers} == {503 if action == "drain" else 200}  # at either process
         for door in doors:

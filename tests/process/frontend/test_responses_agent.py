@@ -137,7 +137,7 @@ class Agent:
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[tuple[Cluster, ScriptedWorker, openai.AsyncOpenAI]]:
     # The agent offers tools that run elsewhere, and works without them.
-    settings = {"http_host": "127.0.0.1", "http_port": 0, "ignore_unsupported_fields": True}
+    settings: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, "ignore_unsupported_fields": True}
     async with cluster(tmp_path, **settings) as found:
         server = HttpServer(found.frontend)
         await server.start()
@@ -189,6 +189,7 @@ async def test_an_agent_that_keeps_its_own_history(house: Any, tmp_path: Path) -
         items += outputs
     assert agent.ran == ["shell", "apply_patch", "read"]
     assert (tmp_path / "total.txt").read_text() == "42"
+    assert completed is not None
     assert completed.output_text == "The total is 42."
     last = bytes(worker.requests[-1]["token_ids"]).decode()
     assert [last.count(thought) for thought in ("First I look.", "Now I add.")] == [1, 1]

@@ -250,8 +250,8 @@ async def test_bodies_that_arrive_have_one_budget_together(tmp_path: Path) -> No
                 writers.append(writer)
                 writer.write(HEAD + b"content-length: 500000\r\n\r\n" + b" " * 250_000)
                 await writer.drain()
-            route = next(route for route in house.frontend.asgi._app.routes if route.path.endswith("chat/completions"))
-            budget = route.endpoint._budget  # type: ignore[attr-defined]
+            route = next(route for route in house.frontend.asgi._app.routes if route.path.endswith("chat/completions"))  # type: ignore[attr-defined]
+            budget = route.endpoint._budget
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while budget.used_bytes < 1_000_000:
                     await asyncio.sleep(0.01)

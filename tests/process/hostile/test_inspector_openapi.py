@@ -90,7 +90,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
                 await worker.started.wait()
                 inspector = house.frontend.parts["inspector"].inspector
                 assert inspector is not None
-                inspector.actions.rate.take = lambda: True  # type: ignore[method-assign]
+                inspector.actions.rate.take = lambda: True
                 (ended,) = inspector.tables.recent.ended()
                 assert (failed.status, ended.status) == (500, 500)
                 ids = {

@@ -66,8 +66,8 @@ def bookings(victim: int) -> Iterator[bytes]:
         yield encode({"events": [event]})
         yield encode({"events": [{**event, "worker": {"worker_id": number, "dp_rank": each}} for each in range(20)]})
     hint = {"initial_effective_prefill_tokens": 2**64 - 1}
-    data = {"AddRequest": {"token_sequence": None, "prefill_load_hint": hint}}
-    yield encode({"events": [{"request_id": "x", "worker": worker, "data": data, "router_id": 5}]})
+    longest: Any = {"AddRequest": {"token_sequence": None, "prefill_load_hint": hint}}
+    yield encode({"events": [{"request_id": "x", "worker": worker, "data": longest, "router_id": 5}]})
 
 
 async def attack(runtime: DistributedRuntime, victim: int) -> None:

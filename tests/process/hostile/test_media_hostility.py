@@ -88,7 +88,7 @@ async def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         public.answers["/red.png"] = ok(RED)
         worker = await house.worker(say("x"), runtime_config=SEES, media_fetcher=CARD)
         made = Net(house, worker, public, inside)
-        house.frontend.pipeline.media.fetcher._resolve = made.resolve
+        house.media.fetcher._resolve = made.resolve
         yield made
 
 
@@ -339,7 +339,7 @@ async def test_hundreds_of_bombs_at_once_keep_memory_flat_and_others_served(net:
     assert max(seen[6:]) - max(seen[:6]) < FLAT_BYTES, [
         size // MIB for size in seen
     ]  # what 21 fetches hold at once is held in the first rounds
-    fetcher = net.house.frontend.pipeline.media.fetcher
+    fetcher = net.house.media.fetcher
     assert (fetcher._fetching_bytes, len(fetcher._flights), fetcher.cache.bytes) == (0, 0, 0)
 
 

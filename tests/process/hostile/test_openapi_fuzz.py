@@ -137,7 +137,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def main(directory: Path) -> None:
-        settings = {"http_host": "127.0.0.1", "http_port": 0, "peek_seconds": 0.2, "files_dir": directory / "files"}
+        settings: dict[str, Any] = {
+            "http_host": "127.0.0.1",
+            "http_port": 0,
+            "peek_seconds": 0.2,
+            "files_dir": directory / "files",
+        }
         async with cluster(directory, **settings) as house:
             server = HttpServer(house.frontend)
             await server.start()

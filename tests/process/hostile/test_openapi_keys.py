@@ -53,8 +53,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def main(directory: Path) -> None:
-        where = {"http_host": "127.0.0.1", "http_port": 0, "peek_seconds": 0.2, "files_dir": directory / "files"}
-        logs = {"access_log": str(directory / "access.log"), "audit_log": str(directory / "audit.log")}
+        where: dict[str, Any] = {
+            "http_host": "127.0.0.1",
+            "http_port": 0,
+            "peek_seconds": 0.2,
+            "files_dir": directory / "files",
+        }
+        logs: dict[str, Any] = {"access_log": str(directory / "access.log"), "audit_log": str(directory / "audit.log")}
         async with closed_cluster(directory, *KEYS, **where, **logs) as house:
             server = HttpServer(house.frontend)
             await server.start()

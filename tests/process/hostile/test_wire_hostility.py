@@ -96,7 +96,7 @@ class Site:
     async def until_idle(self) -> None:
         listener = self.listener
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while listener.connections or listener.core.running or listener.core.queued or listener._native.streams:
+            while listener.connections or listener.core.running or listener.core.queued or listener._native.streams:  # type: ignore[attr-defined]
                 await asyncio.sleep(0.005)
         assert listener.pending.used == 0
 
@@ -281,7 +281,7 @@ async def test_callers_over_the_limit_of_connections_are_told_so_on_their_own_wi
 async def test_a_mux_caller_that_never_reads_is_cut_and_its_slots_freed() -> None:
     async with site(write_stall_seconds=0.3) as worker:
         _, writer = await worker.connect(small=True)
-        writer.transport.pause_reading()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
         credit = frame(Kind.CREDIT, pack([[n, 1 << 20] for n in range(1, 5)]))
         writer.write(HELLO + b"".join([mux_request("flood", stream_id=n) for n in range(1, 5)]) + credit)
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -331,7 +331,7 @@ async def test_a_mux_caller_that_asks_and_asks_and_never_reads_is_cut(what: str)
     more = frame(Kind.PING, bytes(8)) * 2000
     async with site(write_stall_seconds=0.5) as worker:
         _, writer = await worker.connect(small=True)
-        writer.transport.pause_reading()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(HELLO)
         stream_id = 1
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -361,7 +361,7 @@ async def test_a_native_caller_that_never_reads_its_stream_or_its_acks_is_cut() 
                     await asyncio.sleep(0.01)
             assert worker.contexts[0].is_killed()
             _, writer = await worker.connect(small=True)
-            writer.transport.pause_reading()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
             declined = request_frame("no/such/path", {}, b"") * 1000
             async with asyncio.timeout(PATIENCE_SECONDS):
                 with suppress(ConnectionError):

@@ -211,7 +211,7 @@ def test_the_prefix_caches_show_what_hit(page: Watched, mockers: Cluster) -> Non
     assert hot.locator('td[data-label="Held by"] a').count() >= 1
 
 
-PHASES = {
+PHASES: dict[str, dict[str, Any]] = {
     "decode": {},
     "decode, not streamed": {"stream": False},
     "prefill": {"prompt": "a long prompt. " * 4000},

@@ -53,7 +53,7 @@ class Served:
     def wait_loaded(self, name: str, workers: int) -> None:
         def look() -> bool:
             listed = json.loads(self.frontend.get("/v1/loras")[1])["loras"]
-            found = next((entry["workers"] for entry in listed if entry["lora_name"] == name), [])
+            found: list[Any] = next((entry["workers"] for entry in listed if entry["lora_name"] == name), [])
             return len(found) == workers and name in self.frontend.models()
 
         wait(look, lambda: f"{workers} workers with {name}; log:\n{self.frontend.log[-2000:]}")

@@ -51,8 +51,9 @@ def serve(cluster: Cluster, **roles: tuple[str, ...]) -> Frontend:
         for role, flags in roles.items()
     ]
     frontend = cluster.frontend("frontend")
-    for process in (*workers, frontend):
-        process.wait_ready()
+    for worker in workers:
+        worker.wait_ready()
+    frontend.wait_ready()
     wait(lambda: len(frontend.roles(MODEL)) == len(roles), lambda: f"{set(roles)}; log:\n{frontend.log}")
     wait(lambda: MODEL in frontend.models(), lambda: f"{MODEL} to be served; log:\n{frontend.log}")
     return frontend

@@ -122,13 +122,14 @@ class Stack:
 
 def body_of(number: int, max_tokens: int = 60) -> WorkerRequest:
     picture = base64.b64encode(b"picture %d" % number).decode()
-    return {
+    body: Any = {
         "model": MODEL,
         "token_ids": [(number + n) % 300 + 12 for n in range(30)],
-        "stop_conditions": {"max_tokens": max_tokens, "ignore_eos": True},  # type: ignore[typeddict-unknown-key]
-        "sampling_options": {"temperature": 0.0},  # type: ignore[typeddict-unknown-key]
+        "stop_conditions": {"max_tokens": max_tokens, "ignore_eos": True},
+        "sampling_options": {"temperature": 0.0},
         "multi_modal_data": {"image_url": [{"Url": f"data:image/png;base64,{picture}"}]},
     }
+    return body
 
 
 async def expected(directory: Path, body: Any) -> list[int]:

@@ -157,7 +157,8 @@ def test_log_probabilities_add_up_and_those_of_the_prompt_do_not_depend_on_the_p
         assert [entry[0][0] for entry in entries[-1]] == body["token_ids"][1:]
         assert all(2 <= len(entry) <= 3 for entry in entries[-1])
     flat = [[value for entry in one for _, _, value in entry] for one in entries]
-    assert np.allclose(*flat, atol=1e-4)
+    at_once, in_steps = flat
+    assert np.allclose(at_once, in_steps, atol=1e-4)
 
 
 def test_a_prompt_that_is_computed_twice_is_reported_once(core_of: CoreOf) -> None:

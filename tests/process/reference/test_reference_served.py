@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, speaking_model: Path) -> It
         yield Served(cluster, speaking_model)
 
 
+def check_json(schema: dict[str, Any], text: str) -> None:
+    jsonschema.validate(json.loads(text), schema)
+
+
+def check_whole(pattern: str, text: str) -> None:
+    assert re.fullmatch(pattern, text), text
+
+
 def constraints() -> list[tuple[dict[str, Any], Callable[[str], object]]]:
     """(fields of the request, what checks the answer)."""
     rng = random.Random(11)
@@ -53,10 +62,10 @@ def constraints() -> list[tuple[dict[str, Any], Callable[[str], object]]]:
         schema, choices, pattern = random_schema(rng), random_choices(rng), random_regex(rng)
         grammar, language = random_grammar(rng)
         found += [
-            ({"guided_json": schema}, lambda text, schema=schema: jsonschema.validate(json.loads(text), schema)),
-            ({"guided_choice": choices}, lambda text, choices=choices: choices.index(text)),
-            ({"guided_regex": pattern}, lambda text, pattern=pattern: re.fullmatch(pattern, text).group()),
-            ({"guided_grammar": grammar}, lambda text, language=language: re.fullmatch(language, text).group()),
+            ({"guided_json": schema}, partial(check_json, schema)),
+            ({"guided_choice": choices}, choices.index),
+            ({"guided_regex": pattern}, partial(check_whole, pattern)),
+            ({"guided_grammar": grammar}, partial(check_whole, language)),
         ]
     return found
 

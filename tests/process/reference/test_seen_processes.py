@@ -74,8 +74,9 @@ class Stack:
         for role, more in mixture:
             self.worker(role, *more)
         self.frontend = self.cluster.frontend("frontend", *flags, **env)
-        for process in (*self.workers, self.frontend):
-            await asyncio.to_thread(process.wait_ready)
+        for worker in self.workers:
+            await asyncio.to_thread(worker.wait_ready)
+        await asyncio.to_thread(self.frontend.wait_ready)
         self.client = AsyncOpenAI(base_url=f"{self.frontend.url}/v1", api_key="none", max_retries=0)
         await self.knows(len(mixture))
 
@@ -247,7 +248,7 @@ async def test_the_openai_client_sends_images_by_url_and_as_data(stack: Stack, s
     assert server.hits == ["/red.png"]  # kept for the second request
     response = await stack.client.responses.create(
         model=MODEL,
-        input=[{"role": "user", "content": [{"type": "input_image", "image_url": data_url(RED), "detail": "auto"}, {"type": "input_text", "text": "what?"}]}],  # type: ignore[misc, list-item]
+        input=[{"role": "user", "content": [{"type": "input_image", "image_url": data_url(RED), "detail": "auto"}, {"type": "input_text", "text": "what?"}]}],
         max_output_tokens=8,
         temperature=0,
     )  # fmt: skip

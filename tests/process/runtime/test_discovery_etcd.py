@@ -295,7 +295,7 @@ async def test_what_happens_while_the_store_is_down_is_made_up_for(server: EtcdS
         await leaver.close()
         assert time.monotonic() - began < PROMPT_SECONDS
         await asyncio.to_thread(server.start)
-        expected = [Put(KEY, b"2"), Put(MARK, b""), Delete(OTHER), Delete("v1/instances/gone")]
+        expected: list[Change] = [Put(KEY, b"2"), Put(MARK, b""), Delete(OTHER), Delete("v1/instances/gone")]
         seen = await collect(changes, *expected)
     assert sorted(seen, key=repr) == sorted(expected, key=repr)
     assert set(server.keys()) == {KEY, MARK}
@@ -381,7 +381,7 @@ async def test_changes_that_were_compacted_away_are_found_by_reading_again(
             await owner.delete(OTHER)
             server.compact()
             await relay.restore()
-            expected = [Put(KEY, b"3"), Delete(OTHER)]
+            expected: list[Change] = [Put(KEY, b"3"), Delete(OTHER)]
             assert await collect(changes, *expected) == expected
 
 
@@ -526,9 +526,9 @@ async def test_certificates_are_paths_or_text(tmp_path: Path, form: str) -> None
     def shown(path: Path) -> str:
         return str(path) if form == "path" else path.read_text()
 
-    cert, key = files["client"]
-    settings = EtcdSettings(ca=shown(ca), client_cert=shown(cert), client_key=shown(key), lease_ttl_seconds=TTL)
-    context = client_context(ca, cert, key)
+    chain, key = files["client"]
+    settings = EtcdSettings(ca=shown(ca), client_cert=shown(chain), client_key=shown(key), lease_ttl_seconds=TTL)
+    context = client_context(ca, chain, key)
     flags = ("--cert-file", *map(str, files["server"][:1]), "--key-file", str(files["server"][1]))
     mutual = ("--client-cert-auth", "--trusted-ca-file", str(ca))
     with EtcdServer(tmp_path / "member", *flags, *mutual, tls=context, scheme="https") as server:

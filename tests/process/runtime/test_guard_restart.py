@@ -36,15 +36,16 @@ def started() -> subprocess.Popen[str]:
 
 async def test_a_guard_that_was_killed_is_replaced_and_ends_the_children_of_before() -> None:
     parent = started()
-    assert parent.stdin is not None
-    assert parent.stdout is not None
+    stdin, stdout = parent.stdin, parent.stdout
+    assert stdin is not None
+    assert stdout is not None
 
     def answer() -> int:
-        parent.stdin.write("\n")
-        parent.stdin.flush()
-        return int(parent.stdout.readline())
+        stdin.write("\n")
+        stdin.flush()
+        return int(stdout.readline())
 
-    child = int(parent.stdout.readline())
+    child = int(stdout.readline())
     try:
         first = answer()
         os.kill(first, signal.SIGKILL)

@@ -264,7 +264,7 @@ async def test_a_connection_that_cannot_go_on_is_told_why(tmp_path: Path, wire: 
         "garbage": ({}, b"GET / HTTP/1.1\r\n" * 6000, "Read error"),
     }
     env, sent, text = cases[wire]
-    worker = RustWorker.start(tmp_path, **env)
+    worker = RustWorker.start(tmp_path, **env)  # type: ignore[arg-type]
     try:
         reader, writer = await asyncio.open_connection(*worker.address())
         writer.write(sent)

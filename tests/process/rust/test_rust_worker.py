@@ -285,7 +285,7 @@ async def test_the_shared_secret_is_asked_for(tmp_path: Path) -> None:
     ],
 )
 def test_what_it_cannot_do_ends_the_start_with_a_sentence(
-    tmp_path: Path, flags: list[str], env: dict[str, str], text: str
+    tmp_path: Path, flags: list[str], env: dict[str, Any], text: str
 ) -> None:
     worker = RustWorker.start(tmp_path, *flags, **env)
     try:

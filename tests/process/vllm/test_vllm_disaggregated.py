@@ -130,6 +130,7 @@ def test_what_a_decode_worker_must_compute_itself_is_right_as_well(served: VllmC
     found = served.client.completions.create(
         model="demo", prompt="What is 27 + 15?", max_tokens=4, logprobs=1, extra_body={"prompt_logprobs": 1}
     )
+    assert found.usage is not None
     assert found.usage.completion_tokens > 0
     wait(
         lambda: served.workers["prefill"].metric("vllm:kv_cache_usage_perc") == 0,

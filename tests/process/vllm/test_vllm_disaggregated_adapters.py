@@ -146,7 +146,7 @@ def test_an_adapter_that_is_unloaded_is_gone_at_both(served: VllmCluster) -> Non
         return caught.value.status_code
 
     wait(lambda: status() == 404, lambda: "a 404")  # while one of the two is still there it is a 503
-    for worker in served.workers.values():
-        assert not errors_of(worker.log)
+    for process in served.workers.values():
+        assert not errors_of(process.log)
     for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
         wait(lambda name=name: served.workers["prefill"].metric(name) == 0, lambda name=name: f"{name} to be 0")  # type: ignore[misc]

@@ -70,8 +70,10 @@ async def expected_of(adapters: Path, names: list[str | None]) -> list[list[int]
     engine = ReferenceEngine(FILES)
     await engine.start(0)
     try:
-        for name in {name for name in names if name}:
-            loaded = await engine.engine_update("load_lora", {"lora_name": name, "lora_path": str(adapters / name)})
+        for adapter in {name for name in names if name}:
+            loaded = await engine.engine_update(
+                "load_lora", {"lora_name": adapter, "lora_path": str(adapters / adapter)}
+            )
             assert loaded["status"] == "ok", loaded
         found = []
         for prompt, name in zip(PROMPTS, names, strict=True):

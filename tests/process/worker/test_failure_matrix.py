@@ -533,7 +533,8 @@ def outcomes(
 ) -> Iterator[dict[str, Future[Outcome]]]:
     """All selected rows, a few at a time, so that their waiting overlaps."""
     home = tmp_path_factory.mktemp("workers")
-    selected = {item.callspec.params["row"].name for item in request.session.items if _row_of(item) is not None}
+    items: list[Any] = [item for item in request.session.items if _row_of(item) is not None]
+    selected = {item.callspec.params["row"].name for item in items}
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="row") as pool:
         yield {
             row.name: pool.submit(play, row, home / f"row-{number}")

@@ -188,7 +188,7 @@ def test_etcd_is_asked_directly_as_processes_ask_it(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "wrong", [{"ETCD_ENDPOINTS": "http://["}, {"ETCD_ENDPOINTS": "h:1", "ETCD_AUTH_CA": "/nowhere.pem"}], ids=str
 )
-def test_settings_of_etcd_that_no_process_starts_with_are_an_error(wrong: dict[str, str]) -> None:
+def test_settings_of_etcd_that_no_process_starts_with_are_an_error(wrong: dict[str, Any]) -> None:
     (found,) = network.discovery(examined(**wrong))
     assert found.level is ERROR
     assert "ETCD_" in found.finding
@@ -286,7 +286,7 @@ def test_a_chain_is_tried_in_a_handshake(tmp_path: Path) -> None:
     assert "mismatch" in certificates.chain(certificate, key, authority.path, "other.example").finding
     assert certificates.chain(certificate, key, stranger.path, None).level is ERROR
     assert certificates.chain(certificate, key, str(tmp_path / "none"), None).level is ERROR
-    wire = {
+    wire: dict[str, Any] = {
         "DYN_TCP_TLS_CERT_PATH": certificate,
         "DYN_TCP_TLS_KEY_PATH": key,
         "DYN_TCP_TLS_CA_CERT_PATH": stranger.path,
@@ -334,7 +334,7 @@ def test_a_value_that_cannot_be_read_is_an_error() -> None:
         ({"DYN_HTTP_PORT": "x", "DYN_ROUTER_MODE": "y", "DYN_LOG": "a=b=c"}, ["DYN_HTTP_PORT", "DYN_ROUTER_MODE", "DYN_LOG"]),
     ],
 )  # fmt: skip
-def test_what_a_start_refuses_is_found(env: dict[str, str], parts: list[str]) -> None:
+def test_what_a_start_refuses_is_found(env: dict[str, Any], parts: list[str]) -> None:
     found = [one.finding for one in variables.variables(examined(**env)) if one.level is ERROR]
     assert [part for part in parts if not any(part in finding for finding in found)] == []
     assert len(found) == len(set(found))
@@ -353,7 +353,7 @@ def test_a_clean_environment_has_no_finding() -> None:
         ({"DYN_TCP_CREDIT_STALL_SECS": "1"}, "DYN_TCP_CREDIT_STALL_SECS is below"),
     ],
 )
-def test_settings_that_contradict_each_other(env: dict[str, str], part: str) -> None:
+def test_settings_that_contradict_each_other(env: dict[str, Any], part: str) -> None:
     assert list(variables.contradictions(examined())) == []
     assert any(part in one.finding for one in variables.contradictions(examined(**env)))
 
@@ -371,7 +371,7 @@ def test_a_token_file_of_a_dead_frontend_is_a_leftover(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
-    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    env: dict[str, Any] = {"XDG_RUNTIME_DIR": str(tmp_path)}
     publish_access(8002, InspectorAccess("http://127.0.0.1:8002", "t", os.getpid()), env)
     publish_access(8001, InspectorAccess("http://127.0.0.1:8001", "t", int(done.stdout)), env)
     found = list(installed.leftovers(examined(**env)))

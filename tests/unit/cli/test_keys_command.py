@@ -11,6 +11,7 @@ import pytest
 
 from dynamo.cli import keys
 from dynamo.cli.main import main
+from dynamo.cli.usage import UsageError
 from dynamo.frontend.base.access import KeyRole
 from dynamo.frontend.parts.keys.key_editor import change_key_file
 from dynamo.frontend.parts.keys.key_store import load_key_file
@@ -129,7 +130,7 @@ def test_a_key_of_an_older_gateway_is_imported(
     assert create(path, capsys, "--import") == ("", "")
     assert load_key_file(str(path)).keys[0].hash == hash_of(b"sk-0123456789abcdef")
     monkeypatch.setattr("sys.stdin", io.StringIO("sk-short\n"))
-    with pytest.raises(keys.UsageError, match="16 to 512 bytes"):
+    with pytest.raises(UsageError, match="16 to 512 bytes"):
         run(path, "create", "--import")
 
 

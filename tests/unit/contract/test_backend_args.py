@@ -2,6 +2,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def parse(argv: list[str], env: dict[str, str] | None = None, **defaults: str) -
     return parser.parse_args(argv)
 
 
-def config(argv: list[str], env: dict[str, str] | None = None, **options: object) -> WorkerConfig:
+def config(argv: list[str], env: dict[str, str] | None = None, **options: Any) -> WorkerConfig:
     return worker_config_from(parse(argv, env), environ={}, **options)
 
 
@@ -92,14 +93,18 @@ def read(argv: list[str], env: dict[str, str], flag: str, field: str | None) -> 
 
 
 @each_case(("flag", "value", "variable", "field", "expected"), VALUES)
-def test_a_flag_or_its_variable_sets_its_field(flag, value, variable, field, expected) -> None:
+def test_a_flag_or_its_variable_sets_its_field(
+    flag: str, value: str, variable: str, field: str | None, expected: Any
+) -> None:
     assert read([flag, value], {}, flag, field) == expected
     assert read([], {variable: value}, flag, field) == expected
     assert read([], {variable: "  "}, flag, field) == read([], {}, flag, field)  # blank is unset
 
 
 @each_case(("flag", "negative", "variable", "field", "default"), SWITCHES)
-def test_a_switch_has_two_flags_and_a_variable(flag, negative, variable, field, default) -> None:
+def test_a_switch_has_two_flags_and_a_variable(
+    flag: str, negative: str, variable: str, field: str | None, default: bool
+) -> None:
     def state(argv: list[str], env: dict[str, str]) -> object:
         found = read(argv, env, flag, field)
         return {"on": True, "off": False}.get(found, found) if isinstance(found, str) else found
@@ -186,7 +191,7 @@ BAD = [
 
 
 @each_case(("argv", "said"), BAD)
-def test_an_error_of_use_is_one_line_and_exit_2(argv, said, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_use_is_one_line_and_exit_2(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse(argv)
     assert stop.value.code == 2

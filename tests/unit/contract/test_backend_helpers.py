@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.contract.chunks import CompletionUsage
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.agent_context import agent_context_from_request, session_id_from_request
 from dynamo.contract.requests.disaggregation import (
@@ -66,7 +67,9 @@ def test_the_forced_rank_is_what_the_router_says(request_: dict[str, Any], rank:
         (1, 2, 2, None, True),
     ],
 )
-def test_a_rank_elsewhere_is_ignored_with_a_warning(rank, start, size, expected, warned, caplog) -> None:
+def test_a_rank_elsewhere_is_ignored_with_a_warning(
+    rank: int | None, start: int, size: int, expected: int | None, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert validate_global_dp_rank(rank, start, size, "my engine") == expected
     assert ("my engine" in caplog.text and f"outside [{start}, {start + size})" in caplog.text) is warned
@@ -114,7 +117,9 @@ def test_decode_without_a_handoff_is_refused(request_: dict[str, Any]) -> None:
         ({"mm_processor_kwargs": {"a": 1}, "token_ids": [1]}, {"mm_processor_kwargs": {"a": 1}}),
     ],
 )
-def test_multimodal_members_that_are_none_are_absent_and_empty_ones_stay(request_, expected) -> None:
+def test_multimodal_members_that_are_none_are_absent_and_empty_ones_stay(
+    request_: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
     assert extract_multimodal_kwargs(request_) == expected
 
 
@@ -124,7 +129,7 @@ def test_the_encoders_result_passes_unwrapped_and_by_identity() -> None:
     assert terminal == {"token_ids": [], "index": 0, "finish_reason": "stop", "encoder_result": result}
     assert terminal["encoder_result"] is result
     assert require_encoder_result({"encoder_result": terminal["encoder_result"]}, AGG) is result
-    counts = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
+    counts: CompletionUsage = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
     assert encoder_terminal_chunk(result, completion_usage=counts)["completion_usage"] == counts
 
 
@@ -261,6 +266,7 @@ def test_the_first_alternative_may_stand_in_for_a_missing_choice() -> None:
     source = output([6], [{9: entry(-0.9), 8: entry(-0.8)}])
     log_probs, top = extract_from_completion_output(source, 0, fallback_to_first_on_missing=True)
     assert log_probs == [-0.9]
+    assert top is not None
     assert [found["token_id"] for found in top[0]] == [9, 8]
     assert [found["rank"] for found in top[0]] == [0, 0]
 
@@ -312,6 +318,7 @@ def test_sglang_tuples_become_chosen_and_ranked_alternatives() -> None:
         ],
     )
     _, renamed = extract_from_sglang_meta(meta, return_tokens_as_token_ids=True)
+    assert renamed is not None
     assert [found["token"] for found in renamed[0]] == ["token_id:5", "token_id:7"]
     assert extract_from_sglang_meta({}) == (None, None)
     assert extract_from_sglang_meta({"output_token_logprobs": [(-0.1, 5, None)]}) == ([-0.1], None)
@@ -353,7 +360,7 @@ class Model:
 @each_case(("tag", "expected"), [(None, None), ('{"x":1}', '{"x":1}'), ({"a": 1}, {"a": 1}), (Model(), {"a": 1})])
 def test_a_structural_tag_becomes_text(tag: Any, expected: Any) -> None:
     found = serialize_structural_tag(tag)
-    assert found == expected if not isinstance(expected, dict) else json.loads(found) == expected
+    assert found == expected if not isinstance(expected, dict) else json.loads(found or "") == expected
 
 
 class Array:

@@ -570,7 +570,7 @@ class HonestRaw(RawEngine):
         raise AssertionError("the kit must not call from_args")
 
     async def start(self, worker_id: int) -> EngineConfig:
-        return self.config  # type: ignore[no-any-return]
+        return self.config
 
     async def cleanup(self) -> None:
         pass

@@ -1,6 +1,8 @@
 import dataclasses
 import typing
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,21 +37,25 @@ from support.cases import each_case
 MODES = list(DisaggregationMode)
 
 
-async def _from_args(cls, argv=None):
+async def _from_args(cls: Any, argv: list[str] | None = None) -> Any:
     return cls(), None
 
 
-async def _start(self, worker_id):
+async def _start(self: object, worker_id: int) -> EngineConfig:
     return EngineConfig("m")
 
 
-async def _generate(self, request, context):
+async def _generate(self: object, request: Any, context: object) -> AsyncIterator[Any]:
     yield final_chunk("stop")
 
 
-async def _cleanup(self):
+async def _cleanup(self: object) -> None:
     return None
 
+
+replaced: Any = (
+    dataclasses.replace
+)  # `llm` is an argument of the constructor and no field, which the checker does not see
 
 PARTS = {"from_args": classmethod(_from_args), "start": _start, "generate": _generate, "cleanup": _cleanup}
 
@@ -152,7 +158,7 @@ def test_chunks_and_usage_are_short_to_write() -> None:
 
 # -- EngineConfig -----------------------------------------------------------------------------------------------------
 
-LLM_VALUES = {
+LLM_VALUES: dict[str, Any] = {
     "context_length": 8192,
     "kv_cache_block_size": 16,
     "total_kv_blocks": 1000,
@@ -176,7 +182,7 @@ def test_the_flat_and_the_nested_form_are_the_same_configuration() -> None:
 @each_case("name", sorted(LLM_VALUES))
 def test_an_explicit_flat_value_beats_the_nested_one_and_unset_ones_are_filled(name: str) -> None:
     other = "elsewhere" if name == "bootstrap_host" else 5
-    config = EngineConfig("m", **{name: other}, llm=LlmRegistration(**LLM_VALUES))
+    config = EngineConfig("m", **dict[str, Any]({name: other}), llm=LlmRegistration(**LLM_VALUES))
     assert config.llm == LlmRegistration(**{**LLM_VALUES, name: other})
 
 
@@ -199,15 +205,15 @@ def test_a_copy_of_a_configuration_differs_in_what_was_replaced(config: EngineCo
 def test_a_new_llm_half_takes_the_place_of_the_old_one() -> None:
     config = EngineConfig("m", "served", **LLM_VALUES)
     half = LlmRegistration(context_length=5, total_kv_blocks=0)
-    assert dataclasses.replace(config, llm=half) == EngineConfig("m", "served", llm=half)
-    assert dataclasses.replace(config, max_num_seqs=9, llm=half).llm == dataclasses.replace(half, max_num_seqs=9)
+    assert replaced(config, llm=half) == EngineConfig("m", "served", llm=half)
+    assert replaced(config, max_num_seqs=9, llm=half).llm == dataclasses.replace(half, max_num_seqs=9)
 
 
 def test_a_copy_remembers_that_an_empty_llm_half_was_given() -> None:
     empty = EngineConfig("m", llm=LlmRegistration())
     assert dataclasses.replace(empty, model="n").llm == LlmRegistration()
     assert dataclasses.replace(EngineConfig("m"), model="n").llm is None
-    assert dataclasses.replace(EngineConfig("m"), llm=LlmRegistration()).llm == LlmRegistration()
+    assert replaced(EngineConfig("m"), llm=LlmRegistration()).llm == LlmRegistration()
 
 
 def test_a_raw_engines_configuration_has_no_llm_half() -> None:
@@ -237,7 +243,9 @@ def test_mutable_defaults_are_not_shared() -> None:
     ("override", "served", "expected"),
     [(None, None, "m"), (None, "s", "s"), ("o", "s", "o"), ("", "s", "s"), ("", "", "m")],
 )
-def test_the_served_name_is_the_override_then_the_engines_then_the_model(override, served, expected) -> None:
+def test_the_served_name_is_the_override_then_the_engines_then_the_model(
+    override: str | None, served: str | None, expected: str
+) -> None:
     assert EngineConfig("m", served).resolve_served_name(override) == expected
 
 
@@ -270,7 +278,7 @@ WRONG = {
 
 @each_case("name", sorted(WRONG))
 @each_case("build", [lambda values: EngineConfig("m", **values), lambda v: SimpleNamespace(model="m", **v)])
-def test_a_value_of_the_wrong_type_is_an_error_that_names_it(build, name: str) -> None:
+def test_a_value_of_the_wrong_type_is_an_error_that_names_it(build: Callable[[dict[str, Any]], Any], name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"EngineConfig.{name} must be"):
         read_engine_config(build({name: WRONG[name]}))
 
@@ -279,9 +287,9 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_it(build, name: str) -
     ("name", "value"),
     [("bootstrap_port", 65536), ("context_length", 0), ("kv_cache_block_size", -1), ("data_parallel_size", True)],
 )
-def test_a_number_the_card_cannot_carry_is_an_error(name: str, value: int) -> None:
+def test_a_number_the_card_cannot_carry_is_an_error(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=name):
-        read_engine_config(EngineConfig("m", **{name: value}))
+        read_engine_config(EngineConfig("m", **dict[str, Any]({name: value})))
 
 
 @each_case("source", [None, {}, SimpleNamespace(), SimpleNamespace(model=None)])

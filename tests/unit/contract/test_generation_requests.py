@@ -111,7 +111,7 @@ def test_neutral_values_ask_for_nothing() -> None:
 
 
 def test_a_constraint_waits_for_thoughts_that_have_not_ended() -> None:
-    guided = {"sampling_options": {"guided_decoding": {"choice": ["a"]}}, "require_reasoning": True}
+    guided: dict[str, Any] = {"sampling_options": {"guided_decoding": {"choice": ["a"]}}, "require_reasoning": True}
     assert read(**guided).constraint.after_reasoning  # type: ignore[union-attr]
     ended = read(**guided, extra_args={"reasoning_ended": True}).constraint
     assert ended is not None

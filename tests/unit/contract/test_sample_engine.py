@@ -10,7 +10,8 @@ import pytest
 
 from dynamo.contract.conformance import run_conformance, run_encode_conformance, run_raw_conformance
 from dynamo.contract.modes import DisaggregationMode
-from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine, draw_png
+from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine
+from dynamo.engines.sample.drawing import draw_png
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.calls.context import Context
@@ -19,14 +20,17 @@ from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 AGG, PREFILL, DECODE, ENCODE = DisaggregationMode
-MEDIA = {"multi_modal_data": {"image": [{"Url": "data:image/png;base64,AA=="}]}, "mm_processor_kwargs": {"a": 1}}
+MEDIA: dict[str, Any] = {
+    "multi_modal_data": {"image": [{"Url": "data:image/png;base64,AA=="}]},
+    "mm_processor_kwargs": {"a": 1},
+}
 
 
 def engine(**options: Any) -> SampleLLMEngine:
     return SampleLLMEngine(delay=0, **options)
 
 
-def request(prompt: int = 3, max_tokens: int | None = None, **more: Any) -> dict[str, Any]:
+def request(prompt: int = 3, max_tokens: int | None = None, **more: Any) -> Any:
     # Members that are not set arrive as None, as from the frontend.
     return {
         "token_ids": list(range(prompt)),
@@ -322,7 +326,7 @@ async def connected(source: SampleLLMEngine) -> AsyncIterator[Recorder]:
     (push,) = await source.kv_event_sources()
     assert isinstance(push, PushSource)
     assert push.dp_rank == 0
-    push.on_ready(recorder)  # type: ignore[arg-type]
+    push.on_ready(recorder)
     source.attach_snapshot_publisher(recorder)  # type: ignore[arg-type]
     try:
         yield recorder

@@ -2,6 +2,7 @@ import dataclasses
 import logging
 from enum import Enum
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -120,7 +121,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
 @pytest.mark.parametrize("name", ["structural_tag_mode", "structural_tag_scope", "structural_tag_schema"])
 def test_an_unknown_structural_tag_word_is_an_error_that_names_the_field(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*'maybe'"):
-        WorkerConfig("ns", **{name: "maybe"})
+        WorkerConfig("ns", **dict[str, Any]({name: "maybe"}))
 
 
 @each_case("mode", list(DisaggregationMode))

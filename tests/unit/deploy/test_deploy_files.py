@@ -64,7 +64,7 @@ def check(value: Any, kind: str, where: str) -> None:
             assert isinstance(key, str), f"{where}: {key!r} needs quotes"
             check(each, kind[5:-1].split(", ", 1)[1], f"{where}.{key}")
     elif kind in ("str", "int", "bool", "float"):
-        expected = {"str": str, "int": int, "bool": bool, "float": (int, float)}[kind]
+        expected: Any = {"str": str, "int": int, "bool": bool, "float": (int, float)}[kind]
         assert isinstance(value, expected), f"{where}: {value!r} is no {kind}"
         assert kind == "bool" or not isinstance(value, bool), f"{where}: {value!r} is no {kind}"
     elif kind != "object":

@@ -132,7 +132,7 @@ def test_everything_that_is_not_built_is_listed() -> None:
     for path in source_files("protocol/openai"):
         for call in calls(path, "_not_built", "_deprecated"):
             word = call.args[-1] if call.func.id == "_not_built" else call.args[0]  # type: ignore[attr-defined]
-            if isinstance(word, ast.Constant):
+            if isinstance(word, ast.Constant) and isinstance(word.value, str):
                 assert f"`{word.value}`" in listed
 
 
@@ -212,7 +212,7 @@ def variables_of_the_source() -> set[str]:
 
 @pytest.mark.process  # computes for seconds
 def test_the_table_of_tool_call_formats_is_the_code_s() -> None:
-    page = [sys.executable, ROOT / "tools" / "formats_page.py", "--check"]
+    page = [sys.executable, str(ROOT / "tools" / "formats_page.py"), "--check"]
     assert subprocess.run(page, check=False).returncode == 0, "make docs writes the table"
 
 

@@ -32,15 +32,15 @@ class Answer:
 
     def chunk(self, output: int) -> GenerateChunk | None:
         self.is_complete = output == 9
-        return {"token_ids": [output]} if output else None
+        return {"token_ids": [output]} if output else None  # type: ignore[return-value]
 
     def cancelled(self) -> GenerateChunk:
-        return {"token_ids": [], "finish_reason": "cancelled"}
+        return {"token_ids": [], "finish_reason": "cancelled"}  # type: ignore[typeddict-item]
 
 
 class Engine(AdapterEngine[Arguments]):
     engine_name = "Machine"
-    reader = staticmethod(lambda argv: (Arguments(*argv), WorkerConfig("ns")))
+    reader = staticmethod(lambda argv: (Arguments(*argv), WorkerConfig("ns")))  # type: ignore[assignment]
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
@@ -71,7 +71,7 @@ async def test_the_command_line_makes_the_engine_and_its_record() -> None:
     engine, _ = await Engine.from_args(["model", "name"])
     engine.loaded.set()
     config = await engine.start(1)
-    assert (config.model, config.served_model_name, config.llm.context_length) == ("model", "name", 128)
+    assert (config.model, config.served_model_name, config.llm and config.llm.context_length) == ("model", "name", 128)
     assert config.runtime_data == {"media": []}
 
 

@@ -286,7 +286,7 @@ def test_constraints_thresholds_and_modes_are_values() -> None:
     assert config.kv_router_config.overlap_score_credit == 2.0
     for arguments in ({"session_affinity_mode": "x"}, {"session_affinity_ttl_secs": 0}):
         with pytest.raises(ValueError, match=next(iter(arguments))):
-            RouterConfig(RouterMode.KV, **arguments)  # type: ignore[arg-type]
+            RouterConfig(RouterMode.KV, **arguments)
     wrong_mode: Any = "kv"
     with pytest.raises(TypeError, match="RouterMode"):
         RouterConfig(wrong_mode)

@@ -256,7 +256,7 @@ async def test_what_is_no_sound_is_refused_before_a_worker_gets_it(tmp_path: Pat
         assert answer.status == 413
         assert "DYN_HTTP_AUDIO_FORM_LIMIT_MB" in answer.json["message"]
         assert worker.requests == []
-        assert found.frontend.pipeline.media.held_bytes == 0
+        assert found.media.held_bytes == 0
 
 
 async def test_a_sound_that_the_engine_does_not_understand_is_its_400(tmp_path: Path) -> None:

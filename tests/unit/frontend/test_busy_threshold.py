@@ -73,7 +73,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def change(house: Cluster, **members: Any) -> tuple[int, Any]:
+async def change(house: Cluster, **members: Any) -> tuple[int | None, Any]:
     exchange = await house.client.call("POST", "/busy_threshold", {"model": "m", **members})
     return exchange.status, exchange.json
 

@@ -229,7 +229,7 @@ async def test_the_record_of_a_key_that_no_frontend_has_keeps_what_was_spent_and
         await record_is(lambda page: bool(page) and page["key k total tokens budget"].unused_since > 0)
         await record_is(lambda page: page["key k total tokens budget"].spent == 100)
         for other, identity in zip(both, identities, strict=True):
-            other.limits._identities = lambda identity=identity: [identity]
+            other.limits._identities = [identity].copy
         await record_is(lambda page: not page["key k total tokens budget"].unused_since)
         await record_is(lambda page: len(page["key k total tokens budget"].members) == 2)
         await record_is(lambda page: page["key k total tokens budget"].spent == 100)

@@ -23,7 +23,7 @@ async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
         yield found
 
 
-async def status_of(house: Cluster, body: bytes, coding: str) -> int:
+async def status_of(house: Cluster, body: bytes, coding: str) -> int | None:
     headers = {"content-encoding": coding, "content-type": "application/json"}
     return (await house.client.call("POST", CHAT, body, headers=headers)).status
 

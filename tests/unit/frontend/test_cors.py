@@ -87,7 +87,7 @@ async def test_every_answer_has_its_id_and_tells_the_origin(tmp_path: Path, with
         for headers in ({}, bearer("k")):
             for path, methods in [*routes, ("/nothing", frozenset({"GET"})), ("/v1/nothing", frozenset({"POST"}))]:
                 for method in sorted(methods | {"PUT"}):
-                    body = {} if method == "POST" else None
+                    body: dict[str, Any] | None = {} if method == "POST" else None
                     answer = await found.client.call(method, path, body, headers={**headers, "origin": ORIGIN})
                     where = (method, path, answer.status)
                     assert answer.headers["x-request-id"], where

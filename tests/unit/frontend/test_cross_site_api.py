@@ -94,7 +94,7 @@ async def test_a_listener_that_is_open_to_a_network_has_any_name(tmp_path: Path)
 
 
 async def test_origins_of_cors_reach_the_api_and_no_admin_route(tmp_path: Path) -> None:
-    settings = {"http_host": "127.0.0.1", "cors_origins": ("https://app.example",)}
+    settings: dict[str, Any] = {"http_host": "127.0.0.1", "cors_origins": ("https://app.example",)}
     async with cluster(tmp_path, **settings) as house, asgi_client(house.frontend.asgi) as client:
         await house.worker()
         app = {"host": "localhost", "origin": "https://app.example"}

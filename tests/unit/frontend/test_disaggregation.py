@@ -264,7 +264,7 @@ async def test_a_client_that_leaves_after_the_prefill_still_has_its_blocks_fetch
         await arguments[2].context.async_killed_or_stopped()
         return handoff
 
-    stage.router.compute = leave_in_between  # type: ignore[method-assign]
+    stage.router.compute = leave_in_between  # type: ignore[assignment, method-assign]
     exchange = house.client.begin_chat("hi", max_tokens=50)
     await exchange.done()
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -278,7 +278,7 @@ async def test_a_client_that_leaves_after_the_prefill_still_has_its_blocks_fetch
 # -- the bootstrap way ---------------------------------------------------------------------------------------------------
 
 
-BOOTSTRAP = {"disaggregated_endpoint": {"bootstrap_host": "10.0.0.1", "bootstrap_port": 9000}}
+BOOTSTRAP: dict[str, Any] = {"disaggregated_endpoint": {"bootstrap_host": "10.0.0.1", "bootstrap_port": 9000}}
 
 
 async def test_workers_that_meet_by_themselves_run_at_once(house: Cluster) -> None:

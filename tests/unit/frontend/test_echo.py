@@ -79,7 +79,7 @@ async def test_with_no_token_to_generate_the_prompt_is_the_answer(house: Cluster
     if fields:
         assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
     else:
-        usage = {"stream_options": {"include_usage": True}}
+        usage: dict[str, Any] = {"stream_options": {"include_usage": True}}
         streamed = await house.client.completion("abc", echo=True, max_tokens=0, stream=True, **usage)
         *chunks, last = streamed.chunks
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
@@ -94,7 +94,7 @@ async def test_two_ids_of_one_text_keep_the_likelier_and_ids_may_stand_for_texts
         sink.send_tokens([33], finish_reason="length", extra={"log_probs": [float("-inf")], **data})
 
     await house.worker(broken)
-    fields = {"echo": True, "logprobs": 1, "max_tokens": 1}
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 1}
     found = (await house.client.completion([97, 195], **fields)).json["choices"][0]["logprobs"]
     assert found["top_logprobs"][1] == {"\ufffd": -1.0}
     assert found["token_logprobs"] == [None, -3.0, -9999.0]
@@ -125,7 +125,7 @@ async def two_steps(body: Mapping[str, Any], context: Context, sink: ResponseSin
 @pytest.mark.parametrize("script", [scores, two_steps])
 async def test_a_stream_waits_for_what_is_known_of_the_prompt(house: Cluster, script: Any) -> None:
     await house.worker(script)
-    fields = {"echo": True, "logprobs": 1, "max_tokens": 2}
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 2}
     (whole,) = (await house.client.completion("abc", **fields)).json["choices"]
     answer = await house.client.completion("abc", stream=True, **fields)
     assert answer.status == 200
@@ -140,7 +140,7 @@ async def test_a_stream_waits_for_what_is_known_of_the_prompt(house: Cluster, sc
 
 async def test_a_stream_of_nothing_but_the_prompt_has_its_log_probabilities(house: Cluster) -> None:
     await house.worker(scores)
-    usage = {"stream_options": {"include_usage": True}}
+    usage: dict[str, Any] = {"stream_options": {"include_usage": True}}
     answer = await house.client.completion("abc", echo=True, logprobs=1, max_tokens=0, stream=True, **usage)
     *chunks, last = answer.chunks
     (choice,) = [choice for chunk in chunks for choice in chunk["choices"]]

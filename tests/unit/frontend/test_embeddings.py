@@ -59,7 +59,7 @@ def answers(value: Any) -> Script:
     return script
 
 
-EMBEDDING = {"model_type": ModelType.Embedding}
+EMBEDDING: dict[str, Any] = {"model_type": ModelType.Embedding}
 
 
 async def ask(found: Any, body: Body) -> tuple[int, Body]:

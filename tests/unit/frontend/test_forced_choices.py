@@ -21,8 +21,8 @@ from support.format_writers import FORMAT_OF, TOOLS, WRITERS
 from support.properties import some_of
 
 ARGUMENTS: Final = {"query": 'red "shoes" </think> [1]', "filters": {"a": [1, 2.5]}}
-FIND: Final = ("find", ARGUMENTS)
-PING: Final = ("ping", {})
+FIND: Final[tuple[str, Any]] = ("find", ARGUMENTS)
+PING: Final[tuple[str, Any]] = ("ping", {})
 NAMED: Final = {"type": "function", "function": {"name": "find"}}
 CHOICES: Final = {"required": "required", "named": NAMED}
 UNIFIED_REASONING: Final = {"harmony": "gpt_oss", "inkling": "inkling", "kimi_k3": "kimi_k3", "muse": "muse"}

@@ -116,7 +116,7 @@ async def test_a_client_that_never_reads_holds_back_its_worker_and_no_one_else(t
         worker = await house.worker(flood)
         async with connection(server.port) as lazy, connection(server.port) as other:
             lazy.writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            lazy.writer.transport.pause_reading()
+            lazy.writer.transport.pause_reading()  # type: ignore[attr-defined]
             lazy.send("POST", "/v1/chat/completions", {**CHAT, "stream": True})
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await stalled.wait()

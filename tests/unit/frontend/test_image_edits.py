@@ -169,7 +169,7 @@ async def test_a_form_that_breaks_a_rule_is_refused_by_name(
         answer = await edit(found, *parts)
         assert (answer.status, answer.json["error"]["param"]) == (status, param), answer.body
         assert worker.requests == []
-        assert found.frontend.pipeline.media.held_bytes == 0
+        assert found.media.held_bytes == 0
 
 
 async def test_what_the_sample_engine_cannot_read_is_named(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def answers(value: Any) -> Script:
     return script
 
 
-async def ask(found: Cluster, **body: Any) -> tuple[int, Any]:
+async def ask(found: Cluster, **body: Any) -> tuple[int | None, Any]:
     reply = await found.client.call("POST", "/v1/images/generations", {"model": "m", "prompt": "a fox", **body})
     return reply.status, reply.json
 

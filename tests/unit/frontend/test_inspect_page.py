@@ -93,7 +93,7 @@ async def test_the_page_comes_with_a_policy_and_is_sent_once(tmp_path: Path) -> 
 
 async def test_the_home_page_leads_to_the_inspector_where_it_is_served(tmp_path: Path) -> None:
     for settings, is_there in (({}, True), ({"disable_admin_api": True}, False), ({"http_host": "0.0.0.0"}, False)):
-        async with cluster(tmp_path, **{"http_host": "127.0.0.1", **settings}) as house:
+        async with cluster(tmp_path, **dict[str, Any]({"http_host": "127.0.0.1"} | settings)) as house:
             assert (b"/inspect/" in (await house.client.get("/")).body) is is_there
             assert ((await house.client.get("/inspect/")).status == 200) is is_there
 

@@ -571,7 +571,7 @@ async def test_a_quarantined_worker_is_the_last_choice_for_a_time(tmp_path: Path
 @each_case("mode", ["round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted", "kv"])
 async def test_an_explanation_shows_every_candidate_and_changes_nothing(tmp_path: Path, mode: str) -> None:
     async with cluster(tmp_path, router_mode=mode) as house:
-        card = {"kv_cache_block_size": 4} if mode == "kv" else {}
+        card: dict[str, Any] = {"kv_cache_block_size": 4} if mode == "kv" else {}
         workers = [await house.worker(**card) for _ in range(3)]
         lens = Lens(house)
         names = sorted(f"{each.endpoint.connection_id():x}" for each in workers)

@@ -64,7 +64,7 @@ def no_rate(house: Cluster) -> None:
     """Let operators act as often as they like."""
     inspector = house.frontend.parts["inspector"].inspector
     assert inspector is not None
-    inspector.actions.rate.take = lambda: True  # type: ignore[method-assign]
+    inspector.actions.rate.take = lambda: True
 
 
 async def test_the_table_has_all_actions(tmp_path: Path) -> None:

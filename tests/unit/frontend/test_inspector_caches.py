@@ -26,7 +26,7 @@ from support.patience import PATIENCE_SECONDS
 
 BLOCK = 4
 PROMPT = list(range(1, 18))  # four blocks and a token
-HIT = {"completion_usage": {"prompt_tokens_details": {"cached_tokens": 12}}}
+HIT: dict[str, Any] = {"completion_usage": {"prompt_tokens_details": {"cached_tokens": 12}}}
 
 
 async def add(house: Cluster, *, ranks: int = 1, **extra: Any) -> ScriptedWorker:

@@ -79,9 +79,9 @@ async def test_without_the_flag_no_route_shows_what_clients_and_models_say(tmp_p
         answers.append(watch.body)
         assert (await lens.post(f"requests/{id}/abort")).status == 202
         answers.append(audit.read_bytes())
-        for answer in answers:
-            assert MARKER.encode() not in answer
-            assert ANSWER.encode() not in answer
+        for body in answers:
+            assert MARKER.encode() not in body
+            assert ANSWER.encode() not in body
         await running.done()
 
 

@@ -379,6 +379,6 @@ async def test_records_that_are_no_frontends_are_passed_over(tmp_path: Path) -> 
         ],
     ],
 )
-async def test_settings_that_cannot_be_are_refused(settings: dict[str, str], message: str) -> None:
+async def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         open_other_frontends(InspectorSettings(**settings), MemoryDiscovery(MemoryHub()))

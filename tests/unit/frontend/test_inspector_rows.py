@@ -72,7 +72,7 @@ class House:
         exchange = Exchange(name, Arrival(b"", self.now, path="/v1/chat/completions"), StageTimer(is_wanted=False))
         exchange.counters = SERIES.begin("m", "chat_completions", "stream", self.now)
         exchange.work = WorkRequest(Plan(PlannedRequest(), [[1, 2, 3]]), exchange.timer)
-        exchange.work.running = choices
+        exchange.work.running = choices  # type: ignore[assignment]
         exchange.enter(Phase.DISPATCHED, self.now)
         self.register.add(exchange)
         return exchange

@@ -91,7 +91,7 @@ async def test_what_waits_for_a_viewer_at_its_socket_does_not_grow(tmp_path: Pat
             made = [len(request.body) for request in requests]
             await asyncio.sleep(0.5)  # in which fifty patches would be due
             for request, before in zip(requests, made, strict=True):
-                await request.until(lambda each, before=before: len(each.body) > before)  # type: ignore[misc]
+                await request.until(lambda each, before=before: len(each.body) > before)
             assert (connection.transport.get_write_buffer_size(), watching._seq) == (waiting, seq)
             assert waiting < 256 * 1024
             read = b""

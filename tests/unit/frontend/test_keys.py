@@ -38,7 +38,7 @@ RECORDS = (
     key("far", cidrs=["192.0.2.0/24"]),
 )
 OPEN = {"/health", "/live", "/ready", "/admin/v1/openapi.json"}
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+CHAT: dict[str, object] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def endpoints(frontend: Frontend) -> list[GuardedRoute]:
@@ -55,7 +55,9 @@ def endpoints(frontend: Frontend) -> list[GuardedRoute]:
 async def ask(client: AsgiClient, route: GuardedRoute, headers: dict[str, str]) -> Answer:
     method = sorted((route.methods or {"GET"}) - {"HEAD"})[0]
     path = route.path.replace("{model:path}", "m").replace("{response_id}", "resp_none")
-    body = {**CHAT, "prompt": "hi", "input": "hi", "max_tokens": 4} if method == "POST" else None
+    body: dict[str, object] | None = (
+        {**CHAT, "prompt": "hi", "input": "hi", "max_tokens": 4} if method == "POST" else None
+    )
     if path.startswith("/v1/chat"):
         body = CHAT
     return await client.call(method, path, body, headers=headers)

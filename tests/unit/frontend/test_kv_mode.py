@@ -208,7 +208,8 @@ class Held:
 
     @staticmethod
     def of(worker: ScriptedWorker) -> Held:
-        return worker.script.__self__  # type: ignore[attr-defined,no-any-return]
+        script: Any = worker.script
+        return script.__self__
 
 
 async def test_a_booking_lasts_as_long_as_its_stream(house: Cluster) -> None:

@@ -34,7 +34,7 @@ class Two:
         self.holder, self.other = [
             await self.house.worker(
                 kv_cache_block_size=BLOCK,
-                runtime_config=ModelRuntimeConfig(total_kv_blocks=1000, data_parallel_size=2, taints=taints),
+                runtime_config=ModelRuntimeConfig(total_kv_blocks=1000, data_parallel_size=2, taints=set(taints)),
             )
             for taints in (["gold"], ["silver"])
         ]
@@ -164,7 +164,9 @@ async def test_a_tenant_of_a_header_beats_that_of_the_body(two: Two) -> None:
 async def test_a_question_for_the_worker_heeds_the_same_words_and_runs_nothing(
     two: Two, nvext: dict[str, Any], place: tuple[str, int | None]
 ) -> None:
-    members = {key: two.id_of(value) if isinstance(value, str) else value for key, value in nvext.items()}
+    members: dict[str, Any] = {
+        key: two.id_of(value) if isinstance(value, str) else value for key, value in nvext.items()
+    }
     answer = await two.ask(annotations=["query_instance_id:"], **members)
     found = answer.json["nvext"]["worker_id"]
     assert found["prefill_worker_id"] == found["decode_worker_id"] == two.id_of(place[0])

@@ -101,7 +101,8 @@ async def test_requests_wait_for_a_worker_and_go_as_prefills_end(tmp_path: Path)
         for number in range(4):
             work.answer()
             assert (await asked[number].done()).status == 200
-            await until(lambda done=number: len(work.arrived) == min(4, done + 2))
+            expected = min(4, number + 2)
+            await until(lambda: len(work.arrived) == expected)  # noqa: B023 - called in here
         assert work.arrived == ["0", "1", "2", "3"]
         assert (waiting(house), booked(house)) == (0, 0)
 

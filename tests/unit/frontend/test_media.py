@@ -263,7 +263,7 @@ async def test_the_parts_of_a_request_are_bounded_in_number_and_size(tmp_path: P
         assert "together" in answer.json["error"]["message"]
         assert worker.requests == []
         assert (await ask(house, *[image_part(data_url(RED))] * 2)).status == 200
-        assert house.frontend.pipeline.media.held_bytes == 0
+        assert house.media.held_bytes == 0
 
 
 async def test_what_requests_in_flight_hold_is_bounded_and_given_back(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ async def test_what_requests_in_flight_hold_is_bounded_and_given_back(tmp_path: 
         await first.done()
         worker.script = say("x")
         assert (await ask(house, image_part(data_url(BLUE)))).status == 200
-        assert house.frontend.pipeline.media.held_bytes == 0
+        assert house.media.held_bytes == 0
 
 
 async def test_an_image_of_too_many_pixels_is_refused_by_its_header(house: Cluster) -> None:

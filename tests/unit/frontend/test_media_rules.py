@@ -44,7 +44,7 @@ def test_a_url_that_may_not_be_fetched_is_refused(url: str) -> None:
 def test_a_public_url_is_taken_apart_for_the_wire() -> None:
     target = check_url("HTTPS://Example.COM.:443/a b?q=ü#frag".replace(" ", "%20"), STRICT)
     assert target == ("https", "example.com", 443, "/a%20b?q=%C3%BC", None)
-    assert target.authority == "example.com"
+    assert target.authority == "example.com"  # type: ignore[attr-defined]
     assert check_url("http://bücher.example", STRICT)[1:4] == ("xn--bcher-kva.example", 80, "/")
 
 

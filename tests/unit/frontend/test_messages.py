@@ -260,7 +260,7 @@ async def test_a_prompt_that_is_too_long_says_so_in_the_words_agents_look_for(ho
 async def test_tokens_are_counted_as_the_model_gets_them(house: Cluster, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model")
     worker = await house.worker(directory=directory)
-    fields = {"system": "Be kind.", "tools": [TOOL]}
+    fields: dict[str, Any] = {"system": "Be kind.", "tools": [TOOL]}
     answer = await ask(house, "How are you?", **fields)
     assert answer.status == 200, answer.body
     counted = await ask(house, "How are you?", "/v1/messages/count_tokens", max_tokens=None, **fields)
@@ -337,7 +337,7 @@ async def test_a_model_that_takes_text_gets_the_chat_and_its_usage_is_told(house
 
 async def test_extensions_of_the_answer_come_at_its_end(house: Cluster) -> None:
     worker = await house.worker(say("ab"))
-    fields = {"nvext": {"extra_fields": ["completion_token_ids", "worker_id"]}}
+    fields: dict[str, Any] = {"nvext": {"extra_fields": ["completion_token_ids", "worker_id"]}}
     unary = await ask(house, **fields)
     streamed = await ask(house, stream=True, **fields)
     assert unary.json["nvext"]["completion_token_ids"] == list(b"ab")

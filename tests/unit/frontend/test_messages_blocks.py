@@ -127,12 +127,12 @@ def test_a_stream_of_eager_tools_is_well_formed(outputs: list[list[Event]]) -> N
 
 def test_white_space_between_calls_is_no_block() -> None:
     call = (CallBegan("f", "1"), CallArguments("{}"), CallEnded())
-    outputs = [[Content("\n"), *call, Content("\n\n"), *call, Content("\n"), Finished("tool_calls")]]
+    outputs: list[list[Event]] = [[Content("\n"), *call, Content("\n\n"), *call, Content("\n"), Finished("tool_calls")]]
     assert [block["type"] for block in accumulated(streamed(outputs))["content"]] == ["tool_use", "tool_use"]
 
 
 def test_a_call_of_an_engine_whose_input_is_no_object_is_text() -> None:
-    outputs = [[CallBegan("f", "1"), CallArguments("[1]"), CallEnded(), Finished("tool_calls")]]
+    outputs: list[list[Event]] = [[CallBegan("f", "1"), CallArguments("[1]"), CallEnded(), Finished("tool_calls")]]
     body = accumulated(streamed(outputs))
     assert (body["content"], body["stop_reason"]) == ([{"type": "text", "text": "[1]"}], "end_turn")
 
@@ -144,7 +144,7 @@ INTERLEAVED: list[list[Event]] = [
 
 
 def test_an_engine_that_reads_its_own_text_may_write_its_calls_at_the_same_time() -> None:
-    outputs = [*INTERLEAVED, [Finished("tool_calls")]]
+    outputs: list[list[Event]] = [*INTERLEAVED, [Finished("tool_calls")]]
     body = accumulated(streamed(outputs, takes_text=True))
     assert body["content"] == [
         {"type": "text", "text": "so"},

@@ -116,7 +116,7 @@ def test_a_limit_that_is_none_is_refused_in_one_sentence(text: str) -> None:
     ],
 )
 def test_what_a_priority_means(hints: dict[str, int] | None, urgency: Urgency) -> None:
-    assert urgency_of(None if hints is None else NvExt(agent_hints=AgentHints(**hints))) is urgency
+    assert urgency_of(None if hints is None else NvExt(agent_hints=AgentHints(**dict[str, Any](hints)))) is urgency
 
 
 # -- the age of the queue ------------------------------------------------------------------------------------------------

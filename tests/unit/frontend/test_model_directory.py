@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -274,12 +275,13 @@ async def test_requests_with_tools_get_the_template_for_tools(tmp_path: Path, op
     (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     custom = tmp_path / "custom.jinja"
     custom.write_text("mine")
-    settings = {"custom_jinja_template": str(custom)} if operators == "frontend" else {}
-    members = {"custom_template_path": custom} if operators == "worker" else {}
+    settings: dict[str, Any] = {"custom_jinja_template": str(custom)} if operators == "frontend" else {}
+    members: dict[str, Any] = {"custom_template_path": custom} if operators == "worker" else {}
     async with cluster(tmp_path, **settings) as house:
         worker = await house.worker(say([1]), directory=directory, **members)
         tool = {"type": "function", "function": {"name": "f"}}
-        for fields in ({}, {"tools": [tool]}):
+        each: list[dict[str, Any]] = [{}, {"tools": [tool]}]
+        for fields in each:
             assert (await house.client.chat("hi", **fields)).status == 200
         prompts = [tiny_tokenizer().decode(request["token_ids"]) for request in worker.requests]
         assert prompts == (["plain", "tools"] if operators == "none" else ["mine", "mine"])
@@ -482,7 +484,7 @@ async def test_a_model_whose_files_come_late_is_served_when_they_are_there(
     ("settings", "served"),
     [({"namespace": "prod"}, {"prod"}), ({"namespace_prefix": "prod"}, {"prod", "prod-2"})],
 )
-async def test_a_frontend_serves_only_its_scope(tmp_path: Path, settings: dict[str, str], served: set[str]) -> None:
+async def test_a_frontend_serves_only_its_scope(tmp_path: Path, settings: dict[str, Any], served: set[str]) -> None:
     async with cluster(tmp_path, **settings) as house:
         for namespace in ("prod", "prod-2", "test"):
             await house.worker(model=namespace, namespace=namespace, wait=namespace in served)

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -54,7 +55,7 @@ async def test_a_key_is_in_no_file_recording_span_log_metric_page_or_error(
         path=str(tmp_path / "trace"),
         headers=(*CARRIERS, "x-note"),
     )
-    settings = {
+    settings: dict[str, Any] = {
         "request_trace": trace,
         "recording": RecordingSettings(keep_failed_content=True),
         "files_dir": tmp_path / "files",

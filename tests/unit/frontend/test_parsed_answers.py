@@ -316,7 +316,7 @@ async def test_any_output_in_any_batches_is_the_same_streamed_and_not(house: Clu
             cuts = sorted(dice.choices(range(len(raw) + 1), k=dice.randint(0, 6)))
             batches = [list(raw[a:b]) for a, b in pairwise([0, *cuts, len(raw)])]
             worker.script = say(*batches)
-            options = {"stream_options": {"include_usage": True}} if stream else {}
+            options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
             answer = await house.client.chat("hi", tools=TOOLS, tool_choice=choice, stream=stream, **options)
             usage = answer.chunks[-1]["usage"] if stream else answer.json["usage"]
             answers.append((Heard(answer).said, usage))
@@ -331,7 +331,7 @@ async def test_any_output_in_any_batches_is_the_same_streamed_and_not(house: Clu
 async def test_reasoning_tokens_are_counted_whatever_the_batches(house: Cluster, stream: bool, size: int) -> None:
     raw = "é <think>abcß</think>d".encode()
     await house.worker(say(*[list(raw[at : at + size]) for at in range(0, len(raw), size)]), **parsers())
-    options = {"stream_options": {"include_usage": True}} if stream else {}
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     answer = await house.client.chat("hi", stream=stream, **options)
     usage = answer.chunks[-1]["usage"] if stream else answer.json["usage"]
     assert usage["completion_tokens"] == len(raw)

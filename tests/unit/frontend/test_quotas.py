@@ -493,7 +493,7 @@ async def test_64_streams_at_once_never_overspend_a_budget_and_it_is_settled_exa
         async with closed_cluster(tmp_path, record) as found:
             _, worker = await worker_of(found)
             worker.gate = asyncio.Event()
-            fields = {} if asked is None else {"max_tokens": asked}
+            fields: dict[str, Any] = {} if asked is None else {"max_tokens": asked}
             streams = [
                 found.client.begin_chat(
                     stream=True, stream_options={"include_usage": True}, headers=bearer(record.id), **fields

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -209,11 +210,18 @@ async def test_a_server_span_continues_the_callers_trace_and_has_its_parts(
         "dynamo.decode_worker_id": f"{worker.endpoint.connection_id():x}",
     }
     own = server.get_span_context()
+    assert own is not None
     assert {name: (span.parent.span_id, span.kind) for name, span in spans.items() if span.parent is not None} == {
         "preprocess": (own.span_id, SpanKind.INTERNAL),
         "route": (own.span_id, SpanKind.INTERNAL),
         "dispatch": (own.span_id, SpanKind.CLIENT),
     }
+
+
+def id_of(span: ReadableSpan) -> int:
+    context = span.get_span_context()
+    assert context is not None
+    return context.span_id
 
 
 async def test_the_workers_span_is_a_child_of_the_call_to_it(house: Cluster, exported: InMemorySpanExporter) -> None:
@@ -222,7 +230,7 @@ async def test_the_workers_span_is_a_child_of_the_call_to_it(house: Cluster, exp
     trace = worker.contexts[0].trace
     (call,) = [span for span in exported.get_finished_spans() if span.kind is SpanKind.CLIENT]
     assert trace is not None
-    assert (trace.trace_id, trace.span_id) == (TRACE, format(call.get_span_context().span_id, "016x"))
+    assert (trace.trace_id, trace.span_id) == (TRACE, format(id_of(call), "016x"))
     worker_id = f"{worker.endpoint.connection_id():x}"
     assert dict(call.attributes or {}) == {"endpoint": "ns.backend.generate", "worker_id": worker_id}
     assert [event.name for event in call.events] == ["first output"]
@@ -248,7 +256,7 @@ async def test_each_attempt_has_a_span_that_is_linked_to_the_one_before(
     assert (failed.status.status_code, (failed.attributes or {})["error.type"]) == (StatusCode.ERROR, "Disconnected")
     assert (served.status.status_code, [link.context.span_id for link in served.links]) == (
         StatusCode.UNSET,
-        [failed.get_span_context().span_id],
+        [id_of(failed)],
     )
 
 

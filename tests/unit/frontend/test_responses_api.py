@@ -323,7 +323,7 @@ async def test_an_engine_that_fails_later_ends_the_stream_with_a_failed_response
 async def test_what_would_silently_be_something_else_is_refused(house: Cluster) -> None:
     await house.worker(say("x"))
     for name, value in {"background": True, "conversation": "c", "prompt": {"id": "p"}}.items():
-        answer = await begin(house, **{name: value}).done()
+        answer = await begin(house, **dict[str, Any]({name: value})).done()
         assert (answer.status, answer.json["error"]["param"]) == (422, name)
 
 

@@ -27,7 +27,7 @@ F = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 G = {"type": "function", "function": {"name": "g", "parameters": PARAMETERS, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 ON = {"structural_tag_mode": "on"}
-ALWAYS = {**ON, "structural_tag_scope": "always"}
+ALWAYS: dict[str, Any] = {**ON, "structural_tag_scope": "always"}
 
 
 def tag(config: dict[str, Any], **fields: Any) -> Any:

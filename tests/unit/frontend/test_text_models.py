@@ -22,7 +22,10 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 4},
     "completion_tokens_details": {"reasoning_tokens": 3},
 }
-LOGPROBS = {"content": [{"token": "a", "logprob": -0.25, "bytes": [97], "top_logprobs": []}], "refusal": None}
+LOGPROBS: dict[str, Any] = {
+    "content": [{"token": "a", "logprob": -0.25, "bytes": [97], "top_logprobs": []}],
+    "refusal": None,
+}
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
         yield found
 
 
-def chunk(*choices: dict[str, Any], **members: Any) -> dict[str, Any]:
+def chunk(*choices: Any, **members: Any) -> dict[str, Any]:
     return {"id": "worker-7", "object": "chat.completion.chunk", "created": 1, "choices": list(choices), **members}
 
 
@@ -189,7 +192,7 @@ async def test_the_id_the_usage_and_log_probabilities_are_the_workers(house: Clu
     assert (answer.json["id"], answer.json["usage"]) == ("worker-7", USAGE)
     assert answer.json["choices"][0]["logprobs"] == {**LOGPROBS, "content": LOGPROBS["content"] * 2}
     assert answer.headers["x-request-id"] == f"chatcmpl-{worker.contexts[0].id()}"
-    options = {"include_usage": True}
+    options: dict[str, Any] = {"include_usage": True}
     streamed = await house.client.chat("hi", logprobs=True, stream=True, stream_options=options)
     assert {each["id"] for each in streamed.chunks} == {"worker-7"}
     assert [each["choices"][0]["logprobs"] for each in streamed.chunks[:2]] == [LOGPROBS, LOGPROBS]
@@ -227,7 +230,7 @@ async def test_log_probabilities_in_the_shape_of_chats_become_those_of_completio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_that_no_worker_reported_is_not_made_up(house: Cluster, stream: bool) -> None:
     await serve(house, chunk(one({"content": "hello"}, "stop")))
-    options = {"stream_options": {"include_usage": True}} if stream else {}
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     answer = await house.client.chat("hi", stream=stream, **options)
     assert answer.status == 200
     assert b'"usage":{' not in answer.body

@@ -46,7 +46,7 @@ async def test_a_file_becomes_what_its_bytes_are(tmp_path: Path) -> None:
         }  # fmt: skip
         shown = worker.requests[0]["extra_args"]["messages"][0]["content"]
         assert shown[1:] == [file_part(sound), file_part(picture)]
-        assert house.frontend.pipeline.media.held_bytes == 0
+        assert house.media.held_bytes == 0
 
 
 async def test_the_messages_and_responses_apis_name_uploaded_images_too(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def vectors(of: Any, **more: Any) -> Script:
     return answers(lambda body: {"embeddings": [of(ids) for ids in body["token_ids"]], **more})
 
 
-async def post(found: Cluster, path: str, body: Body) -> tuple[int, Any]:
+async def post(found: Cluster, path: str, body: Body) -> tuple[int | None, Any]:
     reply = await found.client.call("POST", path, {"model": "m", **body})
     return reply.status, reply.json
 
@@ -141,6 +141,7 @@ async def test_a_worker_that_ranks_text_by_itself_is_checked_and_sorted(tmp_path
         _, ranked = await post(found, "/v1/rerank", {"query": "q", "documents": ["a", "b"]})
         assert [entry["index"] for entry in ranked] == [1, 0]
         assert worker.requests[0] == {"model": "m", "query": "q", "documents": ["a", "b"]}
+        wrong: Any
         for wrong in (
             [{"index": 2, "score": 1}] * 2,
             [{"index": 0, "score": 1}] * 2,
@@ -150,7 +151,7 @@ async def test_a_worker_that_ranks_text_by_itself_is_checked_and_sorted(tmp_path
             None,
             "x",
         ):
-            made = wrong  # type: ignore[assignment]  # on purpose
+            made = wrong
             status, body = await post(found, "/v1/rerank", {"query": "q", "documents": ["a", "b"]})
             assert (status, set(body)) == (500, {"message", "type", "code", "error", "details"}), wrong
 

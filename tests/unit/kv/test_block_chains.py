@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 from dynamo._core import RadixTree
 from dynamo.kv.block_chains import SPARE_BLOCKS, BlockChains, DumpedIndex
@@ -22,7 +23,8 @@ def again(index: DumpedIndex) -> DumpedIndex:
     """Return an index that was told the dump of another one."""
     told = DumpedIndex(PrefixIndex())
     for event in index.chains.events():
-        blocks = event["event"]["data"]["stored"]  # type: ignore[index]
+        data: Any = event["event"]["data"]
+        blocks = data["stored"]
         names = [block["block_hash"] for block in blocks["blocks"]]
         tokens = [block["tokens_hash"] for block in blocks["blocks"]]
         assert (
@@ -79,5 +81,6 @@ def test_a_block_without_the_one_before_it_is_left_out() -> None:
     index.apply(stored(1, None, [10, 11, 12], [1, 2, 3]))
     index.apply(RouterEvent(1, KvChange(1, BlockUpdate(removed=BlocksDropped([11])), 0)))
     (event,) = index.chains.events()
-    assert [block["block_hash"] for block in event["event"]["data"]["stored"]["blocks"]] == [10]  # type: ignore[index]
+    data: Any = event["event"]["data"]
+    assert [block["block_hash"] for block in data["stored"]["blocks"]] == [10]
     assert BlockChains(lambda: ()).events() == []

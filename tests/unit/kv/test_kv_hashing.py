@@ -1,4 +1,5 @@
 import struct
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ PLAIN = [16863443419780771464, 2287610619914608821]
         ({"mm_hashes": {0: [7]}}, [5771247725381875071, 2287610619914608821]),
     ],
 )
-def test_block_hashes_are_the_native_ones(options: dict, expected: list[int]) -> None:
+def test_block_hashes_are_the_native_ones(options: dict[str, Any], expected: list[int]) -> None:
     assert block_hashes(TOKENS, 16, **options) == expected
 
 

@@ -312,6 +312,7 @@ async def test_a_decode_worker_computes_a_prompt_that_nobody_computed() -> None:
     engine = MockEngine("m", options(role="decode"))
     await engine.start(0)
     seconds = []
+    more: Any
     for more in ({"prefill_result": {"disaggregated_params": {}}}, {}):
         began = time.monotonic()
         await answer(engine, request(20, 1, **more))

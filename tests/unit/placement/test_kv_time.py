@@ -19,7 +19,7 @@ TIMING = RankTiming(TimeCurve(20.0, 0.01), TimeCurve(10.0, 0.0), output_tokens=1
 
 
 def rank(number: int, **values: Any) -> RankState:
-    return RankState(WorkerRank(number), **{"timing": TIMING, "total_kv_blocks": 10_000} | values)
+    return RankState(WorkerRank(number), **dict[str, Any](timing=TIMING, total_kv_blocks=10_000) | values)
 
 
 def choose(*ranks: RankState, held: dict[int, RankMatch] | None = None, tokens: int = 1600, **request: Any) -> KvChoice:

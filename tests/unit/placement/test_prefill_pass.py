@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
 from support.properties import examples
+
+about: Any = pytest.approx  # stands where a figure does
 
 
 def test_what_arrives_during_a_pass_waits_for_the_next() -> None:
@@ -41,7 +44,7 @@ def test_two_first_tokens_in_one_moment_are_of_one_pass() -> None:
     assert rank.take_finished() == FinishedPasses(1, 800, 800.0**2, 0.030, True, is_corrected=True)
     assert (dict(rank.running), rank.running_tokens, rank.started_at) == ({"c": 100}, 100, 0.030)
     rank.complete("c", 0.052)
-    assert rank.take_finished() == FinishedPasses(1, 100, 100.0**2, pytest.approx(0.022), False)
+    assert rank.take_finished() == FinishedPasses(1, 100, 100.0**2, about(0.022), False)
 
 
 def test_a_third_prompt_of_one_pass_counts_as_well() -> None:
@@ -62,7 +65,7 @@ def test_prompts_that_exceed_the_budget_together_were_in_two_passes() -> None:
     rank.join("a", 600, 0.0)
     rank.join("b", 200, 0.0)
     rank.complete("a", 0.030)
-    assert rank.complete("b", 0.0305) == FinishedPasses(1, 200, 200.0**2, pytest.approx(0.0005), False)
+    assert rank.complete("b", 0.0305) == FinishedPasses(1, 200, 200.0**2, about(0.0005), False)
 
 
 def test_the_next_pass_of_a_fast_engine_is_one_of_its_own() -> None:
@@ -70,7 +73,7 @@ def test_the_next_pass_of_a_fast_engine_is_one_of_its_own() -> None:
     rank.join("a", 600, 0.0)
     rank.join("b", 600, 0.0)
     rank.complete("a", 0.0005)
-    assert rank.complete("b", 0.0010) == FinishedPasses(1, 600, 600.0**2, pytest.approx(0.0005), False)
+    assert rank.complete("b", 0.0010) == FinishedPasses(1, 600, 600.0**2, about(0.0005), False)
 
 
 def test_what_arrived_after_a_pass_had_ended_was_not_in_it() -> None:
@@ -78,7 +81,7 @@ def test_what_arrived_after_a_pass_had_ended_was_not_in_it() -> None:
     rank.join("a", 600, 0.0)
     rank.complete("a", 0.030)
     rank.join("b", 10, 0.0301)
-    assert rank.complete("b", 0.0305) == FinishedPasses(1, 10, 100.0, pytest.approx(0.0004), True)
+    assert rank.complete("b", 0.0305) == FinishedPasses(1, 10, 100.0, about(0.0004), True)
 
 
 def test_a_prompt_that_takes_the_place_of_one_given_up_is_of_no_earlier_pass() -> None:
@@ -88,7 +91,7 @@ def test_a_prompt_that_takes_the_place_of_one_given_up_is_of_no_earlier_pass() -
     rank.complete("a", 0.030)
     rank.join("c", 100, 0.0301)
     rank.drop("b", 0.0302)
-    assert rank.complete("c", 0.0303) == FinishedPasses(1, 100, 100.0**2, pytest.approx(0.0001), False)
+    assert rank.complete("c", 0.0303) == FinishedPasses(1, 100, 100.0**2, about(0.0001), False)
 
 
 def test_a_prompt_beyond_the_budget_goes_on_in_the_next_pass() -> None:

@@ -215,7 +215,7 @@ def test_last_come_first_served() -> None:
     ],
 )
 def test_the_request_that_crosses_a_limit_is_let_in_and_the_next_is_not(
-    limit: dict[str, int], kind: str, admitted: int, current: int
+    limit: dict[str, Any], kind: str, admitted: int, current: int
 ) -> None:
     policy = PolicyClass(name="only", quantum=1, policy_family="f", cache_bucket="b", prefill_busy_threshold=0, **limit)
     queue: RouterQueue[str] = RouterQueue(PolicyProfile((policy,), (UncachedIslBucket(0, "b"),), "f"))

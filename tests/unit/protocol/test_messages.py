@@ -242,7 +242,7 @@ def test_tools_of_the_client_become_functions() -> None:
 
 @pytest.mark.parametrize("kind", ["bash_20250124", "text_editor_20250728", "memory_20250818", "computer_20251124"])
 def test_tools_that_the_client_runs_are_offered_with_their_published_parameters(kind: str) -> None:
-    (tool,) = lowered(tools=[{"type": kind, "name": "own"}]).tools or ()
+    (tool,) = lowered(tools=[{"type": kind, "name": "own"}]).tools or []
     assert tool["function"]["name"] == "own"
     assert tool["function"]["parameters"]["properties"]
 

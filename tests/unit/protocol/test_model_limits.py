@@ -93,7 +93,7 @@ STRICT = {**CLOSED, "properties": {"a": {"type": "string"}}, "required": ["a"]}
 )
 def test_what_is_not_strict_about_a_schema(schema: dict[str, Any], fault: str | None) -> None:
     assert strictness_fault(schema) == fault
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
     if fault is None:
         parse_chat(msgspec.json.encode(body))

@@ -447,7 +447,14 @@ def test_current_parameters_of_openai_and_vllm_are_accepted() -> None:
     }
     assert parse_completion(completion(**common)).unsupported == ()
     parse_chat(chat(**common, verbosity="low", documents=[{"text": "x"}], prediction={"type": "content"}))
-    for structured in ({"json": {}}, {"choice": ["a"]}, {"regex": "a"}, {"grammar": "x"}, {"structural_tag": {}}):
+    forms: list[dict[str, Any]] = [
+        {"json": {}},
+        {"choice": ["a"]},
+        {"regex": "a"},
+        {"grammar": "x"},
+        {"structural_tag": {}},
+    ]
+    for structured in forms:
         for parse, body in ((parse_chat, chat), (parse_completion, completion)):
             parse(body(structured_outputs=structured))
 

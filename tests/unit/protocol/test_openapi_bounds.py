@@ -28,7 +28,7 @@ def bounds_of(request: str, member: str) -> dict[str, Any]:
 @each_case("member", [name for name in NUMERIC if name not in ("best_of", "truncate_prompt_tokens")])
 def test_a_number_inside_its_bounds_is_taken_and_one_outside_is_refused_by_name(member: str) -> None:
     bounds = bounds_of("ChatRequest", member)
-    low = bounds.get("minimum", bounds.get("exclusiveMinimum"))
+    low: Any = bounds.get("minimum", bounds.get("exclusiveMinimum"))
     least = low if "minimum" in bounds else low + 0.5
     for value in (least, bounds["maximum"]):
         parse_chat(json.dumps({**EXAMPLES["ChatRequest"], member: value}).encode())

@@ -206,7 +206,7 @@ def names(**members: Any) -> list[str]:
 
 def test_a_custom_tool_is_a_function_with_one_string() -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
-    (tool,) = request(tools=[{"type": "custom", "name": "p", "description": "Patch.", "format": form}]).tools or ()
+    (tool,) = request(tools=[{"type": "custom", "name": "p", "description": "Patch.", "format": form}]).tools or []
     function = tool["function"]
     assert function["parameters"]["required"] == ["input"]
     assert function["description"] == 'Patch.\n\nThe input must match this grammar (lark):\nstart: "x"'

@@ -167,7 +167,7 @@ def test_arguments_sent_as_an_object_are_those_sent_as_text(spelling: Any) -> No
 
 @pytest.mark.parametrize("empty", ["", "  ", "null", None, "{}", {}])
 def test_empty_arguments_of_earlier_calls_are_an_empty_object(empty: Any) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": empty}}
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": empty}}
     request = chat(messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
     shown = [template_messages(request, as_objects=form)[1]["tool_calls"][0]["function"] for form in (True, False)]
     assert [function["arguments"] for function in shown] == [{}, "{}"]

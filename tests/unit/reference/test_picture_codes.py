@@ -269,7 +269,7 @@ def test_the_codes_stand_behind_the_vocabulary(model: Path, tmp_path: Path) -> N
 
 
 async def test_weights_with_another_vision_are_another_model(model: Path, tmp_path: Path) -> None:
-    other = write_seeing(tmp_path / "other", **{"codes.bias": np.ones(IMAGE_TOKENS * CODES)})
+    other = write_seeing(tmp_path / "other", **dict[str, Any]({"codes.bias": np.ones(IMAGE_TOKENS * CODES)}))
     async with running(model) as engine:
         answer = await engine.engine_update("update_weights_from_disk", {"model_path": str(other)})
     assert answer["status"] == "error"

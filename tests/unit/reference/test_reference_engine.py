@@ -49,7 +49,7 @@ async def settled(engine: ReferenceEngine) -> Core:
     """The core once the thread has done all that it was told."""
     assert engine._steps is not None
     loop, done = asyncio.get_running_loop(), asyncio.Event()
-    engine._steps.submit(lambda _core: loop.call_soon_threadsafe(done.set))  # type: ignore[arg-type,return-value]
+    engine._steps.submit(lambda _core: loop.call_soon_threadsafe(done.set))
     await done.wait()
     return engine._steps._core
 
@@ -207,8 +207,9 @@ class Recorder:
 async def test_the_router_is_told_of_every_block_and_of_the_load(models: dict[str, Path]) -> None:
     async with running(models["llama"], Options(block_size=4, kv_cache_mb=1, max_num_seqs=1)) as engine:
         recorder = Recorder()
+        source: Any
         (source,) = await engine.kv_event_sources()
-        source.on_ready(recorder)  # type: ignore[union-attr, arg-type]
+        source.on_ready(recorder)
         engine.attach_snapshot_publisher(recorder)  # type: ignore[arg-type]
         prompt = list(range(11))
         chunks = await collect(engine, request(prompt, 6))
@@ -230,8 +231,9 @@ async def test_a_publisher_that_fails_costs_no_answer(
     models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(models["llama"]) as engine:
+        source: Any
         (source,) = await engine.kv_event_sources()
-        source.on_ready(None)  # type: ignore[union-attr, arg-type]
+        source.on_ready(None)
         engine._reports.events = object()  # type: ignore[assignment]
         assert len(await collect(engine, request([5] * 9, 3))) == 3
     assert "KV events were not published" in caplog.text
@@ -285,8 +287,10 @@ async def test_guided_requests_are_compiled_off_the_loop_and_refused_before_the_
 async def test_a_request_that_runs_out_of_tokens_fails_alone(speaking_model: Path) -> None:
     async with running(speaking_model) as engine:
         options = {"temperature": 0.0, "guided_decoding": {"regex": "ab"}, "n": 2}
-        only_b = {"extra_args": {"sampling_options": {"allowed_token_ids": [5]}}}
+        only_b: dict[str, Any] = {"extra_args": {"sampling_options": {"allowed_token_ids": [5]}}}
         failing = collect(engine, request([5], sampling_options=options, **only_b))
+        failure: Any
+        other: Any
         failure, other = await asyncio.gather(failing, collect(engine, request([6])), return_exceptions=True)
         assert isinstance(failure, InvalidArgument)
         assert "no token is left for position 1" in str(failure)

@@ -327,7 +327,7 @@ def thought(text: str) -> tuple[str, str]:
 
 def test_thoughts_are_free_and_the_grammar_holds_for_what_follows(speaker: Speaker) -> None:
     begin, end = (speaker.tokenizer.token_to_id(name) for name in ("<think>", "</think>"))
-    eager = {"extra_args": {"sampling_options": {"logit_bias": {str(end): 20}}}}
+    eager: dict[str, Any] = {"extra_args": {"sampling_options": {"logit_bias": {str(end): 20}}}}
     for seed in range(6):
         body = request({"regex": "[0-9]{3}"}, seed=seed, require_reasoning=True, **eager)
         body["token_ids"].append(begin)  # the template began them
@@ -349,10 +349,11 @@ def test_without_thoughts_the_grammar_holds_at_once(speaker: Speaker) -> None:
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_a_budget_ends_the_thoughts(budget: int, speaker: Speaker) -> None:
     begin, end = (speaker.tokenizer.token_to_id(name) for name in ("<think>", "</think>"))
-    never = {"extra_args": {"sampling_options": {"logit_bias": {str(end): -100, str(EOS): -100}}}}
+    never: dict[str, Any] = {"extra_args": {"sampling_options": {"logit_bias": {str(end): -100, str(EOS): -100}}}}
     body = request(None, stops={"max_thinking_tokens": budget}, max_tokens=30, **never)
     body["token_ids"].append(begin)
     ((whole, _),) = speaker.run([speaker.add(body)])
+    assert end is not None
     assert whole.index(end) == budget
     start = len(body["token_ids"])
     moved = {**body, "token_ids": [*body["token_ids"], *whole[:4]]}

@@ -116,7 +116,8 @@ async def test_a_cleared_cache_finds_nothing_and_says_how_much_it_forgot(models:
         assert await control(engine, "clear_kv_blocks") == {"status": "ok", "cleared_blocks": 6}
         async with aclosing(engine.generate(body, mock_context())) as stream:
             chunks = [chunk async for chunk in stream]
-        assert chunks[-1]["completion_usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        usage: Any = chunks[-1]["completion_usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_a_profile_shows_the_forward_pass(models: dict[str, Path], tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ async def test_a_prefill_that_ends_the_answer_hands_nothing_over(models: dict[st
 
 async def expire(prefill: ReferenceEngine) -> None:
     """As if nobody had come in time."""
-    offers = prefill._prefill._sender._offers  # type: ignore[union-attr, attr-defined]
+    offers = prefill._prefill._sender._offers  # type: ignore[union-attr]
     for offer in list(offers._offers.values()):
         offers._expire(offer)
 
@@ -237,7 +237,7 @@ async def test_prompts_wait_for_the_blocks_that_others_hold(models: dict[str, Pa
     tight = Options(block_size=4, kv_cache_mb=1, context_length=8, max_num_seqs=2, max_num_batched_tokens=32)
     async with pair(models["llama"], options=tight) as (prefill, decode):
         core = await settled(prefill)
-        params = []
+        params: list[Any] = []
         while core.pool.available >= 2:
             params.append(await computed(prefill, request([len(params) + 2, 5, 6, 7, 8, 9])))
         waiting = asyncio.create_task(computed(prefill, request(PROMPT[:6])))
@@ -264,7 +264,8 @@ async def test_a_lost_prefill_worker_costs_a_computation_and_no_answer(
             await sender.close()
         elif lost == "during":
             cut_after(sender, pages=1)
-        stream = decode.generate({**body, "prefill_result": {"disaggregated_params": params}}, mock_context())
+        handed: Any = {**body, "prefill_result": {"disaggregated_params": params}}
+        stream = decode.generate(handed, mock_context())
         chunks = [await anext(stream)]
         if lost == "after":
             await sender.close()
@@ -396,7 +397,7 @@ async def test_a_prefill_that_is_cancelled_hands_nothing_over(models: dict[str, 
 
 
 async def test_what_a_role_does_not_take_is_refused_by_field(models: dict[str, Path]) -> None:
-    handed = {"prefill_result": {"disaggregated_params": {}}}
+    handed: dict[str, Any] = {"prefill_result": {"disaggregated_params": {}}}
     async with (
         running(models["llama"]) as alone,
         running(models["llama"], PREFILL, transfer=LOCAL) as prefill,

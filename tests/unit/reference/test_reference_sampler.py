@@ -86,7 +86,7 @@ def test_a_limit_leaves_exactly_what_it_names(options: dict[str, Any], expected:
 def test_whatever_the_options_the_token_exists_and_is_the_same_again(
     logits: np.ndarray, temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
-    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     before = logits.copy()
     token = one(logits, 3, **options).token
     assert 0 <= token < len(logits)

@@ -90,7 +90,13 @@ async def test_forced_calls_come_and_fit_their_schema(tmp_path: Path, speaking_m
     async with speaking(tmp_path, speaking_model, *flags) as house:
         for seed in range(2):
             for choice, names in (("required", {"weather", "time"}), (NAMED, {"time"})):
-                asked = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "seed": seed, **DRAWS}
+                asked: dict[str, Any] = {
+                    "tools": TOOLS,
+                    "tool_choice": choice,
+                    "parallel_tool_calls": False,
+                    "seed": seed,
+                    **DRAWS,
+                }
                 answer = await house.client.chat("hi", **asked)
                 assert answer.status == 200, answer.body
                 (one,) = answer.json["choices"]
@@ -106,7 +112,7 @@ async def test_a_json_answer_fits_its_schema_also_behind_reasoning(tmp_path: Pat
         for seed in range(2):
             for thinking in (False, True):
                 budget = {"thinking_token_budget": 5} if thinking else {}
-                asked = {"response_format": form, "thinking": thinking, "seed": seed, **DRAWS, **budget}
+                asked: dict[str, Any] = {"response_format": form, "thinking": thinking, "seed": seed, **DRAWS, **budget}
                 answer = await house.client.chat("hi", **asked)
                 assert answer.status == 200, answer.body
                 (one,) = answer.json["choices"]
@@ -153,7 +159,12 @@ async def test_a_boolean_tool_of_every_client_ends_with_a_valid_call(
     async with speaking(tmp_path, speaking_model) as house:
         for seed in range(4):
             for choice in ("required", named):
-                fields = {"parallel_tool_calls": False, "temperature": 2.0, "max_tokens": 100, "seed": seed}
+                fields: dict[str, Any] = {
+                    "parallel_tool_calls": False,
+                    "temperature": 2.0,
+                    "max_tokens": 100,
+                    "seed": seed,
+                }
                 answer = await house.client.chat("hi", tools=[tool], tool_choice=choice, **fields)
                 assert answer.status == 200, answer.body
                 (one,) = answer.json["choices"]
@@ -171,7 +182,13 @@ async def test_calls_without_end_are_cut_and_never_content(tmp_path: Path, speak
     tool = {"type": "function", "function": {"name": "answer", "parameters": {**many, "required": ["tasks"]}}}
     async with speaking(tmp_path, speaking_model) as house:
         for choice in ("required", {"type": "function", "function": {"name": "answer"}}):
-            fields = {"tools": [tool], "tool_choice": choice, "max_tokens": 100, "temperature": 1.0, "seed": 1}
+            fields: dict[str, Any] = {
+                "tools": [tool],
+                "tool_choice": choice,
+                "max_tokens": 100,
+                "temperature": 1.0,
+                "seed": 1,
+            }
             (one,) = (await house.client.chat("hi", **fields)).json["choices"]
             assert (one["finish_reason"], one["message"]["content"]) == ("length", None)
             (call,) = one["message"]["tool_calls"]
@@ -184,7 +201,13 @@ async def test_the_likelihood_of_a_text_is_that_of_its_tokens_one_by_one(tmp_pat
     texts = [[70, 71, 90, 72, 101], [80, 81, 82]]
     async with speaking(tmp_path, speaking_model) as house:
         for max_tokens in (0, 1):
-            fields = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1234}
+            fields: dict[str, Any] = {
+                "echo": True,
+                "logprobs": 1,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "seed": 1234,
+            }
             answer = await house.client.completion(texts, **fields)
             assert answer.status == 200, answer.body
             for text, choice in zip(texts, answer.json["choices"], strict=True):
@@ -192,7 +215,12 @@ async def test_the_likelihood_of_a_text_is_that_of_its_tokens_one_by_one(tmp_pat
                 assert len(found["tokens"]) == len(found["top_logprobs"]) == len(text) + max_tokens
                 assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
                 for place in range(1, len(text)):
-                    ask = {"max_tokens": 1, "logprobs": 1, "temperature": 0, "logprob_token_ids": [text[place]]}
+                    ask: dict[str, Any] = {
+                        "max_tokens": 1,
+                        "logprobs": 1,
+                        "temperature": 0,
+                        "logprob_token_ids": [text[place]],
+                    }
                     alone = await house.client.completion(text[:place], return_tokens_as_token_ids=True, **ask)
                     (top,) = alone.json["choices"][0]["logprobs"]["top_logprobs"]
                     own = found["token_logprobs"][place]

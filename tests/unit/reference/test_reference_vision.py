@@ -255,8 +255,9 @@ async def test_the_engine_computes_what_it_sees_and_tells_routers_what_they_hash
     try:
         assert config.runtime_data["media"] == ["image"]
         recorder = Recorder()
+        source: Any
         (source,) = await engine.kv_event_sources()
-        source.on_ready(recorder)  # type: ignore[union-attr, arg-type]
+        source.on_ready(recorder)
         seen = await collect(engine, body(FOUR))
         plain = body(tokens=[5, *VISION.tokens(FOUR), 6, 7, 8])
         plain["multi_modal_data"] = None

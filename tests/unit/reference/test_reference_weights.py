@@ -192,4 +192,4 @@ def test_a_context_that_the_cache_cannot_hold_is_refused_when_asked_for_and_cut_
 @each_case("name", ["block_size", "kv_cache_mb", "context_length", "max_num_seqs"])
 def test_options_name_the_flag_that_is_wrong(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"--{name.replace('_', '-')} must be at least 1"):
-        Options(**{name: 0})
+        Options(**dict[str, Any]({name: 0}))

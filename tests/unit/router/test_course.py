@@ -154,7 +154,7 @@ def test_no_row_names_a_state_that_is_never_reached() -> None:
                         course = driven(base, way)
                         course.step(event)
                         found.setdefault((state, kind), set()).add(course.state)
-    rare = {
+    rare: dict[tuple[CourseState, type], set[CourseState]] = {
         # to the worker that answers, behind the last stage
         (CourseState.STAGING, StageDone): {CourseState.CHOOSING},
         # without stages, and where nothing more may be tried

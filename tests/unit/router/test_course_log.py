@@ -17,6 +17,7 @@ from dynamo.router.dispatch.course import (
     Chosen,
     Course,
     CourseRules,
+    Event,
     Instruction,
     Items,
     Lost,
@@ -45,7 +46,7 @@ def moved() -> tuple[Course, list[Instruction]]:
     lost = Disconnected("gone")
     lost.is_reported = True
     course = Course(CourseRules(retries=3, stages=1))
-    events = [
+    events: list[Event] = [
         StageDone(is_single_use=True), Chosen(A), StreamOpened(), Lost(lost, tokens=0), Again(lost), WorkerFound(),
         StageDone(), Chosen(B), Lost(Overloaded()), Chosen(("ns.c.e", 3)), StreamOpened(), Items(),
         Lost(SHUT, tokens=7, stages=1), NoWorker(NoReplacement("m"), True, 2.5), Tick((A,)),

@@ -25,6 +25,7 @@ from dynamo.kv.events import (
     read_events,
     split_events,
 )
+from dynamo.kv.overlap import WorkerRank
 from dynamo.router import KvEventFeed
 from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.runtime.discovery.file import FileDiscovery
@@ -100,7 +101,7 @@ class Worker:
 
 
 def counts_of(feed: KvEventFeed, worker: Worker) -> CacheEvents:
-    return dict(feed.counts())[worker.publisher.rank]
+    return dict(feed.counts())[WorkerRank(*worker.publisher.rank)]
 
 
 @pytest.fixture(params=["mem", "zmq"])
@@ -200,7 +201,7 @@ async def test_many_events_in_the_name_of_a_worker_are_not_as_many_questions(tmp
             asked += 1
             return answer(start, end)
 
-        worker.publisher.answer = count  # type: ignore[method-assign]
+        worker.publisher.answer = count  # type: ignore[method-assign, assignment]
         await worker.offer_recovery()
         index = Index()
         async with KvEventFeed(routing.endpoint(PATH), index) as feed:
@@ -379,7 +380,7 @@ async def test_a_worker_that_never_says_anything_twice_is_asked_once_after_each_
             index.changed.set()
             return answer(start, end)
 
-        worker.publisher.answer = count  # type: ignore[method-assign]
+        worker.publisher.answer = count  # type: ignore[method-assign, assignment]
         await worker.offer_recovery()
         index = Index()
         async with KvEventFeed(routing.endpoint(PATH), index) as feed:
@@ -496,7 +497,7 @@ async def test_a_whole_cache_is_applied_in_pieces_between_which_others_run(tmp_p
         wrapped = stored_event(worker.rank, 0, ()) | {}
         wrapped["event"]["data"]["stored"]["blocks"] = long
         answer = {"TreeDump": {"events": [wrapped], "last_event_id": 7, "reset_scope": "all"}}
-        worker.publisher.answer = lambda start, end: answer  # type: ignore[method-assign]
+        worker.publisher.answer = lambda start, end: answer  # type: ignore[method-assign, assignment]
         await worker.offer_recovery()
         index = Counting()
         ticking = asyncio.create_task(tick())

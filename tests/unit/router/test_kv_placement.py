@@ -154,7 +154,8 @@ async def test_a_prompt_with_images_is_routed_by_its_expansion() -> None:
     query = await placement.query(body, record, pinned=None)
     assert query.sequence == sequence_hashes(block_hashes(routed, 4))
     assert query.prompt_tokens == 5
-    again = await placement.query({**body, "routing": {"dp_rank": 0}}, record, pinned=None)
+    body["routing"] = {"dp_rank": 0}
+    again = await placement.query(body, record, pinned=None)
     assert again.sequence is query.sequence
     of_service = kv_query_of(body)
     assert (of_service.token_ids, of_service.prompt_tokens) == (routed, 5)

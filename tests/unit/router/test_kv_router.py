@@ -87,7 +87,7 @@ def test_a_prompt_goes_back_to_its_holder_however_slow_its_first_answer_was(slow
 
 def test_without_an_index_the_load_decides() -> None:
     router = make()
-    ranks = Counter()
+    ranks: Counter[WorkerRank] = Counter()
     for number in range(30):
         selection = router.select(KvQuery(token_ids=range(number * 1000, number * 1000 + 160)), 0.0)
         router.book(f"r{number}", selection, 0.0)

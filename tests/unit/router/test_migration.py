@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dynamo.router.dispatch.migration import continued
 
 
 def test_what_was_generated_counts_against_both_limits_and_stands_behind_the_prompt() -> None:
-    body = {"model": "m", "stop_conditions": {"max_tokens": 10, "min_tokens": 2, "stop": ["x"]}, "token_ids": [1, 2]}
+    body: Any = {
+        "model": "m",
+        "stop_conditions": {"max_tokens": 10, "min_tokens": 2, "stop": ["x"]},
+        "token_ids": [1, 2],
+    }
     assert continued(body, [1, 2], [7, 8, 9]) == {
         "model": "m",
         "stop_conditions": {"max_tokens": 7, "min_tokens": 0, "stop": ["x"]},

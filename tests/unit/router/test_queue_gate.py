@@ -29,7 +29,7 @@ BATCH = 100  # tokens of one step of every rank
 
 def classes(**quanta: int) -> PolicyProfile:
     """Explicit classes beside the default family; a rank with any prompt to compute is busy for all of them."""
-    limit = {"prefill_busy_threshold": 0, "request_queue_limit_per_worker": 1000}
+    limit: dict[str, Any] = {"prefill_busy_threshold": 0, "request_queue_limit_per_worker": 1000}
     rest = PolicyClass(name="rest", quantum=1, policy_family="rest", cache_bucket="all", **limit)
     explicit = [PolicyClass(name=name, quantum=quantum, **limit) for name, quantum in quanta.items()]
     return PolicyProfile((*explicit, rest), (UncachedIslBucket(0, "all"),), "rest")

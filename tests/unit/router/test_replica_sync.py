@@ -15,13 +15,19 @@ import pytest
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo
 from dynamo.placement.policies.kv_policies import kv_policy
-from dynamo.placement.replica_events import BookedPrompt, BookedWorker, BookingEvent, PrefillHint, decode_bookings
+from dynamo.placement.replica_events import (
+    MAX_BATCH,
+    BookedPrompt,
+    BookedWorker,
+    BookingEvent,
+    PrefillHint,
+    decode_bookings,
+)
 from dynamo.placement.session_affinity import SessionAffinity, SessionLease
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.peers.replica_sync import (
     BINDINGS_TOPIC,
     BOOKINGS_TOPIC,
-    MAX_BATCH,
     BookingOutbox,
     ReplicaSync,
     SessionSync,

@@ -124,11 +124,11 @@ async def test_a_request_goes_where_its_prefix_lies_and_its_answer_comes_back() 
     async with served() as pool:
         await pool.worker()
         holder = await pool.worker(data_parallel_size=2, total_kv_blocks=50)
-        pool.index.rank = WorkerRank(holder, 1)
+        pool.index.rank = held = WorkerRank(holder, 1)
         pool.may_end.clear()
         answer = asyncio.ensure_future(pool.ask("generate", {"token_ids": PROMPT, "model": "m"}))
         load = pool.router.load
-        await until(lambda: load.decode_blocks(pool.index.rank) == 6 and not load.prefill_tokens(pool.index.rank))
+        await until(lambda: load.decode_blocks(held) == 6 and not load.prefill_tokens(held))
         pool.may_end.set()
         first, last, note = await answer
         who = {

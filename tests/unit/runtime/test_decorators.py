@@ -75,7 +75,7 @@ async def test_a_worker_gets_a_runtime_as_the_environment_says_and_it_is_closed_
         seen.append(runtime)
         return sum(args) + extra
 
-    worker = (dynamo_worker() if parentheses else dynamo_worker)(work)
+    worker: Any = (dynamo_worker() if parentheses else dynamo_worker)(work)
     assert await worker(1, 2, extra=3) == 6
     with pytest.raises(Exception, match="closed"):
         await seen[0].start()

@@ -18,7 +18,7 @@ import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.base.settings import KubernetesSettings, RuntimeSettings
-from dynamo.runtime.discovery import Delete, Put
+from dynamo.runtime.discovery import Change, Delete, Put
 from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
 from dynamo.runtime.discovery.kubernetes.records import instance_id_of
 from dynamo.runtime.distributed import DistributedRuntime
@@ -207,7 +207,7 @@ async def test_what_happens_while_the_server_is_down_is_made_up_for(cluster: Fak
         await cluster.delete_pod("w-1")
         cluster.forget()
         await cluster.start()
-        expected = [Put(KEY, b"2"), Delete(OTHER)]
+        expected: list[Change] = [Put(KEY, b"2"), Delete(OTHER)]
         assert sorted(await collect(changes, *expected), key=repr) == sorted(expected, key=repr)
     assert list(cluster.workers()) == ["w-0"]
     assert list(cluster.workers()["w-0"]["spec"]["data"]["endpoints"]) == ["ns/c/e/1f"]

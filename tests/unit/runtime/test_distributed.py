@@ -473,7 +473,8 @@ async def test_every_form_of_a_handler_is_understood(mem_runtime: DistributedRun
         def __call__(self, request: Any, context: Context) -> AsyncIterator[Any]:
             return generator(request, context)
 
-    await serve(mem_runtime, {"generator": generator, "coroutine": coroutine, "callable": Callable_()}[kind])
+    handlers: dict[str, Any] = {"generator": generator, "coroutine": coroutine, "callable": Callable_()}
+    await serve(mem_runtime, handlers[kind])
     assert await values((await connect(mem_runtime)).generate(1, annotated=False, context=Context("id-1"))) == ["id-1"]
 
 
@@ -482,7 +483,7 @@ async def test_a_handler_that_is_no_generator_is_named(mem_runtime: DistributedR
         return 1
 
     with pytest.raises(TypeError, match="async generator"):
-        serve_python(3)
+        serve_python(3)  # type: ignore[arg-type]
     await serve(mem_runtime, handler)
     with pytest.raises(ValueError, match="must be an async generator function; it returned int"):
         await values((await connect(mem_runtime)).generate(None))

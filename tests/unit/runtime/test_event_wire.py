@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -95,7 +96,11 @@ def test_what_is_no_event_is_refused_with_a_reason(parts: list[bytes], sentence:
 
 @given(st.binary(max_size=200))
 def test_no_bytes_crash_the_reader(data: bytes) -> None:
-    for attempt in (lambda: decode_envelope(data), lambda: decode_parts([b"t", b"", b"", data])):
+    attempts: list[Callable[[], object]] = [
+        lambda: decode_envelope(data),
+        lambda: decode_parts([b"t", b"", b"", data]),
+    ]
+    for attempt in attempts:
         with pytest.raises(BadEvent):
             attempt()
 

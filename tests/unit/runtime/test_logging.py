@@ -239,7 +239,7 @@ def everywhere(text: str) -> list[logging.LogRecord]:
     """Records that carry the text at each place where it can stand."""
     named = record()
     named.name = named.funcName = text
-    return [record(text), record(x_request_id=text), record(**{text: 1}), record(span_name=text), named]
+    return [record(text), record(x_request_id=text), record(**dict[str, Any]({text: 1})), record(span_name=text), named]
 
 
 @each_case("text", [*BREAKS, *STEERING], ids=ascii)
@@ -287,7 +287,7 @@ def test_a_record_is_bounded_whatever_it_is_given(size: int) -> None:
     for held in (*everywhere("n" * size), raised("n" * size), raised("n\n" * size)):
         assert len(format_readable(held)) < 32_000
         assert len(format_jsonl(held)) < 32_000
-    many = record(**{f"f{number}": number for number in range(size // 100)})
+    many = record(**dict[str, Any]((f"f{number}", number) for number in range(size // 100)))
     assert json.loads(format_jsonl(many))["fields_cut"] == size // 100 - 48
 
 

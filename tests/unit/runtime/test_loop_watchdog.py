@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ async def test_an_installed_engine_is_named_when_nothing_of_its_user_runs(tmp_pa
         tmp_path / "site-packages" / "engine.py", "def generate(look, frame):\n    look.append(place_of(frame()))\n"
     )
     found: list[tuple[str, bool] | None] = []
-    engine.place_of = place_of
+    vars(engine)["place_of"] = place_of
     asyncio.get_running_loop().call_soon(engine.generate, found, sys._getframe)
     await asyncio.sleep(0)
     assert found == [("engine.py:2 (generate)", True)]
@@ -64,7 +65,8 @@ async def test_an_installed_engine_is_named_when_nothing_of_its_user_runs(tmp_pa
 )
 async def test_a_place_in_the_machinery_is_not_the_engines(room: str, is_the_engines: bool) -> None:
     package = importlib.import_module(f"dynamo.{room}")
-    file, names = str(Path(package.__file__ or "").with_name("block.py")), {}
+    file = str(Path(package.__file__ or "").with_name("block.py"))
+    names: dict[str, Any] = {}
     exec(compile("def block(found, look, frame):\n    found.append(look(frame()))\n", file, "exec"), names)
     found: list[tuple[str, bool] | None] = []
     asyncio.get_running_loop().call_soon(names["block"], found, place_of, sys._getframe)

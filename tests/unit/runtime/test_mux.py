@@ -566,7 +566,7 @@ async def worker_that_says(*answer: bytes) -> AsyncIterator[Instance]:
 
 
 HELLO = frame(Kind.HELLO, pack(Hello(version=1)))
-GAPS = {
+GAPS: dict[str, list[tuple[Any, ...]]] = {
     "first": [(1, 0, 5, [1])],
     "later": [(1, 0, 0, [1]), (1, 0, 2, [2])],
     "overlap": [(1, 0, 0, [1, 2]), (1, 0, 1, [2])],

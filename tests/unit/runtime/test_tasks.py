@@ -248,7 +248,7 @@ class Flaky(MemoryDiscovery):
                         broken.cancel()
                         await asyncio.gather(next_batch, broken, return_exceptions=True)
 
-            async with aclosing(until_broken()) as guarded:
+            async with aclosing(until_broken()) as guarded:  # type: ignore[type-var]
                 yield guarded
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,9 @@ def test_a_timer_of_the_future_has_a_time_and_one_of_the_past_is_due_on_uvloop_t
 def test_events_that_follow_a_repetition_which_is_overdue_are_no_error() -> None:
     uvloop = pytest.importorskip("uvloop")
 
-    async def main() -> list[object]:
-        loop, errors = asyncio.get_running_loop(), []
+    async def main() -> list[Any]:
+        loop = asyncio.get_running_loop()
+        errors: list[Any] = []
         loop.set_exception_handler(lambda _loop, context: errors.append(context))
         repeats = LastEventRepeats(lambda: None)
         repeats._timer = loop.call_at(loop.time() - 1, repeats._due)  # as after a loop that was blocked

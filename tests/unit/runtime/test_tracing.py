@@ -41,7 +41,7 @@ def inbound(*, sampled: bool = True) -> TraceContext:
 
 
 def begin(context: Context, **options: object):  # type: ignore[no-untyped-def]
-    return start_request_span(context, model="m", input_tokens=3, role="agg", **options)  # type: ignore[arg-type]
+    return start_request_span(context, model="m", input_tokens=3, role="agg", **options)
 
 
 @pytest.mark.usefixtures("no_tracing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from support.virtual_engine import play
 fresh = itertools.count()
 
 
-def core(**options: object) -> SchedulerCore:
+def core(**options: Any) -> SchedulerCore:
     return make_core(SchedulerOptions(**{"num_gpu_blocks": 4096, "block_size": 16, **options}), PolynomialTiming())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ fresh = itertools.count()
 
 
 def core(
-    *, gpu: int = 8, host: int = 100, to_host: float = 0.1, to_device: float = 1.0, **options: object
+    *, gpu: int = 8, host: int = 100, to_host: float = 0.1, to_device: float = 1.0, **options: Any
 ) -> SchedulerCore:
     tier = HostTierOptions(num_host_blocks=host, to_host_block_ms=to_host, to_device_block_ms=to_device)
     return make_core(
@@ -125,7 +126,7 @@ def test_a_speedup_of_zero_copies_in_no_time() -> None:
 
 
 @pytest.mark.parametrize("options", [{"backend": "sglang"}, {"backend": "trtllm"}, {"enable_prefix_caching": False}])
-def test_only_vllm_with_prefix_caching_has_a_host_tier(options: dict[str, object]) -> None:
+def test_only_vllm_with_prefix_caching_has_a_host_tier(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="native_host_offload"):
         core(**options)
 

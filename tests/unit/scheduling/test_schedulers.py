@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ from support.virtual_engine import play
 fresh = itertools.count()
 
 
-def core(**options: object) -> SchedulerCore:
+def core(**options: Any) -> SchedulerCore:
     return make_core(SchedulerOptions(**{"num_gpu_blocks": 8, "block_size": 4, **options}), FixedTiming(10.0, 1.0))
 
 
@@ -88,7 +89,7 @@ def test_every_request_ends_with_all_its_tokens_and_no_block_is_lost(
         if cancel_after:
             cancels.setdefault(number + cancel_after, []).append(made)
     arrivals.sort(key=lambda entry: entry[0])
-    tokens: dict[str, int] = {}
+    sent: dict[str, int] = {}
     for number in range(5000):
         while arrivals and arrivals[0][0] <= number:
             one.submit(arrivals.pop(0)[1], number)
@@ -110,9 +111,9 @@ def test_every_request_ends_with_all_its_tokens_and_no_block_is_lost(
                 assert not held & set(event.identities)
                 held |= set(event.identities)
         for emitted in result.emitted:
-            tokens[emitted.request_id] = tokens.get(emitted.request_id, 0) + emitted.burst
+            sent[emitted.request_id] = sent.get(emitted.request_id, 0) + emitted.burst
         for finished in result.finished:
-            assert tokens[finished.request_id] == finished.max_output == finished.generated
+            assert sent[finished.request_id] == finished.max_output == finished.generated
         assert one.pool.used + one.pool.available == one.pool.blocks
     assert not one.has_work
     assert one.pool.available == one.pool.blocks
@@ -250,6 +251,6 @@ def test_ranks_take_their_passes_in_step() -> None:
         ({"preemption_mode": "random"}, "preemption_mode"),
     ],
 )
-def test_a_bad_option_is_refused_by_name(options: dict[str, object], field: str) -> None:
+def test_a_bad_option_is_refused_by_name(options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument, match=field):
         SchedulerOptions(**options)

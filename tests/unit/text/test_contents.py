@@ -95,13 +95,15 @@ def test_a_template_gets_the_form_that_it_reads(source: str, content: Any, expec
 
 
 def test_each_role_has_a_form_of_its_own() -> None:
-    messages = [{"role": role, "content": texts("a", "b")} for role in ("developer", "system", "user", "function")]
+    messages: list[dict[str, Any]] = [
+        {"role": role, "content": texts("a", "b")} for role in ("developer", "system", "user", "function")
+    ]
     assert ChatTemplate(ONLY_FIRST_PART).render(messages) == "a\nba\nbabab"
 
 
 def test_a_template_of_parts_shows_every_turn_whole() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "s"},
         {"role": "developer", "content": "d"},
         {"role": "user", "content": "u"},
@@ -124,7 +126,10 @@ def test_reasoning_stands_before_the_parts_of_a_text() -> None:
 
 
 def test_the_answer_goes_on_from_the_last_part() -> None:
-    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": texts("The answer", " is")}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": texts("The answer", " is")},
+    ]
     shown = ChatTemplate(CAPITALISED).render(messages, continue_final_message=True)
     assert shown == "User: u<end>\nAssistant: The answer is"
 
@@ -137,5 +142,8 @@ def test_each_named_template_has_its_own_form_of_contents() -> None:
 
 
 def test_a_system_text_that_is_joined_to_parts_is_shown_once() -> None:
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [IMAGE, *texts("a", "b")]}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [IMAGE, *texts("a", "b")]},
+    ]
     assert ChatTemplate(IN_TURNS + EITHER).render(messages) == "<user>s<image>ab"

@@ -174,7 +174,7 @@ def test_the_short_way_of_plain_tokens_shows_and_counts_the_same(
     text: str, cuts: set[int], stop_at: int | None
 ) -> None:
     """Characters of several tokens, tokens that come together, a stop: whatever the short way refuses goes the long one."""
-    conditions = {} if stop_at is None else {"stop_token_ids": [stop_at]}
+    conditions: dict[str, Any] = {} if stop_at is None else {"stop_token_ids": [stop_at]}
     choice, expected = decoder(**conditions), decoder(**conditions)
     ids = list(text.encode())
     bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(ids)), len(ids)]

@@ -15,6 +15,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.text import ByteTokenizer, CachedTokenizer, JsonTokenizer, load_text_model, load_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
+NO_TOOLS_AND_ONE: tuple[list[dict[str, Any]] | None, ...] = (None, [{}])
 
 
 @pytest.fixture
@@ -77,9 +78,9 @@ def test_template_files_in_their_order(directory: Path) -> None:
     assert model.template.render(USER) == "file <pad>"
     assert model.template.render(USER, tools=[{"type": "function"}]) == "tools 2031"
     model = load_text_model(directory, custom_template="mine")  # which is for every request
-    assert [model.template.render(USER, tools=tools) for tools in (None, [{}])] == ["mine", "mine"]
+    assert [model.template.render(USER, tools=tools) for tools in NO_TOOLS_AND_ONE] == ["mine", "mine"]
     model = load_text_model(directory, custom_template="mine", named_templates={"tool_use": "given"})
-    assert [model.template.render(USER, tools=tools) for tools in (None, [{}])] == ["mine", "given"]
+    assert [model.template.render(USER, tools=tools) for tools in NO_TOOLS_AND_ONE] == ["mine", "given"]
 
 
 def test_named_templates_of_a_configuration_are_not_those_of_a_separate_file(directory: Path) -> None:
@@ -217,6 +218,7 @@ def test_one_token_by_name_text_and_bytes(hf: Callable[[str], HfTokenizer]) -> N
     assert end is not None
     assert (tokenizer.token_text(end), tokenizer.token_bytes(end)) == ("<|end|>", b"<|end|>")
     half = tokenizer.hf.token_to_id("â")  # the byte-level letter of 0xE2
+    assert half is not None
     assert (tokenizer.token_text(half), tokenizer.token_bytes(half)) == ("\ufffd", b"\xe2")
     assert tokenizer.token_id("no such token") is None
     word = JsonTokenizer(hf("suffix-bpe"))

@@ -114,7 +114,7 @@ def test_what_a_template_accepts_is_given_as_it_was_sent() -> None:
 def test_an_image_stays_in_its_place() -> None:
     image = {"type": "image"}
     parts = [{"type": "text", "text": "a"}, image]
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
     (found,) = with_placed_systems(messages, RoleForm(knows_system=False))
     assert found["content"] == [{"type": "text", "text": "s\n\na"}, image]
     (found,) = alternating([messages[1], {"role": "user", "content": "b"}])

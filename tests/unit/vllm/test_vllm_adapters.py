@@ -63,7 +63,8 @@ def write(directory: Path, rank: Any = 4, weights: bytes = b"x") -> str:
 
 
 async def test_an_adapter_is_a_model_until_it_is_unloaded(tmp_path: Path) -> None:
-    engine, place = Engine(), Place()
+    engine: Any = Engine()
+    place = Place()
     engine.adapters.endpoint = place
     path = write(tmp_path / "a")
     for _ in range(2):  # the second time nothing happens
@@ -121,7 +122,8 @@ def write_once(directory: Path) -> str:
 
 
 async def test_a_name_that_cannot_be_published_is_not_loaded(tmp_path: Path) -> None:
-    engine, place = Engine(), Place()
+    engine: Any = Engine()
+    place = Place()
     engine.adapters.endpoint = place
     path = write(tmp_path / "a")
     with pytest.raises(InvalidArgument, match="too much like another model's name"):

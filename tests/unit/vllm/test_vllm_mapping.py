@@ -66,7 +66,8 @@ def test_what_the_operator_set_stays() -> None:
 def test_the_choice_of_threads_is_logged_and_overruled(
     before: dict[str, str], cores: int, after: dict[str, str]
 ) -> None:
-    environment, said = dict(before), []
+    environment = dict(before)
+    said: list[Any] = []
     bind_threads(environment, cores, said.append)
     assert environment == after
     assert all(f"{name}={after[name]}" in said[0] for name in set(after) - set(before))

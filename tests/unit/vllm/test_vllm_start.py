@@ -121,7 +121,7 @@ class FakeVllm:
             "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_vllm_config=self.make_client)},
         }.items():
             module = ModuleType(name)
-            vars(module).update(members)
+            vars(module).update(members)  # type: ignore[call-overload]
             monkeypatch.setitem(sys.modules, name, module)
         self.args = SimpleNamespace(
             enable_prefix_caching=False,

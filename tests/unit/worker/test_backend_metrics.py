@@ -181,7 +181,7 @@ def test_a_broken_collector_is_an_empty_text_and_an_error(caplog: pytest.LogCapt
             return []
 
     registry = CollectorRegistry()
-    registry.register(Broken())  # type: ignore[arg-type]
+    registry.register(Broken())
     assert gather_with_labels(registry, {}) == ""
     assert caplog.records[0].levelname == "ERROR"
 

@@ -38,7 +38,7 @@ class Engine:
         answer = self.answers.get(name, {"status": "ok", "echo": body})
         if isinstance(answer, Exception):
             raise answer
-        return answer  # type: ignore[no-any-return]
+        return answer
 
     engine_update = engine_control
 

@@ -50,7 +50,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    loops: Any = last_event.asyncio
+    loops: Any = vars(last_event)["asyncio"]
     monkeypatch.setattr(loops, "get_running_loop", lambda: made)
     return made
 

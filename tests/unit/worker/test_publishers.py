@@ -440,7 +440,7 @@ def test_an_undeclared_rank_reaches_neither_gauge_nor_router() -> None:
 
 
 def test_without_a_router_the_gauges_are_written_all_the_same() -> None:
-    SnapshotPublisher(lambda rank, snapshot: True).publish(0, SimpleNamespace(kv_used_blocks=1))
+    SnapshotPublisher(lambda rank, snapshot: True).publish(0, SimpleNamespace(kv_used_blocks=1))  # type: ignore[arg-type]
 
 
 def test_a_router_that_cannot_be_told_is_one_warning_per_rank(caplog: pytest.LogCaptureFixture) -> None:

@@ -513,11 +513,11 @@ async def test_a_role_with_what_it_needs_is_registered_by_position(
     rest = (None,) * 8  # from router_config to base_model_path
     await register_model(ModelInput.Tokens, surface, endpoint, str(model_directory), "m", 16, *rest, role, needs, False)
     card = decode_card(endpoint.cards[None])
-    assert (WorkerType.from_card(card.worker_type), card.kv_cache_block_size) == (role, 16)
+    assert (WorkerType.from_card(card.worker_type or ""), card.kv_cache_block_size) == (role, 16)
 
 
 @pytest.mark.parametrize("given", [{"lora_name": "a"}, {"base_model_path": "b"}])
-async def test_an_adapter_needs_its_name_and_its_base(given: dict[str, str]) -> None:
+async def test_an_adapter_needs_its_name_and_its_base(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="belong together"):
         await register_model(
             ModelInput.Tokens, ModelType.Chat, RecordingEndpoint(), "m", worker_type=WorkerType.Aggregated, **given

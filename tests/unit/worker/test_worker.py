@@ -103,7 +103,7 @@ class Hooks:
         return {"status": "ok"}
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        return await self.act("health_check_payload")  # type: ignore[no-any-return]
+        return await self.act("health_check_payload")
 
     async def abort(self, context: Context) -> None:
         self.play("abort")
@@ -135,7 +135,7 @@ class Recorder(Hooks, LLMEngine):
 
 class QuiescenceRecorder(Recorder):
     async def is_quiescent(self) -> bool | None:
-        return await self.act("is_quiescent")  # type: ignore[no-any-return]
+        return await self.act("is_quiescent")
 
 
 class RawRecorder(Hooks, RawEngine):
@@ -943,7 +943,8 @@ def test_the_prefill_drain_budget_is_read_leniently(value: str, budget: float) -
 
 
 def test_a_factory_replaces_from_args_and_gets_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seen = Recorder(), []
+    engine = Recorder()
+    seen: list[Any] = []
 
     class StandIn:
         def __init__(self, *args: Any, **_options: Any) -> None:

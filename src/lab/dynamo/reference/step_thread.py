@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-Command = Callable[[Core], None]
+Command = Callable[[Core], object]
 """Something to do between two steps."""
 
 IDLE_SECONDS: Final = 5.0  # an idle thread checks this often whether it is still needed; everything else wakes it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.cli import status, top
+from dynamo.cli import status
 from dynamo.cli.main import main
 from dynamo.cli.status import troubles_of
 from dynamo.protocol.inspector.views import CountersView, Picture
@@ -126,7 +127,7 @@ def test_without_textual_it_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(top.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["top"]) == 2
     assert "pip install 'textual<9,>=8'; dynamo top --once works without it" in capsys.readouterr().err
 

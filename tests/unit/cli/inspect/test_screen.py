@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ from dynamo.cli.inspect.client import WatchState
 from dynamo.cli.inspect.pages import PAGES, page_named
 from dynamo.cli.inspect.printable import printable
 from dynamo.cli.inspect.store import patched
+from dynamo.cli.inspect.tables import FORMS
 from dynamo.cli.inspect.widgets import TableView
 from dynamo.protocol.inspector.views import Patch, Picture, StreamProgress, StreamView
 from support.cases import each_case
@@ -73,7 +74,7 @@ async def test_the_pages(server: InspectorServer, width: int, height: int) -> No
 def words_of(view: str) -> str:
     """What the title of a table says once its rows are there."""
     count = len(getattr(demo_picture(), view))
-    return f"{app_module.FORMS[view].title} {count}"
+    return f"{FORMS[view].title} {count}"
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -92,7 +93,7 @@ async def test_the_help_names_every_key_of_the_app(screen: TerminalScreen) -> No
     named = {"slash": "/", "comma": ",", "colon": ":", "question_mark": "?", "escape": "Esc"}
     await screen.press("end")
     text += screen.text
-    for key, _, _ in InspectorApp.BINDINGS:
+    for key, _, _ in cast("list[tuple[str, str, str]]", InspectorApp.BINDINGS):
         assert f" {named.get(key, key)} " in text
 
 
@@ -393,7 +394,7 @@ def check_is_safe(screen: TerminalScreen) -> None:
 
 async def test_a_thousand_streams_draw_no_more_rows_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
-    form = app_module.FORMS["streams"]
+    form = FORMS["streams"]
     real = type(form.at(80)).row
     monkeypatch.setattr(type(form.at(80)), "row", lambda *args, **options: drawn.append("x") or real(*args, **options))
     with inspector_server(demo_picture(streams=many_streams(1000))) as server:

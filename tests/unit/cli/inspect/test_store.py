@@ -27,7 +27,7 @@ models = st.dictionaries(
 
 
 def picture(seq: int, **views: dict[str, Any]) -> Picture:
-    lists = {
+    lists: dict[str, Any] = {
         name: [msgspec.structs.replace(one, id=id) for id, one in entries.items()] for name, entries in views.items()
     }
     return Picture(seq=seq, taken_ms=1000 * seq, **lists)

@@ -151,7 +151,8 @@ async def test_a_batch_expires_after_its_window(tmp_path: Path) -> None:
 
         await until(two_are_durable)
         late = float(batch["expires_at"])
-        service._conductor._now = lambda: late
+        conductor: Any = service._conductor
+        conductor._now = lambda: late
         ended = await poll(house, batch["id"])
 
         assert ended["status"] == "expired"
@@ -252,6 +253,8 @@ async def test_any_order_of_batches_cancels_and_crashes_ends_well(tmp_path: Path
             crashed = asyncio.Event()
             aim = chance.randrange(1, 12)
 
+            steps = 0
+
             def after_step(name: str, aim: int = aim, crashed: asyncio.Event = crashed) -> None:
                 nonlocal steps
                 steps += 1
@@ -259,7 +262,6 @@ async def test_any_order_of_batches_cancels_and_crashes_ends_well(tmp_path: Path
                     crashed.set()
                     raise Crash
 
-            steps = 0
             service = house.frontend.parts["batches"].service
             assert service is not None
             service._conductor._after_step = after_step

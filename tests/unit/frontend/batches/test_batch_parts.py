@@ -112,8 +112,8 @@ async def on_loop(work: Callable[..., Any], *args: Any) -> Any:
 async def test_results_that_come_together_share_one_wait_for_the_disk(tmp_path: Path) -> None:
     journal, groups = ResultJournal(tmp_path, 10), list[int]()
     real = journal.append
-    journal.append = lambda results: (groups.append(len(results)), real(results))[1]  # type: ignore[method-assign,func-returns-value]
-    commit = GroupCommit(journal, on_loop, "batch_ab", lambda: None)
+    journal.append = lambda results: (groups.append(len(results)), real(results))[1]  # type: ignore[method-assign]
+    commit = GroupCommit(journal, on_loop, "batch_ab", lambda: None)  # type: ignore[arg-type]
     task = asyncio.ensure_future(commit.run())
     for number in range(10):
         commit.add(result(number))

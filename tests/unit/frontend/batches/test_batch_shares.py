@@ -41,7 +41,7 @@ async def make_batch(house: Cluster, name: str, file_id: str) -> Exchange:
     return await house.client.call("POST", "/v1/batches", body, headers=bearer(name))
 
 
-def refusal(exchange: Exchange) -> tuple[int, str]:
+def refusal(exchange: Exchange) -> tuple[int | None, str]:
     return exchange.status, exchange.json["error"]["code"]
 
 

@@ -28,8 +28,12 @@ async def salts(found: Any, *calls: tuple[str, dict[str, Any]], path: str = "/v1
 
 
 async def test_the_owner_of_a_key_is_part_of_the_cache_salt(tmp_path: Path) -> None:
-    calls = [(id, {}) for id in ("a1", "a2", "b1", "c")]
-    named = [("a1", {"cache_salt": "t"}), ("b1", {"nvext": {"cache_salt": "t"}}), ("b1", {"cache_salt": "project a\n"})]
+    calls: list[tuple[str, dict[str, Any]]] = [(id, {}) for id in ("a1", "a2", "b1", "c")]
+    named: list[tuple[str, dict[str, Any]]] = [
+        ("a1", {"cache_salt": "t"}),
+        ("b1", {"nvext": {"cache_salt": "t"}}),
+        ("b1", {"cache_salt": "project a\n"}),
+    ]
     async with closed_cluster(tmp_path, *RECORDS) as found:
         one, same, other, alone, tenant, others_tenant, forged = await salts(found, *calls, *named)
     assert one == same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
@@ -117,10 +118,11 @@ def test_the_last_key_of_a_file_can_be_removed() -> None:
 
 def test_a_file_that_a_command_cannot_change_is_refused_and_not_damaged() -> None:
     inline = f'keys = [{{ id = "one", hash = "{HASHES[0]}" }}]\n'
-    for change in (
+    changes: list[Callable[[], object]] = [
         lambda: add_key(inline, KeyRecord(id="two", hash=HASHES[1]), is_json=False),
         lambda: remove_key(inline, "one", is_json=False),
-    ):
+    ]
+    for change in changes:
         with pytest.raises(KeyFileError, match="by hand"):
             change()
     tricky = FILE.replace('id = "two"', 'id = "two"\nname = """x"""\nmetadata = { note = """\n[[keys]]\n""" }')

@@ -22,7 +22,9 @@ from support.format_writers import FORMAT_OF, WRITERS
 from support.properties import some_of
 
 TAGS: Final = {
-    form.marks: name for name, form in reversed(REASONING_FORMATS.items()) if form.unified is None and not form.prepends
+    form.marks: name
+    for name, form in reversed(list(REASONING_FORMATS.items()))
+    if form.unified is None and not form.prepends
 }
 """One reasoning format for each pair of tags; every other one has the same tags."""
 
