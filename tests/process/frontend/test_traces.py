@@ -176,7 +176,8 @@ async def test_a_trace_that_its_caller_does_not_sample_is_not_exported(rig: Rig)
 
 async def test_a_collector_that_is_gone_costs_spans_and_nothing_else(tmp_path: Path) -> None:
     with otlp_receiver() as receiver:
-        environment = receiver.environment
+        # How long the exporter tries one batch; it is ten seconds by itself, also at the end of a process.
+        environment = {**receiver.environment, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     with Cluster(tmp_path, **environment) as cluster:
         frontend, worker = cluster.frontend("f"), cluster.worker("w", "w")
         cluster.wait_ready(frontend, worker)
