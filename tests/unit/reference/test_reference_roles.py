@@ -218,15 +218,16 @@ async def expire(prefill: ReferenceEngine) -> None:
 async def test_a_decode_that_never_comes_costs_the_blocks_for_a_while(
     models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    transfer = TransferOptions(host="127.0.0.1", hold_seconds=0.05)
-    async with pair(models["llama"], transfer) as (prefill, decode):
-        params = await computed(prefill, request(PROMPT))
+    async with pair(models["llama"], TransferOptions(host="127.0.0.1", hold_seconds=3600)) as (prefill, _):
+        await computed(prefill, request(PROMPT))
         assert await held(prefill) == 3
         assert await prefill.is_quiescent() is False
+    async with pair(models["llama"], TransferOptions(host="127.0.0.1", hold_seconds=0.05)) as (prefill, decode):
+        params = await computed(prefill, request(PROMPT))
         while not await prefill.is_quiescent():
             await asyncio.sleep(0.01)
         assert await held(prefill) == 0
-        assert "nobody fetched a prompt of 11 tokens in time" in caplog.text
+        assert "a prompt of 11 tokens was not fetched in time" in caplog.text
         late = await collect(decode, {**request(PROMPT), "prefill_result": {"disaggregated_params": params}})
     assert len(tokens_of(late)) == 12
     assert "its prompt is computed here (StreamIncomplete: the peer refused: there is no such transfer" in caplog.text
