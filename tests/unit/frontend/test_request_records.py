@@ -99,7 +99,14 @@ async def test_a_failed_request_has_its_status_and_type(house: Cluster, log: Mac
 async def test_a_request_that_was_declined_is_one_record_too(house: Cluster, log: MachineLog) -> None:
     await house.worker()
     await house.client.chat("hi", temperature=9, headers=IDS)
-    (declined,) = log.records(target=FRONTEND)
+    received, sent, declined = log.records(target=FRONTEND)
+    assert [received["message"], sent["message"]] == ["request received", "http response sent"]
+    for record in (received, sent, declined):
+        assert part(record, "span_name", "trace_id", "parent_id") == {
+            "span_name": "http-request",
+            "trace_id": TRACE,
+            "parent_id": CALLER,
+        }
     assert part(declined, "message", "status", "http_status", "error_type", "x_request_id", "route") == {
         "message": "request completed",
         "status": "error",
@@ -180,7 +187,34 @@ async def test_span_events_frame_every_request(
     assert all(record["duration_us"] >= 0 for record in events if record["message"] == "SPAN_CLOSED")
 
 
+async def test_span_events_frame_a_request_that_was_declined(
+    house: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with machine_log(monkeypatch, capsys, DYN_LOGGING_SPAN_EVENTS="1", DYN_LOG="error") as log:
+        await house.client.chat("hi", model="nope", headers=IDS)
+        events = log.records(target="request_span")
+    assert [(record["span_name"], record["message"], record["trace_id"]) for record in events] == [
+        ("http-request", "SPAN_FIRST_ENTRY", TRACE),
+        ("http-request", "SPAN_CLOSED", TRACE),
+    ]
+
+
 # -- the trace
+
+
+async def test_a_request_that_was_declined_has_a_span(house: Cluster, exported: InMemorySpanExporter) -> None:
+    await house.worker()
+    await house.client.chat("hi", temperature=9, headers=IDS)
+    (server,) = exported.get_finished_spans()
+    assert server.kind is SpanKind.SERVER
+    assert server.parent is not None
+    assert format(server.parent.span_id, "016x") == CALLER
+    assert dict(server.attributes or {}) == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 400,
+        "error.type": "validation",
+    }
 
 
 async def test_a_server_span_continues_the_callers_trace_and_has_its_parts(

@@ -18,8 +18,9 @@ from dynamo.contract.telemetry import GenerateSpan
 from dynamo.errors import InvalidArgument, Unknown
 from dynamo.protocol.records import ADAPTERS_ENDPOINT, ModelCard
 from dynamo.runtime.calls.context import Context
-from dynamo.runtime.calls.request_plane.base import Handler
+from dynamo.runtime.calls.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpoint
+from dynamo.runtime.observe.logging import has_span_events, span_events
 from dynamo.worker.adapters import AdapterRequests, adapter_uri
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
 from dynamo.worker.embedding import EmbedServing, offers_embeddings
@@ -195,8 +196,29 @@ class Setup:
         engine = self._engine
         map_errors = bool(MAP_BUILTIN_ERRORS.value(os.environ))
         if chaos is not None:
-            return chaos.handler(self._plain_handler(chaos.engine(engine), map_errors))
-        return self._plain_handler(engine, map_errors)
+            return chaos.handler(self._framed(self._plain_handler(chaos.engine(engine), map_errors)))
+        return self._framed(self._plain_handler(engine, map_errors))
+
+    def _framed(self, handler: Handler) -> Handler:
+        """Return the handler with records of the beginning and end of `engine.generate`, where spans are records."""
+        if not has_span_events():
+            return handler
+        is_raw, model, role = (
+            isinstance(self._engine, RawEngine),
+            self.parts.model,
+            str(self._config.disaggregation_mode),
+        )
+
+        async def framed(body: Any, context: Context, sink: ResponseSink) -> None:
+            fields: dict[str, Any] = {"request_id": context.id()}
+            if not is_raw and isinstance(body, dict):
+                tokens = body.get("token_ids")
+                count = len(tokens) if isinstance(tokens, list | bytes) else None
+                fields |= {"model": model, "disagg_role": role, "input_tokens": count}
+            with span_events("engine.generate", **fields):
+                await handler(body, context, sink)
+
+        return framed
 
     def _plain_handler(self, engine: BaseEngine, map_errors: bool) -> Handler:
         config = self._config

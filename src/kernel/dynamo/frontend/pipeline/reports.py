@@ -10,7 +10,7 @@ from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.metrics.requests import UNKNOWN_MODEL, RequestMetrics
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
-from dynamo.frontend.pipeline.request_records import end_record, log_declined
+from dynamo.frontend.pipeline.request_records import end_record, record_declined
 from dynamo.protocol.openai.errors import RequestRejected
 
 logger = logging.getLogger(__name__)
@@ -84,4 +84,4 @@ class RequestLog(RequestListener):
             if exchange.counters is not None:
                 end_record(exchange, outcome.at, status, outcome.error_type, outcome.message)
         elif outcome.reached is Reached.READ and outcome.rejected is not None:
-            log_declined(exchange, outcome.endpoint, status, outcome.error_type, outcome.rejected.message)
+            record_declined(exchange, outcome, outcome.rejected.message)

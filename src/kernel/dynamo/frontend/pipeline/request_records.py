@@ -10,9 +10,11 @@ from typing import Any, Final, cast
 from dynamo.frontend.base.stage_timer import ROUTE
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.gen_ai import GenAi, content_attributes, output_messages, request_attributes
+from dynamo.frontend.pipeline.outcome import Outcome
 from dynamo.frontend.pipeline.plan import Tally
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.router.kv.explain import ExplainedChoice, explain_placement
+from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_log import COMPLETED, RECEIVED
 from dynamo.runtime.observe.log_site import LogSite
 from dynamo.runtime.observe.logging import close_log_span, enter_log_span, request_level
@@ -28,15 +30,11 @@ MAX_CANDIDATES: Final = 16  # of a routing decision that a span names, the cheap
 
 def begin_record(exchange: Exchange, request: Any, effects: HeaderEffects) -> None:
     """Log an admitted request, open its server span, and name it in the task's further records."""
-    context, ids = exchange.context, _ids(exchange)
+    context, ids, span = exchange.context, _ids(exchange), None
     if is_tracing():
         attributes = _span_attributes(exchange, request, effects)
         span = start_server_span(context, f"POST {exchange.arrival.path}", attributes)
-        ids["trace_id"] = context.trace_id
-        if span is not None:
-            ids["span_id"] = span.span_id
-    if (trace := context.trace) is not None:
-        ids["trace_id"], ids["parent_id"] = context.trace_id, trace.span_id
+    _trace_ids(ids, context, span)
     enter_log_span(SPAN, ids)
     level = request_level()
     if logger.isEnabledFor(level):
@@ -70,19 +68,38 @@ def end_record(
         _end_span(span, exchange, http_status, error_type)
 
 
-def log_declined(exchange: Exchange, endpoint: str, http_status: int, error_type: str, error: str) -> None:
-    """Log a request that broke a rule, or named no model that serves: it has no counters and no span."""
-    if logger.isEnabledFor(logging.INFO):
-        fields = {
-            **_ids(exchange),
-            "route": exchange.arrival.path,
-            "endpoint": endpoint,
-            "status": "error",
-            "http_status": http_status,
-            "error_type": error_type,
-            "error": error,
-        }
-        logger.info(COMPLETED, extra=fields)
+def record_declined(exchange: Exchange, outcome: Outcome, error: str) -> None:
+    """Log a request that broke a rule, or named no model that serves, and trace it; it has no counters of a model."""
+    context, ids, arrival = exchange.context, _ids(exchange), exchange.arrival
+    seconds, status, level = outcome.at - arrival.at, outcome.status, request_level()
+    span = None
+    if is_tracing():
+        attributes = {"http.request.method": "POST", "http.route": arrival.path, **_server(exchange)}
+        span = start_server_span(context, f"POST {arrival.path}", attributes)
+    _trace_ids(ids, context, span)
+    enter_log_span(SPAN, ids)
+    fields: dict[str, Any] = {"route": arrival.path, "endpoint": outcome.endpoint}
+    if logger.isEnabledFor(level):
+        logger.log(level, RECEIVED, extra=fields)
+    fields |= {"status": "error", "http_status": status}
+    elapsed = round(seconds * 1000, 3)
+    if logger.isEnabledFor(level):
+        logger.log(level, SENT, extra={**fields, "latency_ms": elapsed})
+    fields |= {"error_type": outcome.error_type, "error": error, "elapsed_ms": elapsed}
+    logger.info(COMPLETED, extra=fields)
+    close_log_span(seconds)
+    if span is not None:
+        span.set_attribute("http.response.status_code", status)
+        span.set_attribute("error.type", outcome.error_type)
+        span.finish()
+
+
+def _trace_ids(ids: dict[str, Any], context: Context, span: RequestSpan | None) -> None:
+    """Add the ids of the trace of a request, where it has one, and of its span."""
+    if span is not None:
+        ids |= {"trace_id": context.trace_id, "span_id": span.span_id}
+    if (trace := context.trace) is not None:
+        ids |= {"trace_id": context.trace_id, "parent_id": trace.span_id}
 
 
 def _span_attributes(exchange: Exchange, request: Any, effects: HeaderEffects) -> dict[str, Any]:

@@ -290,6 +290,23 @@ def log_span(name: str, **fields: Any) -> Iterator[None]:
         _SPAN.reset(token)
 
 
+def has_span_events() -> bool:
+    """Return whether spans are records, too: `DYN_LOGGING_SPAN_EVENTS` is set."""
+    return _Process.span_events
+
+
+@contextmanager
+def span_events(name: str, **fields: Any) -> Iterator[None]:
+    """Log the beginning and end of a block as those of a span; the records between keep the fields of the span around it."""
+    own = {"span_name": name, **{key: value for key, value in fields.items() if value is not None}}
+    _spans.info(SPAN_ENTRY, extra=own)
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        _spans.info(SPAN_CLOSE, extra={**own, "duration_us": int((time.monotonic() - began) * 1e6)})
+
+
 def request_level() -> int:
     """Return the level of the records that accompany every request: INFO for a collector, DEBUG for a reader.
 
