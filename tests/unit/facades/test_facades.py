@@ -113,10 +113,7 @@ FACADES = {
     "dynamo.common.configuration.config_base": "dynamo.contract.flag_declarations",
     "dynamo.common.configuration.utils": "dynamo.contract.flag_declarations",
     "dynamo.common.constants": "dynamo.contract.modes",
-    "dynamo.common.http": "absent",
     "dynamo.common.model_taints": "dynamo.worker.taint_route",
-    "dynamo.common.protocols": "absent",
-    "dynamo.common.storage": "absent",
     "dynamo.common.token_budget": "dynamo.contract.token_budget",
     "dynamo.common.utils": "dynamo.contract.requests",
     "dynamo.common.utils.endpoint_types": "dynamo.contract.lower_level",
@@ -130,7 +127,6 @@ FACADES = {
     "dynamo.common.utils.runtime": "dynamo.contract.lower_level",
     "dynamo.common.utils.structural_tag": "dynamo.contract.requests.structural_tag",
     "dynamo.common.utils.token_ids": "dynamo.contract.requests.token_ids",
-    "dynamo.common.utils.topology": "absent",
     "dynamo.llm": "many rooms",
     "dynamo.llm.exceptions": "dynamo.errors",
 }

@@ -7,6 +7,8 @@ import asyncio
 import importlib
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ from dynamo.llm import (
 from dynamo.runtime import DistributedRuntime
 from dynamo.worker import run as worker_run
 from support.cases import each_case
+from support.patience import PATIENCE_SECONDS
 
 # -- names --------------------------------------------------------------------------------------------------------------
 
@@ -78,11 +81,34 @@ def test_a_name_that_nobody_has_is_an_attribute_error() -> None:
         ("dynamo.common.storage", "fsspec"),
         ("dynamo.common.protocols", "RawRequest"),
         ("dynamo.common.utils.topology", "ModelRuntimeConfig"),
+        ("dynamo.common.configuration.groups", "common.backend.args"),
     ],
 )
 def test_a_module_that_is_not_here_names_its_like(module: str, like: str) -> None:
     with pytest.raises(ImportError, match=f"{module}.*not part of dynamo-unified.*{like}"):
         importlib.import_module(module)
+
+
+def test_a_native_layer_in_a_folder_of_its_own_adds_what_is_not_here(tmp_path: Path) -> None:
+    more = (
+        "http/url_validator",
+        "protocols/image_protocol",
+        "storage",
+        "configuration/groups/http_args",
+        "utils/topology",
+        "memory",
+    )
+    for name in more:
+        file = tmp_path / "dynamo" / "common" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("HERE = True\n")
+    for package in ("http", "protocols", "configuration/groups", "configuration", "utils", ""):
+        (tmp_path / "dynamo" / "common" / package / "__init__.py").write_text("")
+    modules = ["dynamo.common." + name.replace("/", ".") for name in more]
+    lines = [f"import sys; sys.path.append({str(tmp_path)!r})"]
+    lines += [f"import {module}; assert {module}.HERE" for module in modules]
+    lines.append("from dynamo.common.configuration import ArgGroup")  # ours stays in front
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=PATIENCE_SECONDS)
 
 
 def test_the_native_module_has_the_names_of_the_lower_level_path() -> None:
