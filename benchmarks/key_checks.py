@@ -20,7 +20,6 @@ import msgspec
 from starlette.types import ASGIApp
 
 from dynamo.frontend.base.access import IDENTITY, Access, check_access
-from dynamo.frontend.base.asgi import RESPOND_EXTENSION
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.metrics.requests import RequestSeries
 from dynamo.frontend.base.settings.keys import KeySources
@@ -48,6 +47,7 @@ from dynamo.frontend.pipeline.reading import bind_key
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.openai.requests import ChatRequest
 from dynamo.protocol.worker_request import PlannedRequest, StopFields
+from dynamo.runtime.http.cycle import RESPOND_EXTENSION
 from dynamo.runtime.observe.metrics import MetricsRegistry
 
 BAR: Final = 15.0  # microseconds for all that a key costs, without the access log

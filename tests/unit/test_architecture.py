@@ -234,6 +234,20 @@ def test_arrows_inside_the_frontend_point_one_way() -> None:
     assert wrong == {}
 
 
+EDGE = re.compile(
+    r"runtime/http/|frontend/http/|frontend/parts/keys/access_log|frontend/parts/inspector/routes|testing/simulation/"
+)
+"""What is a listener, or stands between one and a call."""
+
+
+def test_only_the_edge_knows_the_private_extensions_of_the_listener() -> None:
+    """The way inside is `Call.run` with an `AnswerSink`."""
+    private = re.compile(r"\b(?:LEAVE|PUSH|RESPOND|SPLICE)_EXTENSION\b|dynamo\.(?:on_leave|push|respond|splice)\b")
+    found = [path.as_posix() for _, path in MODULES if private.search(path.read_text())]
+    assert [name for name in found if EDGE.search(name) is None] == []
+    assert len(found) > 5
+
+
 def folder_of(name: str) -> str:
     """Return the package that a module lies in; a package lies in itself."""
     return f"dynamo.{name}" if PATHS[name].name == "__init__.py" else f"dynamo.{name}".rpartition(".")[0]

@@ -10,18 +10,15 @@ from typing import Any, Final, cast
 from dynamo.frontend.base.shares import SharedBound
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.http.cycle import RESPOND_EXTENSION
 
 __all__ = [
     "JSON",
-    "RESPOND_EXTENSION",
     "BodyBudget",
     "ClientGone",
     "HeaderPairs",
     "Headers",
     "Message",
     "Receive",
-    "Respond",
     "Scope",
     "Send",
     "check_content_type",
@@ -182,12 +179,6 @@ def _too_large(limit_bytes: int) -> RequestRejected:
     megabytes = limit_bytes // (1024 * 1024)
     text = f"Request body exceeds the limit of {megabytes} MB set by DYN_HTTP_BODY_LIMIT_MB"
     return RequestRejected(413, text, limit="body_size")
-
-
-Respond = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
-"""The ASGI extension `dynamo.respond` of our listener: write a whole answer (status, headers, body) at once, or return
-False without writing anything.
-"""
 
 
 async def reply(

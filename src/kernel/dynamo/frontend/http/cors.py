@@ -7,8 +7,9 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from dynamo.frontend.base.asgi import RESPOND_EXTENSION, Message, Receive, Scope, Send
+from dynamo.frontend.base.asgi import Message, Receive, Scope, Send
 from dynamo.frontend.base.request_id import with_request_id
+from dynamo.runtime.http.cycle import RESPOND_EXTENSION
 
 RATE_HEADERS: Final = tuple(
     [f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]

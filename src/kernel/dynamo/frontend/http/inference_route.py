@@ -9,12 +9,10 @@ from typing import Any, Final, Protocol
 from dynamo.frontend.base.access import IDENTITY, Access, owner_of
 from dynamo.frontend.base.asgi import (
     JSON,
-    RESPOND_EXTENSION,
     BodyBudget,
     ClientGone,
     Headers,
     Receive,
-    Respond,
     Scope,
     Send,
     check_content_type,
@@ -32,7 +30,7 @@ from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.identifiers import random_uuid
-from dynamo.runtime.http.cycle import LEAVE_EXTENSION
+from dynamo.runtime.http.cycle import LEAVE_EXTENSION, RESPOND_EXTENSION, Respond
 
 EXCHANGE: Final = "dynamo.exchange"
 """The entry of a scope in which an inference route puts its `Exchange`; there is none where no log needs it."""

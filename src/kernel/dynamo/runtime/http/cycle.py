@@ -25,6 +25,10 @@ PUSH_EXTENSION: Final = "dynamo.push"
 RESPOND_EXTENSION: Final = "dynamo.respond"
 SPLICE_EXTENSION: Final = "dynamo.splice"
 
+Respond = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
+"""What the extension `dynamo.respond` is: it writes a whole answer (status, headers, body) at once, or returns False without
+writing anything."""
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Application = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]

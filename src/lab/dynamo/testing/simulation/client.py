@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dynamo.runtime.http.cycle import PUSH_EXTENSION
 from dynamo.testing.simulation.scenario import RequestPlan
 
 _TEXT: Final = re.compile(rb'"(?:content|text)":"[^"]')  # a first chunk may come without
@@ -52,7 +53,7 @@ class Visit:
             "query_string": b"",
             "root_path": "",
             "headers": [(b"content-type", b"application/json"), (b"x-request-id", b"sim-%d" % plan.number)],
-            "extensions": {"dynamo.push": self._push} if plan.can_push else {},
+            "extensions": {PUSH_EXTENSION: self._push} if plan.can_push else {},
         }
         # Awaited by the run, which owns this visit.
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"visit {plan.number}")

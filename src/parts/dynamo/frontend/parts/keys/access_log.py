@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from dynamo.frontend.base.access import Access, identity_of
-from dynamo.frontend.base.asgi import RESPOND_EXTENSION, Message, Receive, Scope, Send
+from dynamo.frontend.base.asgi import Message, Receive, Scope, Send
 from dynamo.frontend.base.settings.keys import KeySettings
 from dynamo.frontend.http.inference_route import EXCHANGE
 from dynamo.frontend.http.routes import Site
@@ -25,6 +25,7 @@ from dynamo.frontend.parts.keys.rules.records import Network
 from dynamo.frontend.parts.part import Part
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.request_records import worker_fields
+from dynamo.runtime.http.cycle import RESPOND_EXTENSION
 
 MAX_BODY_BYTES: Final = 64 * 1024  # of a request or an answer that the audit log shows
 MAX_PATH: Final = 1024  # characters
