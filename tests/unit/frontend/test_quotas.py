@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dynamo.frontend.parts.keys.quotas import Charge, Quotas, Spent, TokenDemand
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
 from dynamo.protocol.dialect import span_text
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.base.steady_wall import steady_wall
 from support.access import bearer, closed_cluster, key
 from support.asgi_client import Exchange as Answer
 from support.frontend_cluster import ScriptedWorker, cluster
@@ -84,6 +86,24 @@ def test_a_clock_on_the_wall_that_jumps_changes_no_rate() -> None:
         assert entered(quotas, identity) is None
     clock.now += 61
     assert entered(quotas, identity)
+
+
+def test_a_wall_clock_that_jumps_ahead_and_comes_back_gives_no_budget_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = key("k", budget={"tokens": 100, "period": "month"})
+    ring = msgspec.convert({"keys": msgspec.to_builtins([record])}, KeyRing)
+    quotas, identity = Quotas(lambda: ring, LimitTable()), Identity(record)
+
+    def use() -> str | None:
+        charge = quotas.open(identity)
+        charge.enter("m")
+        found = code_of(lambda: charge.reserve(TokenDemand(60, 40)))
+        charge.close(TokenUse() if found else TokenUse(60, 0, 40))
+        return found
+
+    assert use() is None
+    for jump in (40 * 86_400, -40 * 86_400, 0):
+        monkeypatch.setattr(steady_wall, "_wall", lambda jump=jump: time.time() + jump)
+        assert use() == "insufficient_quota"
 
 
 def test_a_refusal_takes_nothing_of_any_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.runtime.base.steady_wall import steady_wall
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster, say
 from support.response_streams import ResponseReader, read_events
@@ -73,6 +75,14 @@ async def test_a_response_that_is_not_kept_is_named(house: Cluster) -> None:
         assert (answer.status, answer.json["error"]["code"]) == (400, "previous_response_not_found")
         assert answer.json["error"]["param"] == "previous_response_id"
         assert (await house.client.get(f"/v1/responses/{id}")).status == 404
+
+
+async def test_a_wall_clock_that_jumps_loses_no_response(house: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    await house.worker(say("one"))
+    first = await answered(house, "hello")
+    monkeypatch.setattr(steady_wall, "_wall", lambda: time.time() + 400 * 86_400)
+    await answered(house, "another", previous_response_id=first["id"])
+    assert (await house.client.get(f"/v1/responses/{first['id']}")).status == 200
 
 
 async def test_a_response_is_read_and_deleted(house: Cluster) -> None:

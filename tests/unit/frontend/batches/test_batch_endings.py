@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dynamo.cli.main import main
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.batches.directory import BatchDirectory
 from dynamo.frontend.parts.batches.service import BatchService
+from dynamo.runtime.base.steady_wall import steady_wall
 from support.batch_client import begin, chat_line, poll, results, upload
 from support.frontend_cluster import cluster, say
 from support.patience import PATIENCE_SECONDS
@@ -160,6 +162,17 @@ async def test_a_batch_expires_after_its_window(tmp_path: Path) -> None:
         found = await results(house, ended)
         codes = [line["error"]["code"] if line["error"] else "answered" for line in found.values()]
         assert sorted(codes) == ["answered"] * 2 + ["batch_expired"] * 4
+
+
+async def test_a_wall_clock_that_jumps_expires_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house_of(tmp_path) as house:
+        await house.worker()
+        batch = await begin(house, LINES[:3])
+        monkeypatch.setattr(steady_wall, "_wall", lambda: time.time() + 2 * 86_400)
+        ended = await poll(house, batch["id"])
+        assert ended["status"] == "completed"
+        assert ended["completed_at"] < batch["expires_at"]
+        assert await results(house, ended)  # its files have not expired either
 
 
 async def test_one_process_runs_a_directory_and_the_other_takes_over(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.requests import CreateBatch, PageQuery
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
 from dynamo.protocol.openai.errors import RequestRejected, not_built
+from dynamo.runtime.base.steady_wall import steady_wall
 from dynamo.runtime.base.tasks import Background
 
 P = ParamSpec("P")
@@ -105,7 +105,7 @@ class BatchService(RequestListener):
         keys: CallerLookup | None = None,
         shares: Shares | None = None,
         *,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = steady_wall,
         after_step: Step = lambda _name: None,
     ) -> None:
         """`keys`: those in service, None: no route needs one. `now`: seconds since the epoch; `after_step` is called with each durable step, which tests use to stop there.

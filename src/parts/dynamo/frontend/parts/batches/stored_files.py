@@ -24,6 +24,7 @@ from dynamo.frontend.parts.batches.records import FileRecord
 from dynamo.protocol.batches.objects import BATCH_INPUT, FileObject
 from dynamo.protocol.batches.requests import FileForm, PageQuery
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.base.steady_wall import steady_wall
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class StoredFiles:
         disk: Disk,
         room: FileRoom,
         *,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = steady_wall,
     ) -> None:
         self._directory, self._index, self.disk, self.room, self._now = directory, index, disk, room, now
         self._reserving = threading.Lock()

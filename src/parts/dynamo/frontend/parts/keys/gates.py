@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -12,6 +11,7 @@ from dynamo.frontend.parts.keys.limit_table import ELSEWHERE, GRANTED, PERIOD, R
 from dynamo.frontend.parts.keys.rules.rates import Rate
 from dynamo.frontend.parts.keys.rules.records import Budget, KeyRing, LimitSet, Period, Price
 from dynamo.frontend.parts.keys.rules.spending import cost_of, period_end, period_number, units_of
+from dynamo.runtime.base.steady_wall import steady_wall
 
 FRONTENDS: Final = "frontends of the cluster"
 """The record whose value is among how many frontends limits are divided; 0: they are not."""
@@ -202,7 +202,7 @@ class GateBook:
         table: LimitTable,
         *,
         spent: Mapping[str, Spent] | None = None,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = steady_wall,
     ) -> None:
         """`ring` returns what the key file holds now; `spent`: what budgets had given when this process began, by name."""
         self.ring, self.table, self.wall_clock = ring, table, wall_clock

@@ -26,6 +26,7 @@ from dynamo.frontend.parts.keys.rules.records import KeyRing, Price
 from dynamo.frontend.parts.keys.rules.spending import period_end
 from dynamo.protocol.dialect import Dialect, RateStatus
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.base.steady_wall import steady_wall
 
 __all__ = ["Charge", "Quotas", "Spent", "TokenDemand", "TokenUse"]
 
@@ -65,7 +66,7 @@ class Quotas:
         *,
         spent: Mapping[str, Spent] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = steady_wall,
     ) -> None:
         """`ring` returns what the key file holds now; `spent`: what budgets had given when this process began, by name.
 

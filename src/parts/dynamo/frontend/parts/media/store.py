@@ -11,7 +11,6 @@ import hmac
 import logging
 import os
 import secrets
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from msgspec import Struct
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.shares import largest_owner
+from dynamo.runtime.base.steady_wall import steady_wall
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class KeptMedia(Struct):
 class MediaStore:
     """The kept media of one directory. Its methods do file work: call them in a thread."""
 
-    def __init__(self, directory: Path, limits: KeepLimits, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, directory: Path, limits: KeepLimits, *, now: Callable[[], float] = steady_wall) -> None:
         """Raises InvalidArgument for a directory that cannot be used."""
         self._directory, self._limits, self._now = directory, limits, now
         try:

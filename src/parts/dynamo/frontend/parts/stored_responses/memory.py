@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
@@ -10,6 +9,7 @@ from dynamo.frontend.apis.history import StoredResponse, project_of
 from dynamo.frontend.base.settings.stored_responses import StoreLimits
 from dynamo.frontend.base.shares import largest_owner
 from dynamo.frontend.parts.stored_responses.base import StoreUsage, stem_of
+from dynamo.runtime.base.steady_wall import steady_wall
 
 
 class _Project:
@@ -25,7 +25,7 @@ class _Project:
 class MemoryResponseStore:
     """A table in the order of use."""
 
-    def __init__(self, limits: StoreLimits, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, limits: StoreLimits, *, now: Callable[[], float] = steady_wall) -> None:
         self._limits, self._now = limits, now
         self._entries: OrderedDict[str, tuple[StoredResponse, float]] = OrderedDict()  # with the time of their last use
         self._projects: dict[str, _Project] = {}

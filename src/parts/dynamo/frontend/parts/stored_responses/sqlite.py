@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +19,7 @@ from dynamo.frontend.base.settings.stored_responses import StoreLimits
 from dynamo.frontend.base.shares import largest_owner
 from dynamo.frontend.base.sqlite_file import open_database, writing
 from dynamo.frontend.parts.stored_responses.base import StoreUnavailable, StoreUsage, stem_of
+from dynamo.runtime.base.steady_wall import steady_wall
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ _FIND: Final = (
 class SqliteResponseStore:
     """One file, opened at once: a mistake in its path ends the start, not a request."""
 
-    def __init__(self, path: Path, limits: StoreLimits, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, limits: StoreLimits, *, now: Callable[[], float] = steady_wall) -> None:
         """Raises InvalidArgument when the file cannot be opened, or is not such a store."""
         self._limits, self._now = limits, now
         self._is_closed = False
