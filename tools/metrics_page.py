@@ -30,14 +30,14 @@ from dynamo.runtime.observe.endpoint_metrics import FAMILIES as ENDPOINT
 from dynamo.runtime.observe.loop_watchdog import FAMILIES as LOOP
 from dynamo.runtime.observe.metrics import Family
 from dynamo.runtime.observe.nats_metrics import ERRORS
-from dynamo.runtime.observe.process_metrics import PROCESS, UPTIME
+from dynamo.runtime.observe.process_metrics import LOOP_FAILURES, PROCESS, UPTIME
 from dynamo.worker.kv_publishing.metrics import FAMILIES as KV_PUBLISHER
 from dynamo.worker.lifecycle_metrics import FAMILIES as ENGINE
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
-    "process": (UPTIME, *PROCESS.values(), *CALLER.values()),
+    "process": (UPTIME, *PROCESS.values(), LOOP_FAILURES, *CALLER.values()),
     "events": (*EVENTS, ERRORS),
     "worker": (*ENDPOINT, *WORK_HANDLER.values(), *LOOP, *REFUSALS.values()),
     "engine": ENGINE,

@@ -19,6 +19,7 @@ from dynamo.cli.console import Console
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local_processes import LocalProcesses
 from dynamo.cli.readiness import Address, read_load, takes_requests
+from dynamo.runtime.base.forever import forever
 from dynamo.scaling.decide import ScaleRules
 from dynamo.settings.command import EXIT_USAGE
 from dynamo.supervise.newcomer import Newcomers
@@ -204,10 +205,10 @@ class LocalCluster:
             ):
                 beside = [
                     group.create_task(self._announcement.follow_frontend(), name="readiness"),
-                    group.create_task(self._restart.run(), name="rolling restart"),
+                    group.create_task(forever(self._restart.run, "rolling restart"), name="rolling restart"),
                 ]
                 if self._scaling is not None:
-                    beside.append(group.create_task(self._scaling.run(), name="scaling"))
+                    beside.append(group.create_task(forever(self._scaling.run, "scaling"), name="scaling"))
                 if self._options.flags.reload:
                     self._sources = asyncio.get_running_loop().create_future()
                     beside.append(group.create_task(self._reload(self._sources), name="reload"))

@@ -58,6 +58,7 @@ from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.schema import ApiDescription, openapi_json
 from dynamo.protocol.responses.schema import RESPONSES_API
 from dynamo.protocol.vectors.schema import VECTORS_API
+from dynamo.runtime.base.forever import FAILURES
 
 
 class RoutedParts(NamedTuple):
@@ -165,7 +166,7 @@ class FrontendRoutes:
         )
 
     def _troubles(self) -> Iterable[str]:
-        return [trouble for part in self._over.parts for trouble in part.troubles()]
+        return [*FAILURES.troubles(), *(trouble for part in self._over.parts for trouble in part.troubles())]
 
     def _open_paths(self) -> Collection[str] | None:
         """Return the paths of the document that need no key; None where none does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamo.runtime.base.addresses import bind_host
+from dynamo.runtime.base.forever import FAILURES
 from dynamo.runtime.base.settings import RequestPlaneSettings, RuntimeSettings, WatchdogSettings
 from dynamo.runtime.calls.health import HealthState
 from dynamo.runtime.calls.progress import ServingProgress
@@ -33,6 +34,7 @@ class Observability:
         self._watchdog = self._make_watchdog(settings.watchdog) if watches_loop else None
         self.health.add_trouble(self.progress.trouble)
         self.health.add_detail("load", self._load)
+        self.health.add_detail("failing", _failing)
 
     async def start(self, connection_id: int) -> None:
         """Register what every process counts, and listen where a status server is configured. Raises CannotConnect."""
@@ -84,6 +86,12 @@ class Observability:
             "longest_silence_seconds": progress.longest_silence_seconds,
             "loop_lag_seconds": round(progress.loop_lag_seconds, 3),
         }
+
+
+def _failing() -> dict[str, list[str]]:
+    """Return what `/health` shows of work that runs for ever and has failed lately; empty where none has."""
+    troubles = FAILURES.troubles()
+    return {"loops": troubles} if troubles else {}
 
 
 def _expose(

@@ -58,7 +58,7 @@ class AdapterKeeper:
 
     def start(self) -> None:
         """Begin to bring adapters to workers that come later."""
-        self._background.start(self._keep(), "frontend: adapters")
+        self._background.keep(self._keep, "frontend: adapters")
 
     async def aclose(self) -> None:
         """Leave the workers as they are. Idempotent."""
@@ -135,12 +135,8 @@ class AdapterKeeper:
 
     async def _keep(self) -> None:
         while True:
-            try:
-                missing = self._missing()
-                for entry, name, wanted in missing:
-                    await self._bring(entry, name, wanted)
-            except Exception:  # the boundary: one fault of ours must not end this for ever
-                logger.exception("checking the adapters failed")
+            for entry, name, wanted in self._missing():
+                await self._bring(entry, name, wanted)
             try:
                 async with asyncio.timeout(RETRY_SECONDS if self._failed else None):
                     await self._models.change()

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -111,7 +112,7 @@ class LoadFollower:
             and not self._background.is_closed
             and (self._audience.is_there or self._default.is_set or self._by_model)
         ):
-            self._keeper = self._background.start(self._keep(), "frontend: loads")
+            self._keeper = self._background.keep(self._keep, "frontend: loads")
 
     def look(self) -> None:
         """Follow the loads of all models for a while, for a viewer. No worker is busy because of that."""
@@ -187,7 +188,7 @@ class LoadFollower:
         for key in self._followers.keys() - wanted:
             self._followers.pop(key).cancel()
         for key in wanted - self._followers.keys():
-            self._followers[key] = self._background.start(self._follow(*key), f"frontend: loads of {key[0]}")
+            self._followers[key] = self._background.keep(partial(self._follow, *key), f"frontend: loads of {key[0]}")
         self.busy_workers.keep_only(frozenset(worker for pool in followed for worker in pool.member_ids))
 
     async def _follow(self, endpoint: str, needs_loads: bool) -> None:

@@ -41,7 +41,7 @@ class RouterLoadReports:
 
     async def __aenter__(self) -> Self:
         self._publisher = self._endpoint.runtime.events.new_publisher(self._endpoint.event_scope, LOAD_TOPIC)
-        self._background.start(self._run(), "load reports of the router")
+        self._background.keep(self._run, "load reports of the router")
         return self
 
     async def __aexit__(self, *exc: object) -> None:

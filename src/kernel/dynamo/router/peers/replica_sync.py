@@ -252,7 +252,7 @@ class SessionSync:
             events = await self._stack.enter_async_context(runtime.events.subscribe(scope, BINDINGS_TOPIC))
             background = await self._stack.enter_async_context(Background())
             background.start(self._follow(events, publisher.publisher_id), "bindings of other routers")
-            background.start(self._reap(), "expiry of sessions")
+            background.keep(self._reap, "expiry of sessions")
         except BaseException:
             await self._stack.aclose()
             raise

@@ -10,6 +10,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from dynamo.runtime.base.forever import forever
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -90,6 +92,10 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard if is_awaited else self._done)
         return task
+
+    def keep(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
+        """Run `work()` until the block is left, again where it raises (`forever`). Raises RuntimeError afterwards."""
+        return self.start(forever(work, name), name)
 
     async def run(self, work: Work[T], name: str) -> T:
         """Run `work` and wait for it: the caller's cancellation ends it, and so does `close`. Raises what it raises."""

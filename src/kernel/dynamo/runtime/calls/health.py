@@ -186,7 +186,7 @@ class Canary:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._last_success = self._loop.time()
-            self._work.start(self._run(), f"canary {self._path}")
+            self._work.keep(self._run, f"canary {self._path}")
 
     async def close(self) -> None:
         """Stop probing; a probe under way is cancelled. Idempotent."""

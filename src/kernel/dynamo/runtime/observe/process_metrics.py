@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from dynamo.runtime.base.forever import FAILURES
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 from dynamo.runtime.observe.metrics.registry import Collected
 
@@ -21,6 +22,10 @@ PROCESS: Final = {
     "start": Family("process_start_time_seconds", "gauge", "When the process started, in seconds of Unix time"),
 }
 """The names that the Prometheus client libraries use; a worker whose engine exposes its own keeps the engine's."""
+
+LOOP_FAILURES: Final = Family(
+    "dynamo_loop_failures_total", "counter", "How often work that runs for ever has failed and begun again"
+)
 
 _PROC: Final = Path("/proc")
 
@@ -37,6 +42,7 @@ def register_process(registry: MetricsRegistry) -> None:
 
 
 def _collect() -> Iterator[Collected]:
+    yield LOOP_FAILURES.name, LOOP_FAILURES.kind, LOOP_FAILURES.help, float(FAILURES.count)
     for key, value in process_values().items():
         family = PROCESS[key]
         yield family.name, family.kind, family.help, value

@@ -159,8 +159,8 @@ class Inspector(RequestListener):
     def start(self) -> None:
         """Sample the figures from now on, and follow the workers."""
         self.clock.settle()
-        self._background.start(self._sample(), "inspector: figures")
-        self._background.start(self.tables.lifecycle.run(), "inspector: workers")
+        self._background.keep(self._sample, "inspector: figures")
+        self._background.keep(self.tables.lifecycle.run, "inspector: workers")
 
     def join(self, others: OtherFrontends) -> None:
         """Include the other frontends of the cluster from now on."""

@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -93,7 +94,7 @@ class OtherFrontends:
 
     async def start(self) -> None:
         """Follow the others, and let them find this one."""
-        self._work.start(self._follow(), "inspector: other frontends")
+        self._work.keep(partial(self._follow, set()), "inspector: other frontends")
         if self.own_url is not None:
             digest = hashlib.blake2b(self.own_url.encode(), digest_size=8).hexdigest()
             record = msgspec.json.encode(AdvertisedFrontend(self.own_url))
@@ -146,9 +147,9 @@ class OtherFrontends:
         self._resting = {each: until for each, until in self._resting.items() if until > now}
         self._resting[url] = now + REST_SECONDS
 
-    async def _follow(self) -> None:
+    async def _follow(self, known: set[str]) -> None:
         changes: AsyncGenerator[list[Change], None]
-        async with aclosing(follow(self._store, FRONTENDS)) as changes:
+        async with aclosing(follow(self._store, FRONTENDS, known)) as changes:
             async for batch in changes:
                 self._take(batch)
 

@@ -165,7 +165,7 @@ class _Outbox:
         self._bytes += len(envelope)
         self._waiting.set()
         if not self._work:
-            self._work.start(self._send_all(), "event plane: nats sender")
+            self._work.keep(self._send_all, "event plane: nats sender")
 
     async def _send_all(self) -> None:
         while True:

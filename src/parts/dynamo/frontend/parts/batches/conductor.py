@@ -23,6 +23,7 @@ from dynamo.frontend.parts.batches.stored_files import StoredFiles
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.protocol.batches.objects import BatchErrorEntry, BatchErrors
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
+from dynamo.runtime.base.forever import forever
 from dynamo.runtime.base.tasks import Background
 
 logger = logging.getLogger(__name__)
@@ -81,18 +82,21 @@ class BatchConductor:
         logger.info("this process runs the batches of %s", self._directory.root)
         await self._sweep()
         async with Background() as background:
-            background.start(self._repeat(SHOW_SECONDS, self._show), "batches: their counts")
-            background.start(self._repeat(REAP_SECONDS, self._files.remove_expired), "batches: expired files")
-            while True:
-                try:
-                    await self._follow(background)
-                except sqlite3.Error as error:
-                    logger.error("the index of files cannot be read: %s; trying again", error)
-                    await asyncio.sleep(TRY_AGAIN_SECONDS)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        await self._look.wait()
-                self._look.clear()
+            background.keep(partial(self._repeat, SHOW_SECONDS, self._show), "batches: their counts")
+            background.keep(partial(self._repeat, REAP_SECONDS, self._files.remove_expired), "batches: expired files")
+            await forever(partial(self._look_around, background), "batches: those that begin and end")
+
+    async def _look_around(self, background: Background) -> None:
+        while True:
+            try:
+                await self._follow(background)
+            except sqlite3.Error as error:
+                logger.error("the index of files cannot be read: %s; trying again", error)
+                await asyncio.sleep(TRY_AGAIN_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._look.wait()
+            self._look.clear()
 
     async def _follow(self, background: Background) -> None:
         """Begin the batches that are new, and end those that were cancelled or have expired."""
@@ -124,33 +128,36 @@ class BatchConductor:
         return BatchStatus.EXPIRED if self._now() >= record.batch.expires_at else None
 
     async def _conduct(self, record: BatchRecord) -> None:
-        """Take one batch from where it is to its end."""
+        """Take one batch from where it is to its end. A fault of ours about it costs the others nothing."""
         id = record.batch.id
         try:
-            while True:
-                try:
-                    ended = await self._carry_out(id)
-                except (OSError, sqlite3.Error, msgspec.DecodeError) as error:
-                    if self._stuck.get(id) != str(error):  # once for each cause, and not every few seconds of a night
-                        logger.error("batch %s cannot go on: %s; trying again every %g s", id, error, TRY_AGAIN_SECONDS)
-                    self._stuck[id] = str(error)
-                    await asyncio.sleep(TRY_AGAIN_SECONDS)
-                    continue
-                if ended is not None:
-                    counts = ended.batch.request_counts
-                    logger.info(
-                        "batch %s is %s: %d lines answered, %d failed, %d in all",
-                        id,
-                        ended.batch.status,
-                        counts.completed,
-                        counts.failed,
-                        counts.total,
-                    )
-                return
+            await forever(partial(self._try_to_conduct, id), f"batch {id}")
         finally:
             self._conducted.pop(id, None)
             self._stuck.pop(id, None)
             self._parts.slots.forget(record.owner, id)
+
+    async def _try_to_conduct(self, id: str) -> None:
+        while True:
+            try:
+                ended = await self._carry_out(id)
+            except (OSError, sqlite3.Error, msgspec.DecodeError) as error:
+                if self._stuck.get(id) != str(error):  # once for each cause, and not every few seconds of a night
+                    logger.error("batch %s cannot go on: %s; trying again every %g s", id, error, TRY_AGAIN_SECONDS)
+                self._stuck[id] = str(error)
+                await asyncio.sleep(TRY_AGAIN_SECONDS)
+                continue
+            if ended is not None:
+                counts = ended.batch.request_counts
+                logger.info(
+                    "batch %s is %s: %d lines answered, %d failed, %d in all",
+                    id,
+                    ended.batch.status,
+                    counts.completed,
+                    counts.failed,
+                    counts.total,
+                )
+            return
 
     async def _carry_out(self, id: str) -> BatchRecord | None:
         disk = self._parts.disk

@@ -50,7 +50,8 @@ class GroupCommit:
     async def run(self) -> None:
         """Write what comes, until cancelled. What was not written then is executed again by the next runner."""
         while True:
-            await self._more.wait()
+            if not self._pending:  # else this begins again after a fault
+                await self._more.wait()
             self._more.clear()
             self._many.clear()
             group = self._pending[:]

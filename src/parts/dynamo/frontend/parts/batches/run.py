@@ -80,7 +80,7 @@ class BatchRun:
     async def execute(self) -> BatchStatus:
         """Run until every line has a durable result, or the batch was ended; return how the batch ends."""
         async with Background() as background:
-            background.start(self._commit.run(), "batch: results to the disk")
+            background.keep(self._commit.run, "batch: results to the disk")
             while self.ending is None and not self._is_complete():
                 if not await self._begin_line(background):
                     await self._wait()

@@ -159,7 +159,7 @@ class BatchService(RequestListener):
             after_step=self._after_step,
             is_revoked=self._is_revoked,
         )
-        self._work.start(self._conductor.run(), "batches")
+        self._work.keep(self._conductor.run, "batches")
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
         """Take account of how long a client has waited for an answer: lines of batches make room for clients."""

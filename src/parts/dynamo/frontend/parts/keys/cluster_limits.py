@@ -17,6 +17,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Final, Protocol, runtime_checkable
 
 import msgspec
@@ -87,8 +88,8 @@ class ClusterLimits:
 
     async def start(self) -> None:
         """Begin, and wait a moment for the first slices."""
-        self._work.start(self._follow(), "frontend: limits of the cluster")
-        self._work.start(self._run(), "frontend: slices of limits")
+        self._work.keep(partial(self._follow, set()), "frontend: limits of the cluster")
+        self._work.keep(self._run, "frontend: slices of limits")
         with suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
                 await self._has_begun.wait()
@@ -106,9 +107,9 @@ class ClusterLimits:
         except (TimeoutError, DynamoException) as error:
             logger.warning("the limits that this frontend held are free when its lease ends: %s", error or "no answer")
 
-    async def _follow(self) -> None:
+    async def _follow(self, known: set[str]) -> None:
         changes: AsyncGenerator[list[Change], None]
-        async with aclosing(follow(self._store, self._root)) as changes:
+        async with aclosing(follow(self._store, self._root, known)) as changes:
             async for batch in changes:
                 self._seen.apply(batch)
                 self._wake.set()

@@ -178,7 +178,7 @@ class KeyStore:
     def start(self) -> None:
         """Check the files from now on."""
         if self._clients is not None or self._admins is not None:
-            self._work.start(self._follow(), "frontend: key files")
+            self._work.keep(self._follow, "frontend: key files")
 
     async def aclose(self) -> None:
         await self._work.close()

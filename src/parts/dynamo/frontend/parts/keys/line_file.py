@@ -43,7 +43,7 @@ class LineFile:
             return
         self._lines.append(line)
         if not len(self._work):
-            self._work.start(self._follow(), f"frontend: {self._path}")
+            self._work.keep(self._follow, f"frontend: {self._path}")
 
     async def add_synced(self, line: bytes) -> None:
         """Write a line now, and return when it is on the disk. Raises OSError."""

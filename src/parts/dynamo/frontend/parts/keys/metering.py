@@ -74,7 +74,7 @@ class UsageMeter:
 
     def start(self) -> None:
         """Write once a second from now on."""
-        self._work.start(self._follow(), "frontend: usage of keys")
+        self._work.keep(self._follow, "frontend: usage of keys")
 
     async def _follow(self) -> None:
         while True:

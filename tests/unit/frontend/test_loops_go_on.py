@@ -1,0 +1,91 @@
+"""Each loop of a frontend and its parts that fails once runs again: no key file, batch or load goes unfollowed for good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.frontend.base.settings.inspector import InspectorSettings
+from dynamo.runtime.base import forever
+from support.access import bearer, closed_cluster, key
+from support.batch_client import FORM_HEADERS, chat_line, form, jsonl
+from support.patience import PATIENCE_SECONDS
+
+PARTS = "dynamo.frontend.parts"
+STEPS = (
+    "dynamo.frontend.models.adapters:AdapterKeeper._missing",
+    "dynamo.frontend.models.busy_threshold:LoadFollower._reconcile",
+    f"{PARTS}.keys.key_store:KeyStore.refresh",
+    f"{PARTS}.keys.metering:UsageMeter.write",
+    f"{PARTS}.keys.line_file:LineFile._write",
+    f"{PARTS}.batches.conductor:BatchConductor._sweep",
+    f"{PARTS}.batches.conductor:BatchConductor._follow",
+    f"{PARTS}.batches.conductor:BatchConductor._show",
+    f"{PARTS}.batches.conductor:BatchConductor._carry_out",
+    f"{PARTS}.batches.journal:ResultJournal.append",
+    f"{PARTS}.inspector.lifecycle:WorkerLifecycle.look",
+    f"{PARTS}.inspector.inspector:Inspector._kv_use",
+)
+"""One step of each loop: the module, and the method that raises when it is first called."""
+
+
+def break_once(monkeypatch: pytest.MonkeyPatch, step: str, calls: dict[str, int]) -> None:
+    module, _, path = step.partition(":")
+    owner, _, method = path.partition(".")
+    kind = getattr(import_module(module), owner)
+    own: Callable[..., Any] = getattr(kind, method)
+    calls[step] = 0
+
+    def broken(*args: Any, **named: Any) -> Any:
+        calls[step] += 1
+        if calls[step] == 1:
+            raise RuntimeError(f"{step} fails once")
+        return own(*args, **named)
+
+    monkeypatch.setattr(kind, method, broken)
+
+
+async def test_each_loop_that_fails_once_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forever, "FIRST_DELAY_SECONDS", 0.01)
+    for module, name in (("key_store", "LOOK_SECONDS"), ("metering", "WRITE_SECONDS"), ("line_file", "WRITE_SECONDS")):
+        monkeypatch.setattr(f"{PARTS}.keys.{module}.{name}", 0.02)
+    calls: dict[str, int] = {}
+    for step in STEPS:
+        break_once(monkeypatch, step, calls)
+    before = forever.FAILURES.count
+    settings: dict[str, Any] = {
+        "files_dir": tmp_path / "files",
+        "usage_db": str(tmp_path / "usage.sqlite"),
+        "access_log": str(tmp_path / "access.log"),
+        "inspector": InspectorSettings(),
+    }
+    boss = bearer("boss")
+    async with closed_cluster(
+        tmp_path, key("boss", role="admin", budget={"tokens": 1_000_000, "period": "day"}), **settings
+    ) as house:
+        await house.worker()
+        await house.client.call(
+            "POST", "/busy_threshold", {"model": "m", "active_decode_blocks_threshold": 0.9}, headers=boss
+        )
+        sent = house.client.begin(
+            "POST", "/v1/files", form(jsonl([chat_line("a")]), purpose="batch"), headers={**boss, **FORM_HEADERS}
+        )
+        file = (await sent.done()).json
+        body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = (await house.client.call("POST", "/v1/batches", body, headers=boss)).json
+        status = ""
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while status != "completed" or any(count < 2 for count in calls.values()):
+                    status = (await house.client.get(f"/v1/batches/{batch['id']}", **boss)).json["status"]
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            pytest.fail(f"the batch is {status}; these were not run again: {[s for s in STEPS if calls[s] < 2]}")
+        degraded = (await house.client.get("/health", **boss)).json["degraded"]
+        assert "frontend: key files failed (RuntimeError) and begins again; the log has the error" in degraded
+    assert forever.FAILURES.count - before == len(STEPS)
