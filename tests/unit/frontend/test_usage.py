@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import time
@@ -85,6 +86,32 @@ async def test_what_cannot_be_written_waits_and_is_written_once(
     assert (row["requests"], row["input"], row["output"]) == (3, 30, 30)
     assert store.spent()["key k total tokens"].units == 60
     await meter.aclose()
+
+
+async def test_usage_is_written_once_where_the_frontend_closes_during_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.frontend.parts.keys.metering.WRITE_SECONDS", 0.0)
+    record, store = key("k"), UsageStore(tmp_path / "usage.sqlite")
+    quotas, meter = meter_of(store, record)
+    writing, release, add = asyncio.Event(), asyncio.Event(), store.add
+
+    async def slow_add(*args: Any, **named: Any) -> None:
+        writing.set()
+        await release.wait()
+        await add(*args, **named)
+
+    monkeypatch.setattr(store, "add", slow_add)
+    use(quotas, record, 10, 5)
+    meter.start()
+    await writing.wait()
+    use(quotas, record, 1, 1)
+    closing = asyncio.create_task(meter.aclose())
+    await asyncio.sleep(0)
+    release.set()
+    await closing
+    with sqlite3.connect(tmp_path / "usage.sqlite") as database:
+        assert database.execute("SELECT requests, input FROM usage").fetchall() == [(2, 11)]
 
 
 async def test_a_budget_goes_on_after_a_restart(tmp_path: Path) -> None:

@@ -168,6 +168,24 @@ async def test_rubbish_from_an_engine_is_counted_and_the_rest_goes_on(
     publisher.shutdown()
 
 
+async def test_an_engine_that_begins_again_is_followed_also_where_its_first_messages_were_missed(
+    endpoint: Endpoint, engine: Engine
+) -> None:
+    publisher, channel = await connected(endpoint, engine)
+    engine.sequence = 1000
+    engine.say(store(1))
+    engine.sequence -= 1
+    engine.say(store(1))  # the same message again
+    engine.sequence = 3  # this socket was connected again after the first three messages of the new engine
+    engine.say(store(2))
+    engine.say(store(3))
+    found = ["stored" in e["data"] or e["data"] for e in await channel.until(4)]
+    assert found == [True, "cleared", True, True]
+    dump = publisher.answer(None, None)["TreeDump"]["events"]
+    assert [b["block_hash"] for e in dump for b in e["event"]["data"]["stored"]["blocks"]] == [2, 3]
+    publisher.shutdown()
+
+
 async def test_an_engine_that_begins_again_has_nothing_any_more(endpoint: Endpoint, engine: Engine) -> None:
     publisher, channel = await connected(endpoint, engine)
     engine.say(store(1))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -381,6 +382,55 @@ async def test_a_stop_before_the_runtime_is_there_never_starts_the_engine() -> N
     assert engine.calls == []
     assert worker.state is State.CLOSED
     await asyncio.wait_for(runtime.aclose(), PATIENCE_SECONDS)
+
+
+class ParentRecorder(Recorder):
+    """Has processes of its own."""
+
+    has_child_processes = True
+
+
+class AdapterRecorder(Recorder):
+    """Loads adapters."""
+
+    async def engine_update(self, update: str, body: dict[str, Any]) -> dict[str, Any]:
+        await self.act("load")
+        return {"status": "success"}
+
+
+async def test_a_stop_while_the_guard_of_child_processes_starts_never_starts_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, entered, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def slow_guard() -> None:
+        loop.call_soon_threadsafe(entered.set)
+        release.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr("dynamo.worker.worker.guard_this_process", slow_guard)
+    engine = ParentRecorder()
+    worker = make(engine)
+    task = asyncio.create_task(worker.run())
+    await entered.wait()
+    worker.request_stop()
+    try:
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
+    finally:
+        release.set()
+    assert engine.calls == []
+    assert worker.state is State.CLOSED
+
+
+async def test_a_stop_while_an_adapter_loads_ends_the_load_and_drains() -> None:
+    engine = AdapterRecorder(give={"supported_updates": {"load_lora"}}, hold={"load": asyncio.Event()})
+    worker = make(engine, loras=("a=file:///a",))
+    task = asyncio.create_task(worker.run())
+    await engine.inside("load").wait()
+    worker.request_stop()
+    await asyncio.wait_for(task, PATIENCE_SECONDS)
+    assert engine.calls[-2:] == DOWN
+    assert "load" not in engine.calls  # it did not return
+    assert worker.state is State.CLOSED
 
 
 @each_case("hook", ["start", "register_prometheus", "kv_event_sources", "on_endpoint_ready"])

@@ -158,7 +158,7 @@ class Worker:
 
     async def _run(self) -> None:
         async with self._connected() as runtime:
-            if runtime is None or self._stop.is_set:
+            if runtime is None or self._stop.is_set or not await self._start_guard():
                 logger.info("Shutdown requested before the engine was started; leaving")
                 return
             config = self._config
@@ -168,6 +168,16 @@ class Worker:
                 await self._live(endpoint)
             finally:
                 release()
+
+    async def _start_guard(self) -> bool:
+        """Start the guard of the engine's processes, if it has any; False: a stop came first."""
+        if not self._engine.has_child_processes:
+            return True
+        try:
+            return await self._stop.unless_stopped(asyncio.to_thread(guard_this_process))
+        except OSError as error:
+            self._life.apply(WorkerEvent.FAILED)
+            raise Unknown(f"the guard of the engine's processes cannot be started: {error}") from error
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[DistributedRuntime | None]:
@@ -240,8 +250,6 @@ class Worker:
 
     async def _start_engine(self, setup: Setup) -> tuple[EngineConfig, float]:
         began, stop = time.perf_counter(), self._stop
-        if self._engine.has_child_processes:
-            await asyncio.to_thread(guard_this_process)
         try:
             async with asyncio.timeout(None) as stop.start_scope:  # a request to stop sets the time
                 config = read_engine_config(await await_hook(self._engine.start(setup.worker_id)))
@@ -280,7 +288,8 @@ class Worker:
                 parts.admin.attach(served)
             await setup.serve_rl_directory()
             await setup.serve_adapters()
-            await setup.load_adapters()
+            if not await self._stop.unless_stopped(setup.load_adapters()):
+                return None
             self._serving.set()
             ended = await self._stop.unless_stopped(first_of(served.wait_closed(), raise_when_dead(self._engine)))
             if ended and not self._stop.is_set:  # the runtime was shut down

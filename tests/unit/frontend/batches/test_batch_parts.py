@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +22,10 @@ from dynamo.frontend.parts.batches.fair_slots import FairSlots
 from dynamo.frontend.parts.batches.group_commit import GroupCommit
 from dynamo.frontend.parts.batches.input_check import LineReader, check_input
 from dynamo.frontend.parts.batches.journal import LineResult, ResultJournal
-from dynamo.frontend.parts.batches.model_gate import ModelGates
-from dynamo.protocol.batches.lines import line_number_of, line_request_id, result_line
+from dynamo.frontend.parts.batches.line_call import Fate, LineAnswer
+from dynamo.frontend.parts.batches.line_queue import MAX_DEFERRED, READ_LINES, LineQueue
+from dynamo.frontend.parts.batches.model_gate import ModelGate, ModelGates
+from dynamo.protocol.batches.lines import BatchLine, line_number_of, line_request_id, result_line
 from dynamo.protocol.batches.status import TRANSITIONS, BatchStatus
 from dynamo.protocol.openai.errors import RequestRejected
 from support.batch_client import BOUNDARY, FORM_HEADERS, chat_line, form, jsonl
@@ -236,6 +240,71 @@ def test_one_line_finds_out_whether_a_model_is_back() -> None:
 
 
 # -- forms -------------------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """An input of lines of one model; a read may be refused."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.reads, self.refusals = count, list[int](), 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, number: int) -> BatchLine:
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.EIO, "the disk refuses")
+        return BatchLine(f"l{number}", msgspec.Raw(b'{"model":"m"}'))
+
+    def read_some(self, first: int, *, lines: int, limit_bytes: int) -> list[tuple[int, BatchLine]]:
+        found = range(first, min(self.count, first + lines))
+        self.reads += found
+        return [(number, self.read(number)) for number in found]
+
+
+def queue_of(
+    lines: Lines, gate: ModelGate, tmp_path: Path, *, is_full: Callable[[], bool] = lambda: False
+) -> LineQueue:
+    def enter(model: str) -> ModelGate | None:
+        return gate if not is_full() and gate.enter(0.0, None, 0) else None
+
+    journal = ResultJournal(tmp_path, lines.count)
+    return LineQueue(journal, lines, on_loop, enter, random.Random(1))  # type: ignore[arg-type]
+
+
+async def test_a_line_that_cannot_be_read_again_loses_neither_its_place_nor_itself(tmp_path: Path) -> None:
+    lines, gate, full = Lines(2), ModelGate(lambda: 1.0), True
+    queue = queue_of(lines, gate, tmp_path, is_full=lambda: full)
+    assert await queue.next_line() is None  # both wait for the model
+    full, lines.refusals = False, 1
+    with pytest.raises(OSError, match="the disk refuses"):
+        await queue.next_line()
+    assert gate.in_flight == 0
+    found = await queue.next_line()
+    assert found is not None
+    assert (found.number, gate.in_flight) == (0, 1)
+    gate.left()
+    assert queue.try_again(0, LineAnswer(500, b"", Fate.RETRY, 0.0), -1000.0)
+    lines.refusals = 1
+    with pytest.raises(OSError, match="the disk refuses"):
+        await queue.next_line()
+    again = await queue.next_line()
+    assert again is not None
+    assert again.number == 0
+
+
+async def test_no_more_of_a_file_is_read_than_waits_for_its_model(tmp_path: Path) -> None:
+    lines, full = Lines(50_000), True
+    queue = queue_of(lines, ModelGate(lambda: 1.0), tmp_path, is_full=lambda: full)
+    for _ in range(3):
+        assert await queue.next_line() is None
+    assert len(lines.reads) <= MAX_DEFERRED + READ_LINES
+    full, found = False, list[int]()
+    while len(found) < 2000 and (line := await queue.next_line()) is not None:
+        line.gate.left()
+        found.append(line.number)
+    assert sorted(found) == list(range(2000))
 
 
 async def parts_of(body: bytes, size: int, content_type: str = "") -> list[FormField | FilePiece]:

@@ -105,13 +105,14 @@ class ZmqEngineEvents:
     def _in_sequence(self, sequence: int) -> list[EngineEvent] | None:
         """Check the sequence number; return the events to publish before this message, or None for an old message."""
         expected = self._next
-        if expected is not None and sequence < expected:
-            if sequence:
-                return None
-            logger.warning("the engine at %s begins again: its blocks are forgotten", self._endpoint)
-            self._next = 1
-            return [Cleared()]
+        if expected is not None and sequence == expected - 1 and sequence:
+            return None  # the last one again
         self._next = sequence + 1
+        if expected is not None and sequence < expected:
+            # Its first messages may have been sent before this socket was connected again.
+            logger.warning("the engine at %s begins again: its blocks are forgotten", self._endpoint)
+            self._metrics.engine_drops.inc(sequence)
+            return [Cleared()]
         if expected is not None and sequence > expected:
             self._metrics.engine_drops.inc(sequence - expected)
             self._warn("gap", f"{sequence - expected} message(s) lost; blocks they named stay unknown or stale")

@@ -22,6 +22,7 @@ MAX_ATTEMPTS: Final = 5
 FIRST_PAUSE_SECONDS: Final = 0.5  # before a line's second attempt; doubled each time, and between half and all of it
 MAX_PAUSE_SECONDS: Final = 60.0
 LOOKED_AT_MODELS: Final = 8  # whose lines wait, each time
+MAX_DEFERRED: Final = 1024  # lines that wait for their model; while there are so many, no further one is read
 
 
 class NextLine(NamedTuple):
@@ -78,9 +79,11 @@ class LineQueue:
     async def _next_retry(self) -> NextLine | None:
         if not self._retries or self._retries[0][0] > asyncio.get_running_loop().time():
             return None
-        number = heapq.heappop(self._retries)[1]
-        line = await self._disk(self._reader.read, number)
-        return self._admit(number, line)
+        first = self._retries[0]
+        line = await self._disk(self._reader.read, first[1])  # which may fail: then the line is still there
+        self._retries.remove(first)  # another may have come before it meanwhile
+        heapq.heapify(self._retries)
+        return self._admit(first[1], line)
 
     async def _next_deferred(self) -> NextLine | None:
         for model in list(self._deferred)[:LOOKED_AT_MODELS]:
@@ -89,14 +92,19 @@ class LineQueue:
                 self._deferred.move_to_end(model)
                 continue
             numbers = self._deferred[model]
+            try:
+                line = await self._disk(self._reader.read, numbers[0])
+            except BaseException:  # the disk refused, or the batch ends: the place is for another line
+                gate.left()
+                raise
             number = numbers.popleft()
             if not numbers:
                 del self._deferred[model]
-            return NextLine(number, await self._disk(self._reader.read, number), model, gate)
+            return NextLine(number, line, model, gate)
         return None
 
     async def _next_unread(self) -> NextLine | None:
-        while await self._fill():
+        while sum(map(len, self._deferred.values())) < MAX_DEFERRED and await self._fill():
             number, line = self._read.popleft()
             if not self._journal.is_done(number) and (found := self._admit(number, line)) is not None:
                 return found

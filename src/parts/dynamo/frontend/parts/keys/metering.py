@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dynamo.frontend.parts.keys.identity import Identity
@@ -18,6 +19,14 @@ logger = logging.getLogger(__name__)
 WRITE_SECONDS: Final = 1.0  # a crash loses so much
 MAX_UNWRITTEN: Final = 100_000  # rows that wait for a file that cannot be written
 MINUTES_OF_A_DAY: Final = 1440
+
+
+@dataclass(slots=True)
+class _Counted:
+    """What was counted and is not written yet."""
+
+    rows: dict[UsageKey, list[float]] = field(default_factory=dict)
+    spent: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 class UsageMeter:
@@ -35,9 +44,8 @@ class UsageMeter:
         """`store`: None keeps nothing beyond the metrics. `identities` returns the keys in service."""
         self._quotas, self._metrics, self._store = quotas, metrics, store
         self._keep_days, self._identities = keep_days, identities
-        self._rows: dict[UsageKey, list[float]] = {}
-        self._spent: dict[tuple[str, int], int] = {}
-        self._work = Background()
+        self._counted = _Counted()
+        self._work, self._writes = Background(), Background()
         self._is_failing = False
         quotas.on_closed = self.count
         quotas.on_refused = lambda identity, limit: metrics.refused(identity.id, limit)
@@ -52,11 +60,12 @@ class UsageMeter:
             return
         minute = int(self._quotas.wall_clock() // 60)
         key = (minute, record.id, record.project or "", charge.model, charge.endpoint)
-        row = self._rows.get(key)
+        rows = self._counted.rows
+        row = rows.get(key)
         if row is None:
-            if len(self._rows) >= MAX_UNWRITTEN:
+            if len(rows) >= MAX_UNWRITTEN:
                 return  # the file could not be written for long, which is in the log
-            row = self._rows[key] = [0, 0, 0, 0, 0, 0, 0, 0.0]
+            row = rows[key] = [0, 0, 0, 0, 0, 0, 0, 0.0]
         row[0] += 1
         row[1] += not charge.has_succeeded
         row[2] += use.input
@@ -68,7 +77,8 @@ class UsageMeter:
 
     def _note_spent(self, name: str, period: int, units: int) -> None:
         budget = name, period
-        self._spent[budget] = self._spent.get(budget, 0) + units
+        spent = self._counted.spent
+        spent[budget] = spent.get(budget, 0) + units
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -88,31 +98,37 @@ class UsageMeter:
 
     async def write(self) -> None:
         """Write what was counted since the last time; what cannot be written waits for the next one."""
-        if self._store is None or not (self._rows or self._spent):
+        counted = self._counted
+        if self._store is None or not (counted.rows or counted.spent):
             return
-        rows, spent = self._rows, self._spent
-        self._rows, self._spent = {}, {}
+        self._counted = _Counted()
         oldest = int(self._quotas.wall_clock() // 60) - self._keep_days * MINUTES_OF_A_DAY
+        # A task of its own: the write goes on where its caller is cancelled, as by `aclose`, which then waits for it.
+        task = self._writes.start(self._write(self._store, counted, oldest), "frontend: write usage", is_awaited=True)
+        await asyncio.shield(task)
+
+    async def _write(self, store: UsageStore, counted: _Counted, oldest: int) -> None:
         try:
-            await self._store.add(rows, spent, oldest=oldest)
+            await store.add(counted.rows, counted.spent, oldest=oldest)
         except UsageUnavailable as error:
-            self._put_back(rows, spent)
+            self._put_back(counted)
             if not self._is_failing:
                 self._is_failing = True
                 logger.error("%s; what keys use is kept in memory until it can be written", error)
         else:
             self._is_failing = False
 
-    def _put_back(self, rows: dict[UsageKey, list[float]], spent: dict[tuple[str, int], int]) -> None:
-        for key, counts in self._rows.items():
+    def _put_back(self, counted: _Counted) -> None:
+        rows, spent = counted.rows, counted.spent
+        for key, counts in self._counted.rows.items():
             before = rows.get(key)
             if before is not None:
                 rows[key] = [a + b for a, b in zip(before, counts, strict=True)]
             elif len(rows) < MAX_UNWRITTEN:
                 rows[key] = counts
-        for budget, units in self._spent.items():
+        for budget, units in self._counted.spent.items():
             spent[budget] = spent.get(budget, 0) + units
-        self._rows, self._spent = rows, spent
+        self._counted = counted
 
     async def rows(self, query: UsageQuery) -> list[dict[str, Any]]:
         """Return what was used until now. Raises UsageUnavailable, and InvalidArgument for a wrong query."""
@@ -124,6 +140,7 @@ class UsageMeter:
     async def aclose(self) -> None:
         """Write the rest, and close the file."""
         await self._work.close()
+        await self._writes.wait()
         if self._store is not None:
             await self.write()
             await self._store.aclose()
