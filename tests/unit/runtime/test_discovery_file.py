@@ -106,6 +106,24 @@ def plant(root: Path, name: str = "a%2Fb%2Fc%2F1", value: bytes = b"{}", bucket:
     return temporary.rename(directory / name)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_record_that_another_program_overwrites_is_written_again_at_the_next_renewal(
+    in_place: bool, store: FileStore, tmp_path: Path, clocks: Clocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(KEY, b'{"type":"Endpoint"}')
+    (path,) = files(tmp_path)
+    if in_place:
+        path.write_bytes(b"rubbish")
+    else:
+        plant(tmp_path, path.name, b"rubbish")
+    reader = open_store(tmp_path, clocks)
+    assert reader.read("v1/instances/")[0] == {KEY: b"rubbish"}
+    pass_time(clocks, TTL / 3, store)
+    assert reader.read("v1/instances/")[0] == {KEY: b'{"type":"Endpoint"}'}
+    pass_time(clocks, TTL, store)
+    assert caplog.text.count("was overwritten by another process; writing it again") == 1
+
+
 def test_a_record_lies_under_its_bucket_with_the_whole_key_percent_encoded(store: FileStore, tmp_path: Path) -> None:
     store.put(KEY, b'{"type":"Endpoint"}')
     assert files(tmp_path) == [tmp_path / "v1" / "instances" / NAME]

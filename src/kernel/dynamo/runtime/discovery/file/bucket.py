@@ -84,10 +84,10 @@ class FileBucket:
         self._scan_at = -math.inf  # until the scan has succeeded
         self._scan(now, changes)
 
-    def restore(self, name: str, value: bytes) -> None:
-        """Write a record of ours again: another process expired it while this one was frozen. It is healthy."""
+    def restore(self, name: str, value: bytes, why: str = "was removed by another process") -> None:
+        """Write a record of ours again: another process overwrote it, or expired it while this one was frozen."""
         path = self.directory.path / name
-        logger.warning("file discovery store: %s was removed by another process; writing it again", path)
+        logger.warning("file discovery store: %s %s; writing it again", path, why)
         with self.directory.locked():
             self.directory.write(name, value)
 

@@ -163,10 +163,15 @@ class FileStore:
     def _renew(self) -> None:
         for key, value in self._own.items():
             bucket, name = self._place(key)
+            path = bucket.directory.path / name
             try:
-                os.utime(bucket.directory.path / name)
+                os.utime(path)
+                if path.read_bytes() == value:
+                    continue
+                why = "was overwritten by another process"
             except FileNotFoundError:
-                bucket.restore(name, value)
+                why = "was removed by another process"
+            bucket.restore(name, value, why)
 
     def _renew_soon(self) -> None:
         self._renew_at = min(self._renew_at, self._clocks.monotonic() + self._clocks.renew_seconds)
