@@ -79,6 +79,40 @@ def test_a_broken_file_is_named(content: bytes, named: str, tmp_path: Path) -> N
         read_gguf_header(tmp_path / "m.gguf")
 
 
+def tensor(name: str, kind: int, offset: int, *dimensions: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, offset)
+
+
+def test_a_file_that_is_shorter_than_its_header_says_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    infos = tensor("a", 0, 0, 4, 2) + tensor("b", 12, 32, 256, 3)  # 32 bytes of floats, then 3 blocks of Q4_K
+    head = b"GGUF" + struct.pack("<IQQ", 3, 2, 2) + KIND + LENGTH + infos
+    start = -(-len(head) // 32) * 32
+    whole = head.ljust(start, b"\0") + bytes(32 + 3 * 144)
+    path.write_bytes(whole)
+    assert read_gguf_header(path).architecture == "qwen3"
+    for size in (len(whole) - 1, start + 32, start, len(head)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(
+            InvalidArgument, match=rf"m\.gguf.* has {size} bytes, and its header describes {len(whole)};"
+        ):
+            read_gguf_header(path)
+    path.write_bytes(whole[: len(head) - 1])
+    with pytest.raises(InvalidArgument, match="ends within"):
+        read_gguf_header(path)
+
+
+def test_of_an_unknown_type_only_the_place_of_a_tensor_counts(tmp_path: Path) -> None:
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + KIND + tensor("a", 999, 64, 1024)
+    start = -(-len(head) // 32) * 32
+    path = tmp_path / "m.gguf"
+    path.write_bytes(head.ljust(start + 64, b"\0"))
+    assert read_gguf_header(path).architecture == "qwen3"
+    path.write_bytes(head.ljust(start + 63, b"\0"))
+    with pytest.raises(InvalidArgument, match="download or copy it again"):
+        read_gguf_header(path)
+
+
 def test_the_engine_takes_tokens_where_the_tokenizer_is_and_else_text(tmp_path: Path) -> None:
     file = str(write_head(tmp_path / "m.gguf", KIND, LENGTH))
     assert choose_engine(["--model", file]) is LlamaCppTextEngine

@@ -453,7 +453,9 @@ async def test_a_stop_during_start_or_set_up_lets_the_step_finish_and_never_serv
     assert worker.state is State.CLOSED
 
 
-async def test_a_start_that_hangs_after_a_stop_is_cancelled_in_time_for_the_cleanup() -> None:
+async def test_a_start_that_hangs_after_a_stop_is_cancelled_in_time_for_the_cleanup(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Recorder(hold={"start": asyncio.Event()})
     worker = make(engine, times=ShutdownTimes(grace_seconds=0.0, timeout_seconds=1))
     task = asyncio.create_task(worker.run())
@@ -463,6 +465,7 @@ async def test_a_start_that_hangs_after_a_stop_is_cancelled_in_time_for_the_clea
         await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert engine.calls == ["cleanup"]
     assert worker.state is State.CLOSED
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]
 
 
 async def test_a_timeout_of_the_engines_own_start_is_its_own_failure() -> None:

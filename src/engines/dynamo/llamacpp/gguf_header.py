@@ -1,7 +1,8 @@
-"""The head of a GGUF file: its metadata, without the tensors. Needs neither llama.cpp nor NumPy."""
+"""The head of a GGUF file: its metadata, and where its tensors end. Needs neither llama.cpp nor NumPy."""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,19 @@ MAX_ENTRIES: Final = 100_000  # of metadata; files have a few dozen
 MAX_KEY_BYTES: Final = 65_535  # a limit of the format
 MAX_TEXT_BYTES: Final = 16 * 2**20  # a chat template may have 20 kB
 MAX_ITEMS: Final = 50_000_000  # of one list; vocabularies have up to a million
+MAX_TENSORS: Final = 1_000_000
+MAX_DIMENSIONS: Final = 4
+ALIGNMENT: Final = 32  # where the file names none
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "?", 10: "Q", 11: "q", 12: "d"}
+
+# By the number of a tensor's type: elements in a block, and bytes of a block. Of others only where they begin is known.
+BLOCKS: Final = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110),
+    12: (256, 144), 13: (256, 176), 14: (256, 210), 16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18),
+    21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56),
+    30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +58,15 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """Read the head of a file. Raises InvalidArgument that names the file for one that is missing, cut or not GGUF."""
     try:
         with path.open("rb") as file:
-            metadata = _Reader(file, path).metadata()
+            reader = _Reader(file, path)
+            metadata = reader.metadata()
+            whole, size = reader.end_of_tensors(metadata.get("general.alignment")), path.stat().st_size
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
+    if size < whole:
+        raise InvalidArgument(
+            f"{path} is not a whole GGUF file: it has {size} bytes, and its header describes {whole}; download or copy it again"
+        )
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise InvalidArgument(f"{path} does not say of which architecture its model is (general.architecture)")
@@ -66,10 +84,11 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Walks the metadata of one open file. Lists are skipped: vocabularies are long, and nothing here needs them."""
+    """Walks the head of one open file. Lists are skipped: vocabularies are long, and nothing here needs them."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
+        self._tensors = 0
 
     def metadata(self) -> dict[str, Any]:
         if self._file.read(len(MAGIC)) != MAGIC:
@@ -77,7 +96,7 @@ class _Reader:
         version = self._number("I")
         if version not in VERSIONS:
             raise InvalidArgument(f"{self._path} is GGUF of version {version}; 2 and 3 are read")
-        self._number("Q")  # tensors
+        self._tensors = self._number("Q")
         entries = self._number("Q")
         if entries > MAX_ENTRIES:
             raise self._broken(f"it claims {entries} entries of metadata")
@@ -86,6 +105,21 @@ class _Reader:
             key = self._text(MAX_KEY_BYTES)
             found[key] = self._value(self._number("I"))
         return found
+
+    def end_of_tensors(self, alignment: Any) -> int:
+        """Return how many bytes the file must have; called once, behind the metadata. `alignment`: as the metadata names it."""
+        if self._tensors > MAX_TENSORS:
+            raise self._broken(f"it claims {self._tensors} tensors")
+        end = 0
+        for _ in range(self._tensors):
+            name, dimensions = self._text(MAX_KEY_BYTES), self._number("I")
+            if dimensions > MAX_DIMENSIONS:
+                raise self._broken(f"its tensor {name[:64]!r} has {dimensions} dimensions")
+            elements = math.prod(self._number("Q") for _ in range(dimensions))
+            in_block, block_bytes = BLOCKS.get(self._number("I"), (1, 0))
+            end = max(end, self._number("Q") + elements // in_block * block_bytes)
+        step = alignment if isinstance(alignment, int) and alignment > 0 else ALIGNMENT
+        return -(-self._file.tell() // step) * step + end if end else 0
 
     def _value(self, kind: int) -> Any:
         if kind in SCALARS:
@@ -128,7 +162,7 @@ class _Reader:
     def _bytes(self, count: int) -> bytes:
         found = self._file.read(count)
         if len(found) < count:
-            raise self._broken("it ends within its metadata")
+            raise self._broken("it ends within its head")
         return found
 
     def _broken(self, what: str) -> InvalidArgument:

@@ -152,9 +152,13 @@ class Ending:
             self._console.complain(f"dynamo serve: error: {self._refusal}")
             return EXIT_USAGE
         if failure.status != EXIT_USAGE:  # then the child's own line has it all
-            self._console.complain(f"dynamo serve: {failure} and cannot be kept running. Its last lines:")
+            self._console.complain(f"dynamo serve: {failure}. Its last lines:")
         for line in failure.last_lines:
             self._console.complain(line)
+        if failure.status != EXIT_USAGE and failure.last_lines:
+            self._console.complain(
+                f"dynamo serve: error: {failure.name} cannot be kept running: {failure.last_lines[-1]}"
+            )
         return failure.status if failure.status > 0 else 128 - failure.status if failure.status else EXIT_KILLED
 
 

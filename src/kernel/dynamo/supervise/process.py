@@ -237,7 +237,8 @@ class SupervisedProcess:
                     return
                 ready_since, self._times.ready_since = self._times.ready_since, None
                 healthy = None if ready_since is None else loop.time() - ready_since
-                delay = self._policy.after_death(status, healthy_seconds=healthy)
+                last_line = last_lines[-1] if last_lines else ""
+                delay = self._policy.after_death(status, healthy_seconds=healthy, last_line=last_line)
                 if delay is None:
                     raise GaveUp(self.name, status, last_lines)
                 self._log(f"{self.name} {exit_words(status, last_lines)}; starting it again in {delay:g} s")

@@ -20,6 +20,7 @@ from dynamo.errors import (
 from dynamo.runtime.base.tasks import is_being_cancelled, take_back_cancellation
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
+from dynamo.runtime.observe.known_failures import first_sight, summary
 from dynamo.worker.cancellation import CancellationWatch
 
 if TYPE_CHECKING:
@@ -134,4 +135,6 @@ def log_failure(context: Context, error: BaseException, failure: DynamoException
     elif isinstance(error, DynamoException) and error.__cause__ is None and not isinstance(error, Unknown):
         logger.error("request %s: %s: %s", context.id(), type(error).__name__, error, extra=fields)
     else:
-        logger.error("request %s failed in the engine", context.id(), exc_info=error, extra=fields)
+        first = first_sight(error)
+        said = summary(error, is_known=first is None)
+        logger.error("request %s failed in the engine%s", context.id(), said, exc_info=first, extra=fields)

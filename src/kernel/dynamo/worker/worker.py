@@ -241,6 +241,9 @@ class Worker:
         except BaseException as error:  # also a cancellation: an engine that was started must be cleaned up
             self._life.apply(WorkerEvent.FAILED)
             failure = ErrorMapping(self._engine).typed(error) if isinstance(error, Exception) else error
+            if self._stop.is_set:  # a stop is planned, and what it interrupts may raise anything
+                logger.info("worker start-up ended by the request to stop: %s", text_of(failure))
+                return failure
             # A mistake of the operator is one sentence, and `run` prints it.
             level = logging.DEBUG if isinstance(failure, InvalidArgument) else logging.ERROR
             cause = error if failure is not error else None

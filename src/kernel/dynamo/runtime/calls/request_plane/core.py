@@ -29,6 +29,7 @@ from dynamo.errors import (
 from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.runtime.calls.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.observe.known_failures import first_sight, summary
 
 logger = logging.getLogger(__name__)
 
@@ -389,7 +390,10 @@ class _Request:
         except Exception as error:
             typed = typed_error(error)
             if not isinstance(error, DynamoException | HttpError):
-                logger.error("request %s failed", self.context.id(), exc_info=error)
+                first = first_sight(error)
+                logger.error(
+                    "request %s failed%s", self.context.id(), summary(error, is_known=first is None), exc_info=first
+                )
             sink.end(typed)
         else:
             sink.end()
