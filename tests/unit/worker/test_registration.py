@@ -573,3 +573,22 @@ async def test_hub_threads_hand_their_errors_over() -> None:
 
     with pytest.raises(OSError, match="boom"):
         await asyncio.wait_for(hub._in_thread(boom), PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize(("name", "package"), [("tekken.json", "mistral-common"), ("tokenizer.model", "sentencepiece")])
+def test_a_folder_with_another_form_of_tokenizer_alone_is_refused_with_what_writes_ours(
+    tmp_path: Path, name: str, package: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(InvalidArgument) as refused:
+        read_model_directory(tmp_path)
+    text = str(refused.value)
+    assert f"has its tokenizer in {name} alone" in text
+    assert f"pip install transformers {package}" in text
+    assert "\n" not in text
+    code = text.partition('python -c "')[2].removesuffix('"')
+    compile(code, name, "exec")
+    assert repr(str(tmp_path / "tokenizer.json")) in code
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer" in read_model_directory(tmp_path).artefacts

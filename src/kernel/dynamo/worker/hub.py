@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
-from dynamo.errors import CannotConnect
+from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.settings.foreign import HUB_CACHE, HUB_HOME, HUB_OFFLINE
 from dynamo.worker.settings import ALLOW_DOWNLOAD
 
@@ -27,7 +27,31 @@ WEIGHT_PATTERNS: Final = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5", "*.ot", "*.ckpt", "*.tflite",
 )  # fmt: skip
 
+# Forms of tokenizers that are not read: what converts them, and how. `tokenizer.model` is a model of sentencepiece.
+_CONVERSIONS: Final = {
+    "tekken.json": (
+        "mistral-common",
+        "from transformers.integrations.mistral import convert_tekken_tokenizer as read; read({file!r})",
+    ),
+    "tokenizer.model": (
+        "sentencepiece protobuf",
+        "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({folder!r})",
+    ),
+}
+
 T = TypeVar("T")
+
+
+def check_tokenizer_form(directory: Path) -> None:
+    """Raise InvalidArgument for a folder whose tokenizer has a form that is not read; it has the command that converts it."""
+    for name, (packages, code) in _CONVERSIONS.items():
+        if (file := directory / name).is_file():
+            read, target = code.format(file=str(file), folder=str(directory)), str(directory / "tokenizer.json")
+            raise InvalidArgument(
+                f"model directory {str(directory)!r} has its tokenizer in {name} alone, which is not read here; write its "
+                f"tokenizer.json once: pip install transformers {packages} && "
+                f'python -c "{read}.backend_tokenizer.save({target!r})"'
+            )
 
 
 def served_name(model: str) -> str:

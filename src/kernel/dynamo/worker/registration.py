@@ -36,7 +36,7 @@ from dynamo.protocol.records import (
     decode_card,
     slugify,
 )
-from dynamo.worker.hub import HUB_PREFIX, cached_copy, fetch_model, local_path
+from dynamo.worker.hub import HUB_PREFIX, cached_copy, check_tokenizer_form, fetch_model, local_path
 from dynamo.worker.settings import ALLOW_DOWNLOAD, SELF_HOST_METADATA
 
 __all__ = [
@@ -169,6 +169,7 @@ def _tokenizer_of(directory: Path) -> dict[str, Any]:
     for path in (directory / "tiktoken.model", *sorted(directory.glob("*.tiktoken"))):
         if path.is_file():
             return {"tik_token_model": file_record(path)}
+    check_tokenizer_form(directory)
     raise InvalidArgument(f"model directory {str(directory)!r} has neither tokenizer.json nor a tiktoken model")
 
 
