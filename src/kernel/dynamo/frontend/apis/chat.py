@@ -18,7 +18,7 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import ChatRequest, decode_chat, validate_chat
-from dynamo.protocol.openai.responses import FinishedChoice, chat_body, chat_logprobs, tool_call
+from dynamo.protocol.openai.responses import FinishedChoice, chat_body, chat_logprobs, tool_call, written_chat_logprobs
 from dynamo.protocol.openai.sse import DONE, ChatStream, named_event
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
 
@@ -104,6 +104,12 @@ class _ChatRenderer(Renderer):
     def routed(self, nvext: bytes) -> bytes:
         return self._opened().members(0, b"", nvext=nvext) + DONE
 
+    def write_scores(self, index: int, choice: CollectedChoice) -> None:
+        if not any(each.ready for each in choice.logprobs):  # which a worker writes, as one object
+            items = [item for each in choice.take_logprobs() for item in self._answer.logprob_items(each)]
+            if items:
+                choice.scores.append((json_line(items)[1:-1],))
+
     def collect(self, collected: CollectedAnswer) -> bytes:
         answer = self._answer
         return chat_body(
@@ -131,7 +137,7 @@ class _ChatRenderer(Renderer):
             index,
             found.content or ("" if is_all_text else None),
             None if choice.finished is None else self._reason(choice.finished),
-            logprobs=self._logprobs(choice.logprobs),
+            logprobs=written_chat_logprobs(choice.scores) if choice.scores else self._logprobs(choice.logprobs),
             reasoning_content=found.reasoning or None,
             tool_calls=[tool_call(call.id or "", call.name, call.arguments) for call in found.calls] or None,
             beside=self._members(choice.token_ids, choice.finished),

@@ -18,7 +18,13 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import CompletionRequest, decode_completion, validate_completion
-from dynamo.protocol.openai.responses import FinishedChoice, completion_body, completion_logprobs
+from dynamo.protocol.openai.responses import (
+    FinishedChoice,
+    completion_body,
+    completion_logprob_pieces,
+    completion_logprobs,
+    written_completion_logprobs,
+)
 from dynamo.protocol.openai.sse import DONE, CompletionStream
 from dynamo.text.output import Content
 
@@ -155,6 +161,15 @@ class _CompletionRenderer(Renderer):
     def routed(self, nvext: bytes) -> bytes:
         return self._opened().delta(0, "", logprobs=b"null", nvext=nvext) + DONE
 
+    def write_scores(self, index: int, choice: CollectedChoice) -> None:
+        if self._echo is not None or any(each.ready for each in choice.logprobs):  # they are written as one
+            return
+        items = [item for each in choice.take_logprobs() for item in self._answer.logprob_items(each)]
+        if items:
+            offset = self._text_offsets.get(index, 0)
+            self._text_offsets[index] = offset + sum(len(item.token) for item in items)
+            choice.scores.append(completion_logprob_pieces(items, text_offset=offset))
+
     def collect(self, collected: CollectedAnswer) -> bytes:
         answer = self._answer
         choices = []
@@ -162,7 +177,11 @@ class _CompletionRenderer(Renderer):
             reason = None if choice.finished is None else choice.finished.reason
             text = choice.joined().content
             if (echo := self._echo) is None:
-                logprobs = self._logprobs(index, choice.logprobs)
+                logprobs = (
+                    written_completion_logprobs(choice.scores)
+                    if choice.scores
+                    else self._logprobs(index, choice.logprobs)
+                )
             else:
                 text = echo.text(index) + ("" if echo.drops_answer else text)
                 reason = "length" if echo.drops_answer else reason

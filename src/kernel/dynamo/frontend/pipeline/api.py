@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
+from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice, merged
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
@@ -217,6 +217,12 @@ class Renderer(ABC):
     def failed(self, rejected: RequestRejected) -> bytes | None:
         """Return the last bytes of a stream that fails; None: use the dialect's generic error event."""
         return None
+
+    def write_scores(self, index: int, choice: CollectedChoice) -> None:  # noqa: B027 - most have none to write
+        """Write the log probabilities that have come of a choice, so that the end of a long answer has little to do.
+
+        Does nothing where they are written whole.
+        """
 
     @abstractmethod
     def collect(self, collected: CollectedAnswer) -> bytes:

@@ -12,12 +12,14 @@ from dynamo.text.output import Joined, joined
 class CollectedChoice:
     """One choice of the answer."""
 
-    __slots__ = ("engine_data", "finished", "logprobs", "outputs", "token_ids")
+    __slots__ = ("engine_data", "finished", "logprobs", "outputs", "scores", "token_ids")
 
     def __init__(self) -> None:
         self.outputs: list[Sequence[Event]] = []  # of each wake-up, in the order in which they came
         self.finished: Finished | None = None
-        self.logprobs: list[Logprobs] = []
+        self.logprobs: list[Logprobs] = []  # those that are not written yet
+        self.scores: list[Sequence[bytes]] = []
+        """Written log probabilities, in the pieces that their API makes of them."""
         self.token_ids: list[int] = []
         self.engine_data: dict[str, Any] | None = None
 
@@ -32,6 +34,19 @@ class CollectedChoice:
                 self.finished = event
         if output.events:
             self.outputs.append(output.events)
+
+    def take_logprobs(self) -> list[Logprobs]:
+        """Return the log probabilities that are not written yet, and let go of them."""
+        found, self.logprobs = self.logprobs, []
+        left = len(found)
+        for place in reversed(range(len(self.outputs))):
+            if not left:
+                break
+            events = self.outputs[place]
+            kept = [event for event in events if type(event) is not Logprobs]
+            left -= len(events) - len(kept)
+            self.outputs[place] = kept
+        return found
 
     def joined(self) -> Joined:
         """Return its text, reasoning and calls."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
+from typing import Final
 
 from dynamo.frontend.base.stage_timer import PARSE
 from dynamo.frontend.pipeline.api import Answer, Renderer
@@ -21,6 +22,10 @@ from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.text_generation import TextSource, TextTally
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event
+
+SCORES_AT_ONCE: Final = 1000
+"""Log probabilities, alternatives included, that are written before others have a turn of the loop: some milliseconds. An
+answer with 128 choices may have them by the hundred thousand."""
 
 
 class _Delivery:
@@ -66,6 +71,18 @@ class _Delivery:
             self._tap.add(outputs, [delta.tokens for delta in deltas], now)
         return outputs
 
+    def _portions(self, deltas: list[Delta]) -> Iterator[list[Delta]]:
+        """Yield the deltas of one wake-up in portions, between which others have a turn."""
+        scores, portion, each = 0, list[Delta](), 1 + (self._answer.request.requested_logprobs or 0)
+        for delta in deltas:
+            portion.append(delta)
+            scores += each * delta.tokens
+            if scores >= SCORES_AT_ONCE:
+                yield portion
+                scores, portion = 0, []
+        if portion:
+            yield portion
+
     def _check_end(self) -> None:
         """Raise unless generation came to its own end. Call it once, before the last bytes are sent."""
         self.close()
@@ -92,10 +109,13 @@ class StreamDelivery(_Delivery):
             else:
                 async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
                     async for deltas in batches:
-                        if data := self._explained(head) + self._encode(deltas):
-                            head = b""
-                            await stream.write(data)
-                            timer.answering()
+                        for some in self._portions(deltas) if answer.wants_logprobs else (deltas,):
+                            if data := self._explained(head) + self._encode(some):
+                                head = b""
+                                await stream.write(data)
+                                timer.answering()
+                            if some is not deltas:
+                                await asyncio.sleep(0)
             self._check_end()
         finally:
             self.close()
@@ -177,6 +197,8 @@ class UnaryDelivery(_Delivery):
                     while not choice.is_over and (delta := await choice.next()) is not None:
                         collected.add(self._outputs([delta]))
                         timer.answering()
+                        if answer.wants_logprobs:
+                            await self._write_scores(collected, [delta])
                 finally:
                     choice.close()
             else:
@@ -184,6 +206,8 @@ class UnaryDelivery(_Delivery):
                     async for deltas in batches:
                         collected.add(self._outputs(deltas))
                         timer.answering()
+                        if answer.wants_logprobs:
+                            await self._write_scores(collected, deltas)
             self._check_end()
         finally:
             self.close()
@@ -197,6 +221,14 @@ class UnaryDelivery(_Delivery):
             timer.ended()
             headers = (*headers, *timer.headers())
         await sink.reply(200, body, headers)
+
+    async def _write_scores(self, collected: CollectedAnswer, deltas: list[Delta]) -> None:
+        """Write the log probabilities of one wake-up: their text takes a tenth of the memory, and the end has little to do."""
+        for some in self._portions(deltas):
+            for delta in some:
+                self._renderer.write_scores(delta.choice, collected.choices[delta.choice])
+            if len(deltas) > 1:
+                await asyncio.sleep(0)
 
 
 async def send_placement(answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None) -> None:

@@ -35,6 +35,7 @@ from dynamo.protocol.openai.requests import (
     template_tools,
     to_worker_fields,
 )
+from dynamo.protocol.openai.validation import check_prompt_scores, most_scored_tokens
 from dynamo.protocol.worker_request import PlannedRequest
 from dynamo.router.dispatch.failover import DispatchLimits, pinned_instance
 from dynamo.runtime.observe.metrics import observe_each
@@ -94,7 +95,8 @@ class Preprocessor:
             plan = await self._offload(partial(self._plan, request, effects, model, [ids], options))
         else:
             plan = self._plan(request, effects, model, [ids], options)
-        if request.clamps_output:
+        wants_scores = request.logprobs or request.prompt_logprobs is not None
+        if (wants_scores and _limits_scores(plan)) or request.clamps_output:
             limits.clamp(plan.fields.stop_conditions, len(ids))
         elif limits.combined is not None:
             limits.fill_in(plan.fields.stop_conditions, plan.prompts, is_chat=True)
@@ -162,7 +164,7 @@ class Preprocessor:
             plan = await self._offload(partial(self._plan, request, effects, model, prompts))
         else:
             plan = self._plan(request, effects, model, prompts)
-        if is_unbound:
+        if _limits_scores(plan) or is_unbound:
             limits.clamp(plan.fields.stop_conditions, max(map(len, plan.prompts)))
         if limits.combined is not None:
             limits.fill_in(plan.fields.stop_conditions, plan.prompts, is_chat=False)
@@ -363,3 +365,18 @@ def least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
         if least >= limit:
             break
     return least
+
+
+def _limits_scores(plan: Plan) -> bool:
+    """Limit the choices of a request for log probabilities that names no limit; return whether there are several.
+
+    Raises RequestRejected (400) for too many of the prompts.
+    """
+    wanted, stops = plan.fields.output_options, plan.fields.stop_conditions
+    if (of_prompt := wanted.prompt_logprobs) is not None:
+        check_prompt_scores(of_prompt, plan.choices * sum(map(len, plan.prompts)))
+    alternatives, choices = wanted.logprobs, len(plan.prompts) * plan.choices
+    if alternatives is None or choices == 1 or stops.max_tokens is not None:
+        return False
+    stops.max_tokens = most_scored_tokens(alternatives, choices)
+    return True

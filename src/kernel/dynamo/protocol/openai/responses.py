@@ -122,6 +122,11 @@ def chat_logprobs(items: Sequence[TokenLogprob]) -> bytes:
     return json_line({"content": items, "refusal": None})
 
 
+def written_chat_logprobs(pieces: Sequence[Sequence[bytes]]) -> bytes:
+    """Return what `chat_logprobs` returns of all items, of which each piece is some, written without their brackets."""
+    return b'{"content":[' + b",".join([content for (content,) in pieces]) + b'],"refusal":null}'
+
+
 class ChatLogprobPieces(dict[int, tuple[bytes, bytes]]):
     """`chat_logprobs` of one token without alternatives, the shape of nearly every streamed chunk: token id -> what stands
     before and behind its log probability.
@@ -156,20 +161,34 @@ _MARK: Final = -0.5
 _MEMBER: Final = b'"logprob":'
 
 
-def completion_logprobs(items: Sequence[TokenLogprob], *, text_offset: int = 0) -> bytes:
-    """Return `{"tokens","token_logprobs","top_logprobs","text_offset"}`; `text_offset` counts the characters before the first."""
+_COMPLETION_LISTS: Final = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
+
+
+def completion_logprob_pieces(items: Sequence[TokenLogprob], *, text_offset: int = 0) -> Sequence[bytes]:
+    """Return the four lists of completions, written without their brackets; `text_offset` counts the characters before the first."""
     offsets: list[int] = []
     for item in items:
         offsets.append(text_offset)
         text_offset += len(item.token)
-    return json_line(
-        {
-            "tokens": [item.token for item in items],
-            "token_logprobs": [item.logprob for item in items],
-            "top_logprobs": [{top.token: top.logprob for top in item.top_logprobs} for item in items],
-            "text_offset": offsets,
-        }
+    lists: tuple[list[Any], ...] = (
+        [item.token for item in items],
+        [item.logprob for item in items],
+        [{top.token: top.logprob for top in item.top_logprobs} for item in items],
+        offsets,
     )
+    return [json_line(each)[1:-1] for each in lists]
+
+
+def written_completion_logprobs(pieces: Sequence[Sequence[bytes]]) -> bytes:
+    """Return `{"tokens","token_logprobs","top_logprobs","text_offset"}` of pieces that follow one another."""
+    lists = [b",".join(each) for each in zip(*pieces, strict=True)]
+    members = [b'"' + name + b'":[' + each + b"]" for name, each in zip(_COMPLETION_LISTS, lists, strict=True)]
+    return b"{" + b",".join(members) + b"}"
+
+
+def completion_logprobs(items: Sequence[TokenLogprob], *, text_offset: int = 0) -> bytes:
+    """Return the log probabilities of some tokens as completions have them."""
+    return written_completion_logprobs([completion_logprob_pieces(items, text_offset=text_offset)])
 
 
 # -- answers ------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ MAX_CHOICES: Final = 128  # n, and batch x n
 MAX_STOPS: Final = 32
 MAX_TOP_LOGPROBS: Final = 20
 MAX_COMPLETION_LOGPROBS: Final = 20  # OpenAI has 5; engines give 20, and refuse what they do not
+MAX_SCORES: Final = 524_288
+"""Log probabilities, alternatives included, in an answer of several choices: some 25 MB of JSON."""
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD: Final = 256  # characters
 MAX_TOOLS: Final = 1536
@@ -97,6 +99,8 @@ def validate_chat(request: ChatRequest) -> None:
         _check_range("Top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS, "top_logprobs")
         if request.logprobs is not True:
             _invalid("The 'top_logprobs' field is only allowed when 'logprobs' is set to true.", "top_logprobs")
+    if request.logprobs is True:
+        _check_scores(request.requested_logprobs or 0, request.choices_per_prompt, request.output_limit)
     if request.stop is not None:
         _check_stop(request, prefix="")
     if request.tools is not None:
@@ -112,6 +116,33 @@ def validate_chat(request: ChatRequest) -> None:
     _check_not_built(request)
     if _has_media(request.messages):
         request.messages, request.media = take_media(request.messages)
+
+
+def most_scored_tokens(alternatives: int, choices: int) -> int:
+    """Return how many tokens with log probabilities each of several choices may have."""
+    return max(1, MAX_SCORES // (choices * (1 + alternatives)))
+
+
+def _check_scores(alternatives: int, choices: int, limit: int | None) -> None:
+    if choices > 1 and limit is not None and limit > (most := most_scored_tokens(alternatives, choices)):
+        _invalid(
+            f"An answer of several choices may have at most {MAX_SCORES} log probabilities: with {choices} choices and "
+            f"{alternatives} alternatives at each token max_tokens must not exceed {most}, got {limit}",
+            "max_tokens",
+        )
+
+
+def check_prompt_scores(alternatives: int, tokens: int) -> None:
+    """Refuse a request for more log probabilities of its prompts than fit into an answer.
+
+    `tokens`: of all prompts, as often as they are generated from. Raises RequestRejected (400).
+    """
+    if tokens * (1 + alternatives) > MAX_SCORES:
+        _invalid(
+            f"An answer may have at most {MAX_SCORES} log probabilities of its prompts, got {alternatives} alternatives "
+            f"at each of {tokens} tokens, those of every choice counted",
+            "prompt_logprobs",
+        )
 
 
 def validate_completion(request: CompletionRequest) -> None:
@@ -138,6 +169,7 @@ def validate_completion(request: CompletionRequest) -> None:
         )
     if request.logprobs is not None:
         _check_range("Logprobs", request.logprobs, 0, MAX_COMPLETION_LOGPROBS, "logprobs")
+        _check_scores(request.logprobs, prompts * request.choices_per_prompt, request.max_tokens)
     if request.best_of is not None:
         _check_range("Best_of", request.best_of, 0, 20, "best_of")
         if request.best_of < request.choices_per_prompt:
