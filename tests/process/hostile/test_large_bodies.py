@@ -13,7 +13,7 @@ import pytest
 from dynamo.protocol.openai.body import BodyLimits, check_size
 from dynamo.protocol.openai.errors import RequestRejected
 from support.frontend_cluster import cluster
-from support.http_client import CHAT, ask
+from support.http_client import CHAT, ask, exchange, script
 from support.loop_gaps import gaps_of_the_loop
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster
@@ -97,6 +97,57 @@ async def test_the_memory_of_large_bodies_comes_back(tmp_path: Path) -> None:
             while (grown := resident_bytes(frontend.pid) - before) >= 30 * 1024 * 1024:
                 await asyncio.sleep(0.1)
     print(f"grown by {grown / 1e6:.1f} MB from {before / 1e6:.1f} MB after {8 * len(contents)} large bodies")
+
+
+async def settled(pid: int, before: int) -> float:
+    """Wait until a process has no more than 30 MB above what it had before; return how many it has."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while (grown := resident_bytes(pid) - before) >= 30 * 1024 * 1024:
+            await asyncio.sleep(0.1)
+    return grown / 1e6
+
+
+async def test_the_memory_of_half_bodies_comes_back(tmp_path: Path) -> None:
+    half = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x y " * 5_000_000}]}).encode()[:-1000]
+    announced = {"content-length": str(len(half) + 1000)}
+    with Cluster(tmp_path) as processes:
+        frontend, worker = processes.frontend("frontend"), processes.worker("scripted", "m")
+        processes.wait_ready(frontend, worker)
+        assert (await ask(frontend.port, CHAT, body())).status == 200
+        before = resident_bytes(frontend.pid)
+        together, most = asyncio.Barrier(12), 0
+
+        async def leave_in_the_middle(number: int) -> None:
+            nonlocal most
+            async with exchange(frontend.port, CHAT, half, headers=announced) as opened:
+                await opened.writer.drain()
+                await together.wait()
+                most = max(most, resident_bytes(frontend.pid) - before)
+                opened.leave(politely=number % 2 == 0)
+
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            for _ in range(4):
+                await asyncio.gather(*(leave_in_the_middle(number) for number in range(12)))
+        assert most > 100 * 1024 * 1024  # the bodies were there
+        grown = await settled(frontend.pid, before)
+        assert (await ask(frontend.port, CHAT, body())).status == 200
+    print(f"grown by {grown:.1f} MB after 48 half bodies, {most / 1e6:.0f} MB with them")
+
+
+async def test_the_memory_of_many_choices_comes_back(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as processes:
+        frontend, worker = processes.frontend("frontend"), processes.worker("scripted", "m")
+        processes.wait_ready(frontend, worker)
+        many = {"n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": 24}
+        says = script(["say", "abcdefgh" * 3])
+        assert (await ask(frontend.port, CHAT, body(n=2), headers=says)).status == 200
+        before = resident_bytes(frontend.pid)
+        for members in (many, many | {"stream": True}, {"n": 128, "max_tokens": 24}, many):
+            reply = await ask(frontend.port, CHAT, body(**members), headers=says)
+            assert reply.status == 200
+            assert len(reply.body) > 100_000 or "logprobs" not in members
+        grown = await settled(frontend.pid, before)
+    print(f"grown by {grown:.1f} MB after four answers of 128 choices")
 
 
 LIMITS = BodyLimits(members=70_000, items=80_000)

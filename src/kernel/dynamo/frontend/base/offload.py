@@ -16,6 +16,7 @@ MAX_THREADS: Final = 8  # long prompts are tokenised outside the interpreter loc
 
 
 TRIM_SECONDS: Final = 0.5  # after the first large request, for all until then: a trim takes up to some milliseconds
+LARGE_ANSWER_TOKENS: Final = 4096  # of all choices; memory of a longer answer goes back, too
 LARGE_BODY_BYTES: Final = 128 * 1024  # memory of a longer one goes back to the system afterwards
 LONG_TEXT_BYTES: Final = 512 * 1024
 MANY_VALUES: Final = 8192

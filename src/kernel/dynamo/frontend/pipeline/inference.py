@@ -17,7 +17,7 @@ from dynamo.frontend.admission.model import urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.metrics.requests import RequestType
-from dynamo.frontend.base.offload import LARGE_BODY_BYTES
+from dynamo.frontend.base.offload import LARGE_ANSWER_TOKENS, LARGE_BODY_BYTES
 from dynamo.frontend.base.stage_timer import OVERHEAD_HEADER, QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.pipeline.api import Api, MediaTaker
@@ -111,7 +111,7 @@ class Call:
             self._report(exchange, self._ended(exchange, 200, ""))
         finally:
             self._give_back(exchange, opened)
-            if is_large:
+            if is_large or (exchange.work is not None and exchange.work.tally.completion_tokens >= LARGE_ANSWER_TOKENS):
                 pipeline.preprocessor.offload.return_memory_soon()
 
     async def refuse(self, exchange: Exchange, error: Exception, sink: AnswerSink) -> None:
