@@ -19,15 +19,17 @@ from typing import Any, Final, cast
 import msgspec
 from starlette.types import ASGIApp
 
+from dynamo.frontend.admission.process import Admission
 from dynamo.frontend.base.access import IDENTITY, Access, check_access
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.metrics.requests import RequestSeries
 from dynamo.frontend.base.settings.keys import KeySources
+from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.http.inference_route import EXCHANGE, AsgiSink
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.parts.keys.access_log import AccessLog
-from dynamo.frontend.parts.keys.charging import CHARGE, KeyCharges, reserve_tokens, show_limits
+from dynamo.frontend.parts.keys.charging import CHARGE, PLACE_OF, KeyCharges, PlaceShares, reserve_tokens, show_limits
 from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.key_store import KeyStore
@@ -136,8 +138,11 @@ def step_microseconds(table: LimitTable, **members: Any) -> Sequence[float]:
     count, quotas.on_closed = meter.count, lambda *_: None
     plan, used = Plan(PlannedRequest(StopFields(200)), [[7] * 100]), TokenUse(100, 0, 150)
     sink, scope = AsgiSink({}, cast(Any, None), "0123456789abcdef"), {IDENTITY: identity}
+    shares = Shares()
+    shares.know_owners(lambda: 2)
+    places = PlaceShares(Admission(4096), shares)
     charges_of, answered = (
-        KeyCharges(quotas),
+        KeyCharges(quotas, places),
         Outcome("chat_completions", 0.1, Reached.ADMITTED, usage=TokensTaken(100, 0, 150)),
     )
     request, exchange, limits = ChatRequest(model="model", messages=[]), answered_exchange(), LengthLimits(8192, 8192)
@@ -153,13 +158,19 @@ def step_microseconds(table: LimitTable, **members: Any) -> Sequence[float]:
         check_access(scope, Access.INFERENCE)
         bind_key(request, charge.identity, OPENAI)
 
+    def enter(charge: Charge) -> None:
+        charge.check_requests()
+        places.take(identity.owner)
+        charge.enter("model")
+
     def close(charge: Charge) -> None:
         exchange.keep(CHARGE, charge)
+        exchange.keep(PLACE_OF, identity.owner)
         charges_of.ended(exchange, answered)
 
     works: Sequence[Callable[[Charge], object]] = (
         allow,
-        lambda charge: charge.enter("model"),
+        enter,
         lambda charge: reserve_tokens(charge, plan, limits),
         headers,
         close,

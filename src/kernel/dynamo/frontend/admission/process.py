@@ -50,14 +50,11 @@ class Admission:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
         self.limit = limit
+        self.processes = 1
+        """How many processes have the limit together."""
         self.in_flight = 0
         self.stage = Stage.SERVING
         self._idle: asyncio.Event | None = None
-
-    @property
-    def processes(self) -> int:
-        """How many processes have the limit together."""
-        return 1
 
     def free(self) -> int:
         """Return how many places no request has."""

@@ -79,11 +79,7 @@ class SharedAdmission(Admission):
 
     def __init__(self, limit: int, places: Places, row: int) -> None:
         super().__init__(limit)
-        self._places, self._row = places, row
-
-    @property
-    def processes(self) -> int:
-        return self._places.rows
+        self._places, self._row, self.processes = places, row, places.rows
 
     def free(self) -> int:
         return self.limit - self._places.total(Field.IN_FLIGHT)

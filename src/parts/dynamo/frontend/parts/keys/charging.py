@@ -78,8 +78,8 @@ class PlaceShares:
         own, admission = self._taken.of(owner), self._admission
         # The other processes of a group are taken to have as many requests of this owner. Without a free place the
         # admission refuses, whatever the owner has.
-        is_shared = own and self._has_others() and (free := admission.free()) > 0
-        if is_shared and not fits_share((own + 1) * admission.processes, free - 1, HELD_SHORTLY):
+        is_over = own and not fits_share((own + 1) * admission.processes, (free := admission.free()) - 1, HELD_SHORTLY)
+        if is_over and free > 0 and self._has_others():  # in this order, as nearly no request is over
             text = (
                 f"Too many requests at once: of the {admission.limit} places of this frontend some are kept free "
                 "for other projects. Try again when a request has ended"

@@ -73,6 +73,10 @@ class RateGate:
             cells[self.at + REFUSED] = units
         return wait
 
+    def is_used_up(self, now: float) -> bool:
+        """Return whether not even one unit may come now, as far as is known without the lock."""
+        return self.rate.wait_seconds(self._cells[self._value_at], 1, now) > 0.0
+
     def take(self, units: int, now: float) -> None:
         """Use units that `wait_seconds` has found to be free."""
         cells, at = self._cells, self._value_at

@@ -141,11 +141,13 @@ class Charge:
 
     def check_requests(self) -> None:
         """Raise the 429 of a rate of requests that has none now, before the request is read. Nothing is taken."""
-        if requests := self._gates.requests:
-            now = self._quotas.clock()
-            with self._quotas.table.locked():
-                waits = [(rate, rate.wait_seconds(1, now)) for rate in requests]
-            for rate, wait in waits:
+        if not self._gates.requests:
+            return
+        now = self._quotas.clock()
+        for rate in self._gates.requests:
+            if rate.is_used_up(now):
+                with self._quotas.table.locked():
+                    wait = rate.wait_seconds(1, now)
                 if wait > 0.0:
                     raise self._refused(rate.name, _over_rate(rate, wait))
 
