@@ -78,6 +78,18 @@ async def test_a_preflight_is_a_204_without_a_key_on_every_route(tmp_path: Path,
                 assert "content-length" not in headers
 
 
+async def test_a_preflight_needs_no_key_where_no_origin_is_let_in_either(tmp_path: Path) -> None:
+    async with opened(tmp_path, with_keys=True) as found:
+        for path in ("/v1/chat/completions", "/v1/models", "/nothing"):
+            answer = await found.client.call("OPTIONS", path, headers=preflight("POST"))
+            assert (answer.status, "www-authenticate" in answer.headers) == (403, False), path
+            assert "access-control-allow-origin" not in answer.headers
+            plain = await found.client.call("OPTIONS", path)
+            assert plain.status == 401, path
+        refused = "dynamo_frontend_key_rejections_total"
+        assert found.metric(refused, key_id="unknown", limit="missing_api_key") == 3
+
+
 @pytest.mark.parametrize("with_keys", [False, True])
 async def test_every_answer_has_its_id_and_tells_the_origin(tmp_path: Path, with_keys: bool) -> None:
     async with opened(tmp_path, with_keys=with_keys) as found:
@@ -126,5 +138,5 @@ async def test_any_origin_is_let_in_without_credentials(tmp_path: Path) -> None:
 async def test_it_is_off_by_default(tmp_path: Path, with_keys: bool) -> None:
     async with opened(tmp_path, with_keys=with_keys) as found:
         answer = await found.client.call("OPTIONS", "/v1/models", headers=preflight("GET"))
-        assert answer.status == (401 if with_keys else 403)
+        assert answer.status == 403
         assert not [name for name in answer.headers if name.startswith("access-control")]

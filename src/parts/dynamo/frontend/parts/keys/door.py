@@ -90,10 +90,16 @@ class KeyDoor:
                 identity.check_valid(self._keys.now())
             if identity.record.cidrs is not None:
                 identity.check_address(client_address(scope, self._trusted))
-        except RequestRejected as rejected:
+        except RequestRejected as refusal:
             if not self._is_open(scope["path"]):
-                self._refused(identity, rejected)
-                await reject_route(scope, send, rejected, self._dialect_of(scope["path"]))
+                answer = refusal
+                if identity is None and _is_preflight(scope):  # a browser sends it without the key: a 401 helps none
+                    answer = RequestRejected(
+                        403, "Pages of other origins are not served here (DYN_CORS_ORIGINS, --cors-origin)"
+                    )
+                else:
+                    self._refused(identity, refusal)
+                await reject_route(scope, send, answer, self._dialect_of(scope["path"]))
                 return
         else:
             scope[IDENTITY] = identity
@@ -109,6 +115,11 @@ class KeyDoor:
         if found is None:
             raise key_rejection("invalid_api_key", "Incorrect API key provided")
         return found
+
+
+def _is_preflight(scope: Scope) -> bool:
+    names = {name for name, _ in scope["headers"]} if scope["method"] == "OPTIONS" else ()
+    return b"origin" in names and b"access-control-request-method" in names
 
 
 def _presented(scope: Scope) -> bytes | None:
