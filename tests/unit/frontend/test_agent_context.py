@@ -40,10 +40,10 @@ async def test_the_trigger_of_a_request_reaches_the_engine_from_every_api(tmp_pa
 
 async def test_headers_of_agents_reach_the_engine_with_a_session_alone(tmp_path: Path) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    agent = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
+    agent = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "x-codex-w": "1", "x-openai-subagent": "r"}
     async with cluster(tmp_path) as found:
         worker = await found.worker()
-        for headers in ({"x-codex-window": "1"}, agent):
+        for headers in ({"x-codex-w": "1"}, agent):
             assert (await found.client.call("POST", "/v1/chat/completions", body, headers=headers)).status == 200
         without, with_session = worker.requests
         assert "agent_context" not in without

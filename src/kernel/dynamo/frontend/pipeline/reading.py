@@ -21,7 +21,7 @@ from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
 from dynamo.protocol.openai.foreign_members import FOREIGN_MEMBERS
-from dynamo.protocol.openai.headers import KNOWN_HEADERS, HeaderEffects, apply_headers
+from dynamo.protocol.openai.headers import AGENT_HEADERS, AGENT_START, KNOWN_HEADERS, HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.vectors.requests import ResultRequest
 
@@ -79,7 +79,9 @@ class CallReader:
         known = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in arrival.header_pairs
-            if name in KNOWN_HEADERS or (name[:2] == start and name.startswith(prefix))
+            if name in KNOWN_HEADERS
+            or (name[:2] == start and name.startswith(prefix))
+            or (name[:3] == AGENT_START and name.startswith(AGENT_HEADERS))
         ]
         if known or settings.disable_nvext:
             given, allows = settings.metadata_header_prefix, not settings.disable_nvext

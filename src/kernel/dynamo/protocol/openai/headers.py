@@ -243,8 +243,12 @@ _KNOWN: Final[dict[str, tuple[str, int]]] = {
     "x-claude-code-parent-agent-id": ("parent_agent_id", 0),
 }
 
-KNOWN_HEADERS: Final = frozenset(name.encode() for name in _KNOWN)
-"""The headers that `apply_headers` reads, beside those of metadata."""
+KNOWN_HEADERS: Final = frozenset(name.encode() for name in (*_KNOWN, *_AGENT_NAMES))
+"""The headers that `apply_headers` reads, beside those of metadata and of agents."""
+
+AGENT_START: Final = b"x-c"
+AGENT_HEADERS: Final = tuple(prefix.encode() for prefix in _AGENT_PREFIXES)
+"""How further headers of agents begin, all of them with `AGENT_START`."""
 
 SERVING_HEADERS: Final = frozenset(_KNOWN) - {"x-tenant-id"}
 """The headers that decide how a request is served, and may be shown and kept: all that are known here but the tenant's, whose
