@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,11 +24,16 @@ from dynamo.frontend.parts.batches.group_commit import GroupCommit
 from dynamo.frontend.parts.batches.input_check import LineReader, check_input
 from dynamo.frontend.parts.batches.journal import LineResult, ResultJournal
 from dynamo.frontend.parts.batches.line_call import Fate, LineAnswer
+from dynamo.frontend.parts.batches.line_pace import LinePace
 from dynamo.frontend.parts.batches.line_queue import MAX_DEFERRED, READ_LINES, LineQueue
 from dynamo.frontend.parts.batches.model_gate import ModelGate, ModelGates
+from dynamo.frontend.parts.batches.records import BatchRecord
+from dynamo.frontend.parts.batches.run import BatchRun
 from dynamo.protocol.batches.lines import BatchLine, line_number_of, line_request_id, result_line
+from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.status import TRANSITIONS, BatchStatus
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.base.tasks import Background
 from support.batch_client import BOUNDARY, FORM_HEADERS, chat_line, form, jsonl
 from support.patience import PATIENCE_SECONDS
 
@@ -344,3 +350,27 @@ async def test_what_is_not_a_form_is_refused(body: bytes, content_type: str, sta
     with pytest.raises(RequestRejected) as caught:
         await parts_of(body, 64, content_type)
     assert caught.value.status == status
+
+
+async def test_a_line_that_is_cancelled_before_its_first_step_gives_its_places_back(tmp_path: Path) -> None:
+    source, work = tmp_path / "in", tmp_path / "work"
+    source.write_bytes(jsonl([chat_line("line-0")]))
+    check_input(source, work, "/v1/chat/completions", max_line_bytes=4096)
+    journal, reader = ResultJournal(work, 1), LineReader(source, work)
+    gates, bound, pace = ModelGates(), SharedBound(1, None), LinePace(lambda: False)
+    batch = BatchObject(
+        id="batch_ab", endpoint="/v1/chat/completions", input_file_id="file-1", created_at=0, expires_at=0
+    )
+    served = SimpleNamespace(admission=None, workers=1)
+    parts: Any = SimpleNamespace(
+        is_open=lambda: True, slots=FairSlots(bound, pace.begin), pace=pace, gates=gates, disk=asyncio.to_thread, rng=random.Random(),
+        models=SimpleNamespace(lookup=lambda _: served), known_models=set(),
+    )  # fmt: skip
+    run = BatchRun(BatchRecord(batch=batch, owner="owner", key_id=""), journal, reader, parts)
+    async with Background() as background:
+        assert await run._begin_line(background)
+        assert gates.of("m").in_flight == 1
+    await asyncio.sleep(0)  # the callbacks of the task
+    assert gates.of("m").in_flight == 0
+    assert bound.may_take("owner")
+    assert not run._running

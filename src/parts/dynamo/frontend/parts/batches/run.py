@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from dynamo.frontend.base.access import Caller
@@ -134,7 +135,8 @@ class BatchRun:
             found = None if self.ending is not None else await self._queue.next_line()
             if found is not None:
                 self._running[found.number] = line_request_id(self.record.batch.id, found.number)
-                background.start(self._metered(found), "batch: one line")
+                task = background.start(self._metered(found), "batch: one line")
+                task.add_done_callback(partial(self._ended, found))
         except BaseException:
             parts.slots.release(self.record.owner)
             raise
@@ -142,6 +144,13 @@ class BatchRun:
             parts.pace.end(0.0)
             parts.slots.release(self.record.owner)
         return found is not None
+
+    def _ended(self, found: NextLine, _task: asyncio.Task[None]) -> None:
+        """Give back the places of a line whose task was cancelled before its first step."""
+        if self._running.pop(found.number, None) is not None:
+            found.gate.left()
+            self._parts.slots.release(self.record.owner)
+            self._parts.pace.end(0.0)
 
     async def _metered(self, found: NextLine) -> None:
         work = Metered(self._execute(found))
