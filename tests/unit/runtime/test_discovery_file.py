@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -236,6 +237,37 @@ def test_a_frozen_owner_writes_its_record_again_when_it_was_expired(
     files(tmp_path)[0].unlink()
     pass_time(clocks, 0.5, store)
     assert files(tmp_path)[0].read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_an_owner_writes_its_record_again_when_it_was_overwritten(
+    store: FileStore, tmp_path: Path, clocks: Clocks, is_in_place: bool
+) -> None:
+    store.put(KEY, b"mine")
+    assert store.read(KEY)[0] == {KEY: b"mine"}
+    (path,) = files(tmp_path)
+    if is_in_place:  # which no time of the directory shows: the next renewal finds it
+        path.write_bytes(b"broken")
+    else:
+        other = path.with_name("%2E-of-another")
+        other.write_bytes(b"broken")
+        other.replace(path)
+    assert pass_time(clocks, 4.0 if is_in_place else 0.5, store) == []
+    assert path.read_bytes() == b"mine"
+
+
+def test_two_owners_of_one_record_do_not_fight_at_every_poll(store: FileStore, tmp_path: Path, clocks: Clocks) -> None:
+    other = open_store(tmp_path, clocks)
+    store.put(KEY, b"mine")
+    other.put(KEY, b"theirs")
+    (path,) = files(tmp_path)
+    seen = []
+    for _ in range(100):
+        clocks.advance(0.1)
+        for each in (store, other):
+            each.poll()
+            seen.append(path.read_bytes())
+    assert 2 <= sum(a != b for a, b in itertools.pairwise(seen)) <= 10
 
 
 def test_a_wiped_store_is_built_again_and_nobody_is_dropped_meanwhile(

@@ -50,6 +50,7 @@ class FileBucket:
         self._stamp: tuple[int, int] | None = None  # inode, mtime_ns of the directory
         self._handle: int | None = None  # holds the directory, or its inode might be that of the one made after it
         self._confirm_at = math.inf
+        self._restore_at = -math.inf  # when a record of ours that was overwritten may be written again at once
         self._scan_at = -math.inf
         self._keep_until = -math.inf  # after a loss of the store: until then nothing that is missing counts as gone
 
@@ -140,6 +141,7 @@ class FileBucket:
             self._scan_at = min(self._scan_at, self._keep_until)
 
     def _look(self, name: str, key: str, found: os.stat_result, changes: list[Change]) -> None:
+        own, now = self._own.get(key), self._clocks.monotonic()
         signature = (found.st_ino, found.st_mtime_ns, found.st_size)
         known = self._entries.get(name)
         if known is not None and known.signature == signature:
@@ -148,6 +150,10 @@ class FileBucket:
             value = (self.directory.path / name).read_bytes()
         except FileNotFoundError:
             return  # gone again: the directory's time has changed, and the next scan finds it
+        if own is not None and own != value and now >= self._restore_at:
+            self._restore_at = now + self._clocks.renew_seconds  # two owners of one key must not fight at every poll
+            self.restore(name, own, "was overwritten by another process")
+            return  # the next scan finds it
         self._entries[name] = _Entry(key, value, signature)
         if known is None or known.value != value:  # else only its time was renewed
             changes.append(Put(key, value))
