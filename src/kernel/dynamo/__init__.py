@@ -6,7 +6,7 @@ The import root is `dynamo`, so that every snippet of the guide "Writing Unified
 from pathlib import Path
 from pkgutil import extend_path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # A checkout has five source roots (see src/README.md); an installed wheel has them merged, and nothing is added.
 __path__ = extend_path(__path__, __name__)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from dynamo import __version__
 from dynamo.protocol.openai.errors import phrase_of
 from dynamo.protocol.openai.key_schema import describe_keys
 from dynamo.protocol.openai.responses import TokenLogprob
@@ -337,7 +338,7 @@ _GENERATION_ERRORS: Final = {
 
 
 def openapi_document(
-    *, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0", further: Sequence[ApiDescription] = ()
+    *, title: str = "Dynamo OpenAI frontend", version: str = __version__, further: Sequence[ApiDescription] = ()
 ) -> dict[str, Any]:
     """Return the document as plain values, ready to encode. `further`: the APIs beside those of this package."""
     types = [*_TYPES, *(one for description in further for one in description.types)]
@@ -437,7 +438,7 @@ def openapi_document(
 def openapi_json(
     *,
     title: str = "Dynamo OpenAI frontend",
-    version: str = "0.1.0",
+    version: str = __version__,
     further: Sequence[ApiDescription] = (),
     open_paths: Collection[str] | None = None,
 ) -> bytes:
