@@ -45,7 +45,7 @@ test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each prope
 	@$(PYTEST) $(UNITS) tests/unit tests/contract $(ARGS)
 
 test-all: $(VENV)/.dev ## the rest: every example of the properties, processes, real servers, simulated clusters, hostile peers
-	@$(PYTEST) -q -n 2 -m "process or property" $(ARGS)
+	@$(PYTEST) -q -n 2 -m "(process or property) and not browser" $(ARGS)
 
 coverage: $(VENV)/.dev ## the lines that make test runs, by file (ARGS="--cov-fail-under=90")
 	@$(PYTEST) $(UNITS) --cov=dynamo --cov-report=term:skip-covered tests/unit tests/contract $(ARGS)

@@ -85,10 +85,11 @@ def test_official_clients_with_keys_and_limits_that_all_processes_share(tmp_path
         assert statuses == {200: 6, 429: 35}
         assert sum(line.get("output", 0) for line in asked) == 7 * len("hello from the guide")
         with closing(sqlite3.connect(tmp_path / "usage")) as database:
-            counted = database.execute(
-                "SELECT SUM(requests), SUM(errors), SUM(output) FROM usage WHERE model != ''"
-            ).fetchone()
-        assert counted == (6 + 35 + 1, 35, 7 * len("hello from the guide"))
+            counts = "SELECT SUM(requests), SUM(errors), SUM(output) FROM usage WHERE endpoint = 'chat_completions'"
+            counted = database.execute(f"{counts} AND model != ''").fetchone()
+            refused = database.execute(f"{counts} AND model = ''").fetchone()
+        assert counted == (6, 0, 6 * len("hello from the guide"))
+        assert refused == (35, 35, 0)  # by a rate, before the body was read: their model is not known
         for secret in (free, daily, wrong):
             assert secret not in printed
             assert secret.rpartition(".")[2] not in printed
