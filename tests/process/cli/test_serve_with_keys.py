@@ -87,9 +87,9 @@ def test_official_clients_with_keys_and_limits_that_all_processes_share(tmp_path
         with closing(sqlite3.connect(tmp_path / "usage")) as database:
             counts = "SELECT SUM(requests), SUM(errors), SUM(output) FROM usage WHERE endpoint = 'chat_completions'"
             counted = database.execute(f"{counts} AND model != ''").fetchone()
-            refused = database.execute(f"{counts} AND model = ''").fetchone()
+            turned_away = database.execute(f"{counts} AND model = ''").fetchone()
         assert counted == (6, 0, 6 * len("hello from the guide"))
-        assert refused == (35, 35, 0)  # by a rate, before the body was read: their model is not known
+        assert turned_away == (35, 35, 0)  # by a rate, before the body was read: their model is not known
         for secret in (free, daily, wrong):
             assert secret not in printed
             assert secret.rpartition(".")[2] not in printed
