@@ -85,9 +85,9 @@ def test_official_clients_with_keys_and_limits_that_all_processes_share(tmp_path
         assert statuses == {200: 6, 429: 35}
         assert sum(line.get("output", 0) for line in asked) == 7 * len("hello from the guide")
         with closing(sqlite3.connect(tmp_path / "usage")) as database:
-            counts = "SELECT SUM(requests), SUM(errors), SUM(output) FROM usage WHERE endpoint = 'chat_completions'"
-            counted = database.execute(f"{counts} AND model != ''").fetchone()
-            turned_away = database.execute(f"{counts} AND model = ''").fetchone()
+            totals = "SELECT SUM(requests), SUM(errors), SUM(output) FROM usage WHERE endpoint = 'chat_completions'"
+            counted = database.execute(f"{totals} AND model != ''").fetchone()
+            turned_away = database.execute(f"{totals} AND model = ''").fetchone()
         assert counted == (6, 0, 6 * len("hello from the guide"))
         assert turned_away == (35, 35, 0)  # by a rate, before the body was read: their model is not known
         for secret in (free, daily, wrong):
