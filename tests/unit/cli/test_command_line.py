@@ -178,7 +178,7 @@ def test_the_parent_of_the_processes_imports_neither_runtime_nor_frontend() -> N
     program = "import sys; import dynamo.cli.serve, dynamo.cli.local; print([m for m in sys.modules if m.startswith('dynamo.')])"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     # These load nothing of ours.
-    modules = ("", ".base", ".base.addresses", ".base.tasks", ".observe", ".observe.log_text")
+    modules = ("", ".base", ".base.addresses", ".base.forever", ".base.tasks", ".observe", ".observe.log_text")
     light = {f"dynamo.runtime{part}" for part in modules}
     loaded = set(eval(shown)) - light
     assert {name.split(".")[1] for name in loaded} == {"cli", "errors", "scaling", "settings", "supervise"}
