@@ -37,7 +37,7 @@ async def test_a_frontend_serves_the_models_of_ready_pods(tmp_path: Path) -> Non
             await kubernetes.set_pod("w-0")
             await answers(200)
             worker.terminate()
-            await answers(404)
+            await answers(503)
             assert await worker.ended() == 0
             assert kubernetes.workers() == {}
     finally:
