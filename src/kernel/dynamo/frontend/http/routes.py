@@ -38,14 +38,13 @@ class InferenceFirst(Router):
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Return what serves the request: a coroutine around it would be one more to go through at every turn."""
-        if (
-            (found := dict(scope.get("headers", ()))).get(b"host"),
-            found.get(b"origin"),
-        ) not in self._permitted and scope["type"] == "http":
-            reason = self._rule.reason(found.items())
-            if reason is not None:
-                return reject_cross_site(scope, send, reason, self._dialects.of(scope["path"]))
-        if scope["type"] == "http" and scope["method"] == "POST" and (route := self._inference.get(scope["path"])):
+        if scope["type"] != "http":
+            return super().__call__(scope, receive, send)
+        headers = dict(scope["headers"])
+        is_known = (headers.get(b"host"), headers.get(b"origin")) in self._permitted
+        if not is_known and (reason := self._rule.reason(headers.items())) is not None:
+            return reject_cross_site(scope, send, reason, self._dialects.of(scope["path"]))
+        if scope["method"] == "POST" and (route := self._inference.get(scope["path"])):
             if IDENTITY in scope:
                 try:
                     check_access(scope, route.access)
