@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from dynamo.frontend.parts.batches import conductor
 from support.access import bearer, closed_cluster, key, write_keys
 from support.asgi_client import Exchange
 from support.batch_client import BOUNDARY, CHAT, FINAL, FORM_HEADERS, chat_line, form, jsonl
@@ -134,6 +137,33 @@ async def test_a_key_that_is_taken_away_ends_its_batches(tmp_path: Path) -> None
         assert found["status"] == "cancelled"
         assert found["errors"]["data"][0]["code"] == "key_revoked"
         assert found["request_counts"] == {"total": 9, "completed": 0, "failed": 9}
+
+
+async def test_no_line_begins_with_a_key_that_was_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conductor, "LOOK_SECONDS", 3600.0)  # the batch itself is cancelled at the next look only
+    released = asyncio.Event()
+
+    async def script(body: Any, context: Any, sink: Any) -> None:
+        await released.wait()
+        sink.send_tokens(list(b"ok"), finish_reason="stop")
+
+    async with closed_cluster(tmp_path, *RECORDS, files_dir=tmp_path / "files", batch_concurrency=1) as house:
+        worker = await house.worker(script)
+        batch = await begin(house, "alice", [chat_line(f"line-{number}") for number in range(3)])
+        service = house.frontend.parts["batches"].service
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not worker.requests:
+                await asyncio.sleep(0.01)
+            write_keys(tmp_path / "keys.toml", *RECORDS[1:])
+            await house.frontend.parts["keys"].store.refresh()
+            released.set()
+            run = service._conductor._conducted[batch["id"]]
+            while run.backlog != 2 or service._room.lines.used:
+                await asyncio.sleep(0.01)
+        service._look()
+        found = await ended(house, "bob", batch["id"])
+    assert (found["status"], found["request_counts"]) == ("cancelled", {"total": 3, "completed": 1, "failed": 2})
+    assert len(worker.requests) == 1
 
 
 async def test_no_secret_is_on_the_disk(tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ async def test_a_line_that_is_cancelled_before_its_first_step_gives_its_places_b
     served = SimpleNamespace(admission=None, workers=1)
     parts: Any = SimpleNamespace(
         is_open=lambda: True, slots=FairSlots(bound, pace.begin), pace=pace, gates=gates, disk=asyncio.to_thread, rng=random.Random(),
-        models=SimpleNamespace(lookup=lambda _: served), known_models=set(),
+        models=SimpleNamespace(lookup=lambda _: served), known_models=set(), is_revoked=lambda _: False,
     )  # fmt: skip
     run = BatchRun(BatchRecord(batch=batch, owner="owner", key_id=""), journal, reader, parts)
     async with Background() as background:

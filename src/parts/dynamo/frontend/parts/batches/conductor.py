@@ -47,11 +47,8 @@ class BatchConductor:
         checks: InputChecks,
         now: Callable[[], float],
         after_step: Step,
-        is_revoked: Callable[[str], bool],
     ) -> None:
-        """`is_revoked`: whether the key with this id may not be used any more."""
         self._directory, self._index, self._files, self._parts = directory, index, files, parts
-        self._is_revoked = is_revoked
         self._checks, self._now, self._after_step = checks, now, after_step
         self._conducted: dict[str, BatchRun | None] = {}  # None: it does not execute lines now
         self._stuck: dict[str, str] = {}  # of batches that cannot go on for now: why
@@ -102,7 +99,7 @@ class BatchConductor:
         """Begin the batches that are new, and end those that were cancelled or have expired."""
         for record in await self._parts.disk(self._index.open_batches):
             id = record.batch.id
-            if record.status in CANCELLABLE and record.ending is None and self._is_revoked(record.key_id):
+            if record.status in CANCELLABLE and record.ending is None and self._parts.is_revoked(record.key_id):
                 await self._parts.disk(self._index.change_batch, id, self._revoke)
                 self._look.set()
                 continue

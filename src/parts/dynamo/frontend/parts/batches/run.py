@@ -49,6 +49,7 @@ class RunParts:
     knows_cluster: Callable[[], bool]  # whether it has had the time to find the models that are there
     known_models: set[str]  # that were served here since the start, at most MAX_SEEN_MODELS
     identity: Callable[[str], Caller | None]  # of a key's id
+    is_revoked: Callable[[str], bool]  # whether the key with this id may not be used any more
     rng: random.Random
 
     def note_models(self) -> None:
@@ -132,7 +133,8 @@ class BatchRun:
             return False
         await parts.slots.acquire(self.record.owner, self.record.batch.id)
         try:
-            found = None if self.ending is not None else await self._queue.next_line()
+            is_over = self.ending is not None or parts.is_revoked(self.record.key_id)
+            found = None if is_over else await self._queue.next_line()
             if found is not None:
                 self._running[found.number] = line_request_id(self.record.batch.id, found.number)
                 task = background.start(self._metered(found), "batch: one line")
@@ -182,14 +184,18 @@ class BatchRun:
         began = loop.time()
         answer: LineAnswer | None = None
         try:
-            identity = parts.identity(self.record.key_id)
-            answer = await parts.calls.run(self.record.batch.endpoint, request_id, bytes(line.body), identity)
+            if not parts.is_revoked(self.record.key_id):  # since the line was taken
+                identity = parts.identity(self.record.key_id)
+                answer = await parts.calls.run(self.record.batch.endpoint, request_id, bytes(line.body), identity)
         finally:
             del self._running[number]
             parts.slots.release(self.record.owner)
             if answer is None:
                 gate.left()
             self._wake.set()
+        if answer is None:
+            self._queue.defer(next_line.model, number)  # without a result until the batch is cancelled
+            return
         now = loop.time()
         if answer.status == STOPPED_STATUS and self.ending is not None:
             gate.left()

@@ -147,6 +147,7 @@ class BatchService(RequestListener):
             lambda: loop.time() >= settled_at,
             set(),
             self._identity,
+            self._is_revoked,
             rng,
         )
         self._conductor = BatchConductor(
@@ -157,7 +158,6 @@ class BatchService(RequestListener):
             checks=self._room.checks,
             now=self._now,
             after_step=self._after_step,
-            is_revoked=self._is_revoked,
         )
         self._work.keep(self._conductor.run, "batches")
 
