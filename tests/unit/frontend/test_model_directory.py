@@ -356,8 +356,14 @@ def test_names_that_left_are_bounded_and_one_that_comes_back_is_not_gone() -> No
     assert names.is_registered("1")
     names.set({}, [])
     assert (names.is_expected("1"), names.is_expected("2")) == (True, False)
+    names.set({}, ["1", "2"])
     names.unload("1")
-    assert not names.is_expected("1")
+    names.unload("2")  # in one of its namespaces; another one serves it on
+    assert names.is_registered("1")
+    names.set({}, ["2"])
+    assert (names.is_expected("1"), names.is_registered("2")) == (False, True)
+    names.set({}, [])
+    assert names.is_expected("2")
 
 
 async def test_a_model_can_be_looked_at_by_its_id_slashes_included(house: Cluster) -> None:

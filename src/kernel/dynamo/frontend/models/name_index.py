@@ -18,6 +18,7 @@ class NameIndex:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._gone: dict[str, float] = {}  # when the last worker of a name left, oldest first
+        self._unloaded: set[str] = set()  # since the last `set`
         self._by_name: dict[str, tuple[ServedModel, ...]] = {}
         self._pending: frozenset[str] = frozenset()  # registered, cannot answer yet
         self._turn = 0
@@ -30,15 +31,15 @@ class NameIndex:
         for name in before:
             if not self.is_registered(name):
                 self._gone.pop(name, None)
-                self._gone[name] = self._now()
+                if name not in self._unloaded:
+                    self._gone[name] = self._now()
+        self._unloaded.clear()
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
 
     def unload(self, name: str) -> None:
-        """Forget a name that was taken away on purpose: nothing will bring it back by itself."""
-        self._by_name.pop(name, None)
-        self._pending -= {name}
-        self._gone.pop(name, None)
+        """Note that a name was taken away on purpose: where the next `set` has it no more, nothing will bring it back."""
+        self._unloaded.add(name)
 
     def lookup(self, name: str) -> ServedModel | None:
         """Choose the model for one request; where several namespaces serve the name, each gets its share by workers."""
