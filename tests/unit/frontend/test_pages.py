@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst
 from dynamo.frontend.http.server import HttpServer
 from support.cases import each_case
 from support.frontend_cluster import cluster, say
@@ -127,3 +128,23 @@ def test_what_is_not_an_origin_is_refused(origin: str, capsys: pytest.CaptureFix
             parse_args(argv, env)
         assert leaving.value.code == 2
         assert "is not an origin; write for example" in capsys.readouterr().err
+
+
+NOT_DESCRIBED = {
+    "/", "/docs", "/docs/rapidoc-min.js",  # pages
+    "/classify", "/pooling", "/rerank", "/score",  # other names of routes below /v1
+    "/autoscale/v1", "/autoscale/v1/{}",  # of autoscalers: docs/scaling.md
+    "/v1/images/variations", "/v1/videos/characters", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/stream",
+    "/v1/videos/{}/content", "/v1/videos/{}/remix",  # not built
+}  # fmt: skip
+
+
+async def test_every_route_of_clients_is_in_the_document_or_named_here(tmp_path: Path) -> None:
+    async with cluster(tmp_path, files_dir=tmp_path / "files", autoscale=True) as house:
+        document = (await house.client.get("/openapi.json")).json
+        app: Any = house.frontend.asgi
+        while not isinstance(app, InferenceFirst):
+            app = app._app
+        routes = [route for route in app.routes if isinstance(route, GuardedRoute) and not route.is_admin]
+    paths = {re.sub(r"{[^}]*}", "{}", route.path) for route in routes}
+    assert paths - {re.sub(r"{[^}]*}", "{}", path) for path in document["paths"]} == NOT_DESCRIBED

@@ -18,8 +18,13 @@ from dynamo.text.output import Content
 from dynamo.text.output_parser import OutputParser
 from support.cases import each_case
 from support.format_runs import NAMES, assert_is_consistent, corpus, cuts_of, fuzz, meaning, parser, run, token_pieces
-from support.format_writers import CORPUS, WRITERS, cases, random_arguments
+from support.format_writers import CORPUS, FORMAT_OF, WRITERS, cases, random_arguments
 from support.properties import examples, some_of
+
+
+def test_every_format_has_a_writer() -> None:
+    written = [TOOL_FORMATS[FORMAT_OF.get(name, name)] for name in WRITERS]
+    assert [name for name, form in TOOL_FORMATS.items() if form not in written] == []
 
 
 @each_case("name", NAMES)
