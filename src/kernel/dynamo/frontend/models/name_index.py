@@ -38,7 +38,7 @@ class NameIndex:
             del self._gone[next(iter(self._gone))]
 
     def unload(self, name: str) -> None:
-        """Note that a name was taken away on purpose: where the next `set` has it no more, nothing will bring it back."""
+        """Remember a name that was taken away on purpose: where the next `set` has it no more, nothing brings it back."""
         self._unloaded.add(name)
 
     def lookup(self, name: str) -> ServedModel | None:
