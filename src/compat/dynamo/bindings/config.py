@@ -22,6 +22,7 @@ __all__ = ["KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "TaintConstr
 MAX_AFFINITY_SECONDS: Final = 31_536_000  # a year
 
 
+_DEFAULTS: Final = NativeKvConfig()
 _FIELDS: Final = frozenset(NativeKvConfig.__struct_fields__)
 # Members that a model card always has, in the native order, and those that it has where they are set.
 _IN_CARDS: Final = (
@@ -77,9 +78,9 @@ class KvRouterConfig:
     def __init__(
         self,
         overlap_score_weight: float | None = None,
-        host_cache_hit_weight: float = 0.75,
-        disk_cache_hit_weight: float = 0.25,
-        router_temperature: float = 0.0,
+        host_cache_hit_weight: float = _DEFAULTS.host_cache_hit_weight,
+        disk_cache_hit_weight: float = _DEFAULTS.disk_cache_hit_weight,
+        router_temperature: float = _DEFAULTS.router_temperature,
         use_kv_events: bool = True,
         *,
         router_replica_sync: bool = False,
@@ -88,7 +89,7 @@ class KvRouterConfig:
         router_assume_kv_reuse: bool = True,
         router_track_prefill_tokens: bool = True,
         router_prefill_load_model: str = "none",
-        router_ttl_secs: float = 120.0,
+        router_ttl_secs: float = _DEFAULTS.router_ttl_secs,
         router_approximate_cache_policy: Literal["ttl", "lru"] = "ttl",
         router_queue_threshold: float | None = None,
         router_event_threads: int = 4,
@@ -105,10 +106,10 @@ class KvRouterConfig:
         conditional_disagg_eff_isl_ratio_threshold: float = 0.7,
         conditional_disagg_prefill_busy_threshold: float | None = None,
         conditional_disagg_decode_busy_threshold: float | None = None,
-        overlap_score_credit: float = 1.0,
-        overlap_score_credit_decay: float = 0.0,
-        prefill_load_scale: float = 1.0,
-        decode_active_request_weight: float = 0.0,
+        overlap_score_credit: float = _DEFAULTS.overlap_score_credit,
+        overlap_score_credit_decay: float = _DEFAULTS.overlap_score_credit_decay,
+        prefill_load_scale: float = _DEFAULTS.prefill_load_scale,
+        decode_active_request_weight: float = _DEFAULTS.decode_active_request_weight,
         router_policy_config: str | None = None,
         router_prefill_policy: str | None = None,
         router_decode_policy: str | None = None,
@@ -170,7 +171,7 @@ class KvRouterConfig:
 
     def as_record(self) -> dict[str, object]:
         """Return the configuration as model cards have it."""
-        values, plain = self._values, NativeKvConfig()
+        values, plain = self._values, _DEFAULTS
         found: dict[str, object] = {name: getattr(values, name) for name in _IN_CARDS}
         for name in _IN_CARDS_IF_SET:
             if getattr(values, name) != getattr(plain, name):

@@ -17,6 +17,9 @@ from dynamo.kv.overlap import WorkerRank
 
 # No cost becomes infinite with it: that times the tokens of all prompts of a rank is far from the end of a float.
 MAX_WEIGHT: Final = 1_000_000.0
+# What a cached block off the device counts beside one on it, unless a setting gives another weight: the native defaults.
+HOST_HIT_WEIGHT: Final = 0.75
+DISK_HIT_WEIGHT: Final = 0.25
 MAX_PRIORITY: Final = 1e15  # seconds of waiting
 MAX_OUTPUT: Final = 2**31  # tokens; a request that announces more counts as one of so many
 

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from dynamo.placement.kv_query import KvOverrides
+from dynamo.placement.kv_query import DISK_HIT_WEIGHT, HOST_HIT_WEIGHT, KvOverrides
 from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, RankMatch, RankState
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
@@ -29,8 +29,8 @@ class DefaultCostParameters(msgspec.Struct, frozen=True, gc=False):
     overlap_score_credit_decay: Weight = 0.0  # less credit on ranks that have more to compute than others
     prefill_load_scale: Weight = 1.0
     decode_active_request_weight: Weight = 0.0  # blocks for each active request
-    host_cache_hit_weight: Weight = 0.75
-    disk_cache_hit_weight: Weight = 0.25
+    host_cache_hit_weight: Weight = HOST_HIT_WEIGHT
+    disk_cache_hit_weight: Weight = DISK_HIT_WEIGHT
     shared_cache_multiplier: Weight = 0.0
     router_temperature: Weight = 0.0  # 0: the lowest cost; above: sampled by softmax
 

@@ -29,7 +29,7 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
-from dynamo.placement.kv_query import Trust
+from dynamo.placement.kv_query import DISK_HIT_WEIGHT, HOST_HIT_WEIGHT, Trust
 from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, RankMatch, RankState
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
@@ -63,8 +63,8 @@ class TimeParameters(msgspec.Struct, frozen=True, gc=False):
     future_weight: Weight = 0.33
     decode_weight: Weight = 1.2
     eviction_weight: Weight = 1.0
-    host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75
-    disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
+    host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = HOST_HIT_WEIGHT
+    disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = DISK_HIT_WEIGHT
     router_temperature: Weight = 0.0  # 0: the lowest cost; above: sampled by softmax
 
 

@@ -23,7 +23,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import RankInfo, Trust
 from dynamo.placement.kv_state import KvPolicy, Selection
 from dynamo.placement.kv_transfer import topology_taints
-from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.placement.policies.kv_policies import kv_policy, kv_policy_parameters
 from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
 from dynamo.router.kv.decisions import DecisionHeader, DecisionLog
 from dynamo.router.kv.indexes import EventlessGuesses
@@ -87,23 +87,9 @@ def policy_of(settings: KvRouterSettings, role: str = AGGREGATED) -> tuple[KvPol
         return kv_policy(selector.type, given), DecisionHeader(selector.type, given)
     if selector is not None:
         settings = replace(settings, policy=selector.type)
-    parameters: dict[str, float] = {}
-    if settings.policy == "default":
-        parameters = {
-            "overlap_score_credit": settings.overlap_score_credit,
-            "overlap_score_credit_decay": settings.overlap_score_credit_decay,
-            "prefill_load_scale": settings.prefill_load_scale,
-            "decode_active_request_weight": settings.decode_active_request_weight,
-            "host_cache_hit_weight": settings.host_cache_hit_weight,
-            "disk_cache_hit_weight": settings.disk_cache_hit_weight,
-            "router_temperature": settings.router_temperature,
-        }
-    elif settings.policy == "time":
-        parameters = {
-            "host_cache_hit_weight": settings.host_cache_hit_weight,
-            "disk_cache_hit_weight": settings.disk_cache_hit_weight,
-            "router_temperature": settings.router_temperature,
-        }
+    parameters = {
+        name: getattr(settings, name) for name in kv_policy_parameters(settings.policy) if hasattr(settings, name)
+    }
     return kv_policy(settings.policy, parameters), DecisionHeader(settings.policy, parameters)
 
 

@@ -9,20 +9,24 @@ from typing import Final
 
 import msgspec
 
+from dynamo.kv.approximate_index import DEFAULT_TTL_SECONDS
+from dynamo.placement.policies.kv_default import DefaultCostParameters
 from dynamo.router.kv.settings import KvRouterSettings
+
+_COST: Final = DefaultCostParameters()
 
 
 class NativeKvConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Every member of the native configuration."""
 
-    overlap_score_credit: float = 1.0
-    overlap_score_credit_decay: float = 0.0
-    prefill_load_scale: float = 1.0
-    decode_active_request_weight: float = 0.0
+    overlap_score_credit: float = _COST.overlap_score_credit
+    overlap_score_credit_decay: float = _COST.overlap_score_credit_decay
+    prefill_load_scale: float = _COST.prefill_load_scale
+    decode_active_request_weight: float = _COST.decode_active_request_weight
     overlap_score_weight: float | None = None
-    host_cache_hit_weight: float = 0.75
-    disk_cache_hit_weight: float = 0.25
-    router_temperature: float = 0.0
+    host_cache_hit_weight: float = _COST.host_cache_hit_weight
+    disk_cache_hit_weight: float = _COST.disk_cache_hit_weight
+    router_temperature: float = _COST.router_temperature
     use_kv_events: bool = True
     router_replica_sync: bool = False
     router_track_active_blocks: bool = True
@@ -33,7 +37,7 @@ class NativeKvConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     router_tracking_key_file: str | None = None
     router_tracking_key_id: str | None = None
     router_prefill_load_model: str = "none"
-    router_ttl_secs: float = 120.0
+    router_ttl_secs: float = DEFAULT_TTL_SECONDS
     router_approximate_cache_policy: str = "ttl"
     router_queue_threshold: float | None = None
     router_policy_config: str | None = None

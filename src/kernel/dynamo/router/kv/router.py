@@ -23,6 +23,8 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, OverlapIndex, WorkerRank
 from dynamo.placement.active_load import DEFAULT_EXPIRY_SECONDS, ActiveLoad, Booked, LoadOfRank, common_blocks
 from dynamo.placement.kv_query import (
+    DISK_HIT_WEIGHT,
+    HOST_HIT_WEIGHT,
     KvQuery,
     RankExclusion,
     RankInfo,
@@ -41,8 +43,8 @@ EXAMINED_PREFILLS: Final = 16  # prompts of one running pass that are compared w
 class KvRouterOptions(msgspec.Struct, frozen=True, gc=False):
     """What a router counts, and how lower tiers weigh in reported cached tokens."""
 
-    host_cache_hit_weight: float = 0.75
-    disk_cache_hit_weight: float = 0.25
+    host_cache_hit_weight: float = HOST_HIT_WEIGHT
+    disk_cache_hit_weight: float = DISK_HIT_WEIGHT
     tracks_prefill_tokens: bool = True
     tracks_active_blocks: bool = True
     tracks_output_blocks: bool = False

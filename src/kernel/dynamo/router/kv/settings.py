@@ -8,7 +8,9 @@ from typing import Final, Self
 
 import msgspec
 
+from dynamo.kv.approximate_index import DEFAULT_TTL_SECONDS
 from dynamo.placement.kv_query import MAX_WEIGHT
+from dynamo.placement.policies.kv_default import DefaultCostParameters
 from dynamo.placement.queueing import PolicyFile, PolicyProfile, QueueOrder, Selector, read_policy_file
 from dynamo.placement.queueing.policy_file import SelectorRole
 from dynamo.placement.session_affinity import MAX_TTL_SECONDS, MIN_TTL_SECONDS
@@ -29,6 +31,7 @@ KV_POLICIES: Final = ("time", "default", "two-tier")
 MIB: Final = 1024 * 1024
 
 _GROUP: Final = "kv router"
+_COST: Final = DefaultCostParameters()
 _NO_FILE: Final = PolicyFile()
 _ROLES: Final[Mapping[str, SelectorRole]] = {
     "aggregated": "aggregated", "prefill": "prefill", "decode": "decode", "encode": "encode",
@@ -59,30 +62,30 @@ class KvRouterSettings:
         flag="--router-policy", group=_GROUP)
     kv_cache_block_size: int | None = setting(None, "DYN_KV_CACHE_BLOCK_SIZE", integer(1),
         "Tokens of a KV block; unset: as on the model's card", flag="--kv-cache-block-size", group=_GROUP)
-    overlap_score_credit: float = setting(1.0, "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", _weight,
+    overlap_score_credit: float = setting(_COST.overlap_score_credit, "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", _weight,
         "What a cached block counts against a block that is to be computed; 0: caches are not looked at",
         flag="--router-kv-overlap-score-credit", group=_GROUP)
-    overlap_score_credit_decay: float = setting(0.0, "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY", _weight,
+    overlap_score_credit_decay: float = setting(_COST.overlap_score_credit_decay, "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY", _weight,
         "How much the credit falls with the prompt tokens that wait at a worker (`default`)",
         flag="--router-kv-overlap-score-credit-decay", group=_GROUP)
-    prefill_load_scale: float = setting(1.0, "DYN_ROUTER_PREFILL_LOAD_SCALE", _weight,
+    prefill_load_scale: float = setting(_COST.prefill_load_scale, "DYN_ROUTER_PREFILL_LOAD_SCALE", _weight,
         "What a block that is to be computed counts against a block of a running answer (`default`)",
         flag="--router-prefill-load-scale", group=_GROUP)
-    decode_active_request_weight: float = setting(0.0, "DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT", _weight,
+    decode_active_request_weight: float = setting(_COST.decode_active_request_weight, "DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT", _weight,
         "What a request that runs at a worker counts, in blocks (`default`)",
         flag="--router-decode-active-request-weight", group=_GROUP)
-    host_cache_hit_weight: float = setting(0.75, "DYN_ROUTER_HOST_CACHE_HIT_WEIGHT", _part,
+    host_cache_hit_weight: float = setting(_COST.host_cache_hit_weight, "DYN_ROUTER_HOST_CACHE_HIT_WEIGHT", _part,
         "What a block in the memory of the host counts against a block on the device",
         flag="--router-host-cache-hit-weight", group=_GROUP)
-    disk_cache_hit_weight: float = setting(0.25, "DYN_ROUTER_DISK_CACHE_HIT_WEIGHT", _part,
+    disk_cache_hit_weight: float = setting(_COST.disk_cache_hit_weight, "DYN_ROUTER_DISK_CACHE_HIT_WEIGHT", _part,
         "The same for a block on a disk or in a shared store", flag="--router-disk-cache-hit-weight", group=_GROUP)
-    router_temperature: float = setting(0.0, "DYN_ROUTER_TEMPERATURE", _weight,
+    router_temperature: float = setting(_COST.router_temperature, "DYN_ROUTER_TEMPERATURE", _weight,
         "0: the worker with the lowest cost. More: a worker by chance, the more evenly the higher it is",
         flag="--router-temperature", group=_GROUP)
     use_kv_events: bool = setting(True, "DYN_ROUTER_USE_KV_EVENTS", switch,
         "Learn from the workers' KV events what they hold. Off: guess it from where prompts went",
         flag=("--router-kv-events", "--kv-events"), group=_GROUP)
-    router_ttl_secs: float = setting(120.0, "DYN_ROUTER_TTL_SECS", seconds(0.1),
+    router_ttl_secs: float = setting(DEFAULT_TTL_SECONDS, "DYN_ROUTER_TTL_SECS", seconds(0.1),
         "How long such a guess holds", flag="--router-ttl-secs", group=_GROUP)
     router_approximate_cache_policy: str = setting("ttl", "DYN_ROUTER_APPROXIMATE_CACHE_POLICY", one_of("ttl", "lru"),
         "What ends a guess: its age (`ttl`), or newer ones once they fill the worker's cache (`lru`)",
