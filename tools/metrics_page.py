@@ -24,13 +24,13 @@ from dynamo.frontend.parts.stored_responses.part import FAMILIES as STORED_RESPO
 from dynamo.mocker.metrics import FAMILIES as MOCKER
 from dynamo.router.kv.metrics import FAMILIES as KV_ROUTER
 from dynamo.router.kv.queue_metrics import FAMILIES as ROUTER_QUEUE
-from dynamo.runtime.calls.event_plane.metrics import FAMILIES as EVENTS
+from dynamo.runtime.calls.event_plane.base import FAMILIES as EVENTS
+from dynamo.runtime.calls.nats_connection import ERRORS
 from dynamo.runtime.calls.request_plane.metrics import CALLER, REFUSALS, WORK_HANDLER
+from dynamo.runtime.observability import LOOP_FAILURES, PROCESS, UPTIME
 from dynamo.runtime.observe.endpoint_metrics import FAMILIES as ENDPOINT
 from dynamo.runtime.observe.loop_watchdog import FAMILIES as LOOP
 from dynamo.runtime.observe.metrics import Family
-from dynamo.runtime.observe.nats_metrics import ERRORS
-from dynamo.runtime.observe.process_metrics import LOOP_FAILURES, PROCESS, UPTIME
 from dynamo.worker.kv_publishing.metrics import FAMILIES as KV_PUBLISHER
 from dynamo.worker.lifecycle_metrics import FAMILIES as ENGINE
 

@@ -43,7 +43,7 @@ from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.router.dispatch.conditional import ConditionalSettings
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.router.standalone.settings import RouterServiceSettings
+from dynamo.router.standalone.service import RouterServiceSettings
 from dynamo.runtime.base import settings as runtime
 from dynamo.runtime.base.settings import RuntimeSettings
 from dynamo.runtime.observe.logging import LoggingVariables

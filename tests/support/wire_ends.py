@@ -71,9 +71,9 @@ async def work() -> None:
 
 
 async def ask() -> None:
-    from dynamo.runtime.calls.request_plane.mux import MuxClient, heartbeat
+    from dynamo.runtime.calls.request_plane.mux import MuxClient, connection
 
-    heartbeat.PING_SECONDS = 0.1  # type: ignore[misc]
+    connection.PING_SECONDS = 0.1  # type: ignore[misc]
     client = MuxClient()
     calls: list[asyncio.Task[None]] = []
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -92,7 +92,7 @@ async def ask() -> None:
                 await asyncio.sleep(0)  # it is written at the next turn of the loop
                 tell(f"called {name}")
             case ["patience", seconds]:
-                heartbeat.SILENCE_SECONDS = float(seconds)  # type: ignore[misc]
+                connection.SILENCE_SECONDS = float(seconds)  # type: ignore[misc]
                 tell("waits")
             case ["leave"]:
                 await client.close()

@@ -44,7 +44,7 @@ from dynamo.protocol.openai import (
     route_not_found,
 )
 from dynamo.protocol.openai.errors import ABORTED_CODE, aborted
-from dynamo.protocol.responses.response import error_code
+from dynamo.protocol.responses.request import error_code
 from support.cases import each_case
 
 QUEUE_TEXT = 'router policy class "gold" queue requests limit reached (current=5, limit=4)'

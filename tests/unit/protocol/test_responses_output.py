@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from dynamo.errors import Unknown
 from dynamo.protocol.openai.sse import DONE
-from dynamo.protocol.responses.custom_input import CustomInputReader, custom_input
 from dynamo.protocol.responses.events import EventNumbers
 from dynamo.protocol.responses.items import pack_reasoning, unpack_reasoning
 from dynamo.protocol.responses.output import ItemIds, OutputShape, OutputWriter
-from dynamo.protocol.responses.request import ResponsesBody
-from dynamo.protocol.responses.response import ResponseObject
-from dynamo.protocol.responses.tools import OfferedTool
+from dynamo.protocol.responses.request import ResponseObject, ResponsesBody
+from dynamo.protocol.responses.tools import CustomInputReader, OfferedTool, custom_input
 from support.response_streams import ResponseReader, read_events
 
 ID = "resp_" + "0123456789abcdef" * 2

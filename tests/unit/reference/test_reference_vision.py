@@ -21,7 +21,7 @@ from dynamo.contract.conformance import mock_context
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import Cancelled, InvalidArgument
 from dynamo.kv.hashing import block_hashes
-from dynamo.kv.image_tokens import expand_images
+from dynamo.kv.media_routing import expand_images
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.config import read_model_config
 from dynamo.reference.encoder import ReferenceEncoder

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.discovery import Delete, FileDiscovery, Put
-from dynamo.runtime.discovery.file.bucket import CONFIRM_SECONDS
-from dynamo.runtime.discovery.file.directory import LOCK_ATTEMPTS
-from dynamo.runtime.discovery.file.store import FileStore
+from dynamo.runtime.discovery.file.bucket import CONFIRM_SECONDS, LOCK_ATTEMPTS
+from dynamo.runtime.discovery.file.discovery import FileStore
 from dynamo.runtime.discovery.keys import decode_name, encode_name, split_key
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 

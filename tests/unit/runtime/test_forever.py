@@ -11,9 +11,8 @@ from dynamo.runtime.base import forever as module
 from dynamo.runtime.base.forever import FAILURES, forever
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.health import HealthState
-from dynamo.runtime.observability import _failing
+from dynamo.runtime.observability import _failing, register_process
 from dynamo.runtime.observe.metrics import MetricsRegistry
-from dynamo.runtime.observe.process_metrics import register_process
 from dynamo.testing.simulation.loop import run_virtual
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.runtime.calls.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
+from dynamo.runtime.observability import process_values, register_process, register_uptime
 from dynamo.runtime.observe.endpoint_metrics import EndpointMetrics
 from dynamo.runtime.observe.metrics import DURATION_BUCKETS, Family, MetricsRegistry, sanitize
 from dynamo.runtime.observe.metrics.family import Kind
-from dynamo.runtime.observe.process_metrics import process_values, register_process, register_uptime
 from support.cases import each_case
 
 LABELS = 'dynamo_namespace="ns",dynamo_component="c",dynamo_endpoint="e",worker_id="1f"'

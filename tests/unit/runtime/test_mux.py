@@ -21,7 +21,7 @@ from dynamo.runtime.calls.request_plane.base import (
     split_tcp,
 )
 from dynamo.runtime.calls.request_plane.core import ServerCore
-from dynamo.runtime.calls.request_plane.mux import heartbeat
+from dynamo.runtime.calls.request_plane.mux import connection as mux_connection
 from dynamo.runtime.calls.request_plane.mux.client import MuxClient, MuxConnection, MuxStream
 from dynamo.runtime.calls.request_plane.mux.connection import INLINE_BODY_BYTES
 from dynamo.runtime.calls.request_plane.mux.frames import (
@@ -589,7 +589,7 @@ async def test_a_caller_that_only_listens_is_not_silent(
     rig: Callable[..., Awaitable[Rig]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A slow stream alone on its connection: something is heard all the time, and there are credits for an hour.
-    monkeypatch.setattr(heartbeat, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(mux_connection, "PING_SECONDS", 0.2)
     silence = 0.6
 
     async def drip(body: Any, context: Context, sink: ResponseSink) -> None:
@@ -609,12 +609,12 @@ async def test_a_process_that_stood_still_takes_nobody_for_silent(
     rig: Callable[..., Awaitable[Rig]], monkeypatch: pytest.MonkeyPatch, silence_of: str
 ) -> None:
     # Its timers are late, and what the other side said is yet to be read.
-    monkeypatch.setattr(heartbeat, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(mux_connection, "PING_SECONDS", 0.05)
     settings: dict[str, Any] = (
         {"handshake_timeout_seconds": 0.4, "silence_seconds": 0.4} if silence_of == "caller" else {}
     )
     if silence_of == "worker":
-        monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.4)
+        monkeypatch.setattr(mux_connection, "SILENCE_SECONDS", 0.4)
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(body: Any, context: Context, sink: ResponseSink) -> None:

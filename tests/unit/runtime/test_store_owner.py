@@ -14,7 +14,7 @@ import pytest
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.settings import RuntimeSettings
-from dynamo.runtime.discovery.file.store import FileStore
+from dynamo.runtime.discovery.file.discovery import FileStore
 
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, path: Path, uid: int, mode: int = 0o40700) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo.runtime.base.timers import due_of
-from dynamo.worker.kv_publishing.last_event import LastEventRepeats
+from dynamo.worker.kv_publishing.publisher import LastEventRepeats
 
 
 def test_a_timer_of_the_future_has_a_time_and_one_of_the_past_is_due_on_uvloop_too() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamo.kv.hashing import media_pad_token
-from dynamo.kv.image_tokens import expand_images
+from dynamo.kv.media_routing import expand_images
 from dynamo.text.media_tokens import NO_MEDIA, media_tokens
 
 QWEN = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.worker.kv_publishing import last_event
-from dynamo.worker.kv_publishing.last_event import LastEventRepeats
+from dynamo.worker.kv_publishing import publisher
+from dynamo.worker.kv_publishing.publisher import LastEventRepeats
 
 
 class Timer:
@@ -50,7 +50,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    loops: Any = vars(last_event)["asyncio"]
+    loops: Any = vars(publisher)["asyncio"]
     monkeypatch.setattr(loops, "get_running_loop", lambda: made)
     return made
 

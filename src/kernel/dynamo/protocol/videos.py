@@ -1,4 +1,4 @@
-"""`/v1/videos`: the request as a typed value, its rules, and the object of a video."""
+"""`/v1/videos`: the request as a typed value, its rules, the object of a video, and the description of its routes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dynamo.protocol.forms import FormShape
 from dynamo.protocol.images import ImageReference, check_size
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.reader import RequestReader
+from dynamo.protocol.openai.schema import ApiDescription, describe_read, generation_errors, json_content
 from dynamo.protocol.openai.shapes import I64, MediaPart, NvExt
 from dynamo.protocol.vectors.requests import ResultRequest, check_choice, check_result_request, client_body, refuse
 
@@ -188,3 +189,69 @@ def video_list(objects: Sequence[Mapping[str, Any]], page: VideoPage) -> bytes:
             "has_more": len(found) > len(shown),
         }
     )
+
+
+class VideoObject(Struct):
+    id: str
+    object: str
+    model: str
+    status: str
+    progress: int
+    created_at: int
+    seconds: str
+    size: str
+    data: list[dict[str, Any]] | None = None
+
+
+class VideoList(Struct):
+    object: str
+    data: list[VideoObject]
+    has_more: bool
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class VideoDeleted(Struct):
+    id: str
+    object: str
+    deleted: bool
+
+
+_FORM: Final = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["model", "prompt"],
+            "properties": {name: {"type": "string"} for name in ("model", "prompt", "seconds", "size")},
+        }
+    }
+}
+_ID: Final = [{"name": "video_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+_GONE: Final = {404: "There is no such video, or videos are not kept.", 422: "It is not in this version."}
+
+
+def _read(operation: str, summary: str, answer: str) -> dict[str, Any]:
+    return {**describe_read(operation, summary, answer, errors=_GONE), "parameters": _ID}
+
+
+VIDEOS_API: Final = ApiDescription(
+    [VideoRequest, VideoObject, VideoList, VideoDeleted],
+    {
+        "/v1/videos": {
+            "post": {
+                "operationId": "createVideo",
+                "summary": "Make a video of a prompt",
+                "requestBody": {"required": True, "content": {**json_content("VideoRequest"), **_FORM}},
+                "responses": {
+                    "200": {"description": "The video.", "content": json_content("VideoObject")},
+                    **generation_errors("ErrorBody"),
+                },
+            },
+            "get": describe_read("listVideos", "List the videos that are kept", "VideoList", errors=_GONE),
+        },
+        "/v1/videos/{video_id}": {
+            "get": _read("retrieveVideo", "Show a video", "VideoObject"),
+            "delete": _read("deleteVideo", "Delete a video", "VideoDeleted"),
+        },
+    },
+)

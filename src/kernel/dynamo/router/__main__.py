@@ -16,8 +16,7 @@ from dynamo.kv.index import PrefixIndex
 from dynamo.router.kv.domains import policy_of
 from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import new_router, routed_endpoint
-from dynamo.router.standalone.service import RouterService
-from dynamo.router.standalone.settings import RouterServiceSettings
+from dynamo.router.standalone.service import RouterService, RouterServiceSettings
 from dynamo.runtime.base.settings import RuntimeSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.observe.log_text import one_line

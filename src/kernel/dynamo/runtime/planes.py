@@ -22,9 +22,9 @@ from dynamo.runtime.base.settings import (
     RuntimeSettings,
     discovery_store,
 )
-from dynamo.runtime.calls.event_plane.base import EventPlane
+from dynamo.runtime.calls.event_plane.base import EventPlane, EventPlaneMetrics
 from dynamo.runtime.calls.event_plane.memory import shared_event_plane
-from dynamo.runtime.calls.event_plane.metrics import EventPlaneMetrics
+from dynamo.runtime.calls.nats_connection import NatsMetrics
 from dynamo.runtime.calls.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
 from dynamo.runtime.calls.request_plane.core import ServerCore
 from dynamo.runtime.calls.request_plane.memory import TRANSPORT, MemoryPlane
@@ -34,7 +34,6 @@ from dynamo.runtime.discovery.base import Discovery
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.discovery.memory import MemoryDiscovery, shared_hub
 from dynamo.runtime.observe.metrics import MetricsRegistry
-from dynamo.runtime.observe.nats_metrics import NatsMetrics
 
 if TYPE_CHECKING:
     from dynamo.runtime.calls.nats_connection import NatsConnection

@@ -34,7 +34,7 @@ from dynamo.protocol.responses.lowering import (
     without_old_turns,
 )
 from dynamo.protocol.responses.output import ItemIds, OutputWriter
-from dynamo.protocol.responses.response import ResponseObject, response_usage
+from dynamo.protocol.responses.request import ResponseObject, response_usage
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
 
 logger = logging.getLogger(__name__)

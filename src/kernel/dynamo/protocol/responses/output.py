@@ -15,10 +15,9 @@ from msgspec import Raw, Struct
 
 from dynamo.errors import Unknown
 from dynamo.protocol.openai.escaping import json_line, json_text
-from dynamo.protocol.responses.custom_input import CustomInputReader
 from dynamo.protocol.responses.events import EventNumbers
 from dynamo.protocol.responses.items import pack_reasoning
-from dynamo.protocol.responses.tools import OfferedTool
+from dynamo.protocol.responses.tools import CustomInputReader, OfferedTool
 
 Status = Literal["completed", "incomplete"]
 

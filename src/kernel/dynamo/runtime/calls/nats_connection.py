@@ -11,12 +11,29 @@ from typing import TYPE_CHECKING, Any, Final
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.settings import NatsSettings
 from dynamo.runtime.base.tasks import first_of
+from dynamo.runtime.observe.metrics import Family, MetricsRegistry
 from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
 logger = logging.getLogger(__name__)
+
+ERRORS: Final = Family(
+    "dynamo_transport_nats_errors_total", "counter", "Errors of the NATS connection, by class", ("error_type",)
+)
+
+
+class NatsMetrics:
+    """Errors of the connection. One per process."""
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self._errors = ERRORS.counters(registry)
+
+    def failed(self, error_type: str) -> None:
+        """Count an error; `error_type` is its class."""
+        self._errors.labels(error_type).inc()
+
 
 RECONNECT_SECONDS: Final = 0.5  # between attempts, for as long as it takes
 PING_SECONDS: Final = 10  # a server that vanished without a word is noticed after about two of these

@@ -7,9 +7,10 @@ event ids, which routers notice.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, assert_never, cast
 
@@ -21,7 +22,7 @@ from dynamo.kv.hashing import block_hashes as hash_blocks
 from dynamo.kv.hashing import to_unsigned
 from dynamo.kv.ledger import KvLedger
 from dynamo.kv.media_routing import padded_blocks
-from dynamo.worker.kv_publishing.last_event import LastEventRepeats
+from dynamo.runtime.base.timers import due_of
 from dynamo.worker.kv_publishing.load import SnapshotPublisher, WorkerMetricsPublisher
 from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
 from dynamo.worker.kv_publishing.outbox import EventChannel, Outbox
@@ -41,6 +42,51 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+REPEAT_SECONDS: Final = (0.2, 0.3, 0.4, 10.0)
+"""The pauses before each repetition; the last one again and again, for routers that could not be reached meanwhile."""
+
+
+class LastEventRepeats:
+    """Publishes again when nothing new was published for a while. Use it on one event loop."""
+
+    __slots__ = ("_is_closed", "_loop", "_publish", "_sent_at", "_step", "_timer")
+
+    def __init__(self, publish: Callable[[], None]) -> None:
+        """`publish`: publishes the last event once more."""
+        self._publish = publish
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sent_at = 0.0
+        self._step = 0
+        self._is_closed = False
+
+    def sent(self) -> None:
+        """Begin the silence behind events that were published just now."""
+        self._sent_at, self._step = self._loop.time(), 0
+        if self._timer is None or due_of(self._timer) > self._sent_at + REPEAT_SECONDS[0]:
+            self._set_timer()
+
+    def close(self) -> None:
+        """Publish nothing more. Idempotent."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._is_closed:
+            self._timer = self._loop.call_at(self._sent_at + REPEAT_SECONDS[self._step], self._due)
+
+    def _due(self) -> None:
+        if self._loop.time() >= self._sent_at + REPEAT_SECONDS[self._step]:  # else there was something new meanwhile
+            self._publish()
+            self._sent_at = self._loop.time()
+            self._step = min(self._step + 1, len(REPEAT_SECONDS) - 1)
+        self._timer = None
+        self._set_timer()
+
 
 KV_EVENTS_TOPIC: Final = "kv-events"
 

@@ -8,21 +8,203 @@ to nothing.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import math
+import os
 import queue
+import stat
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
+from dynamo.errors import CannotConnect
 from dynamo.runtime.discovery.base import LEASE_TTL_SECONDS, Change, matches
 from dynamo.runtime.discovery.feed import ChangeFeed
-from dynamo.runtime.discovery.file.store import FileStore
-from dynamo.runtime.discovery.keys import new_lease_id
+from dynamo.runtime.discovery.file.bucket import FileBucket
+from dynamo.runtime.discovery.file.clocks import LeaseClocks
+from dynamo.runtime.discovery.keys import encode_name, new_lease_id, split_bucket, split_key
 
 logger = logging.getLogger(__name__)
+
+STALL_SECONDS: Final = 5.0  # a poll is due every 0.1 s and may wait a second for a lock
+
+
+class FileStore:
+    """Records in files. Methods raise `OSError` when the file system fails; `poll` never does."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        ttl_seconds: float,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.root = root
+        self._clocks = LeaseClocks(ttl_seconds, wall=wall, monotonic=monotonic)
+        self._buckets: dict[str, FileBucket] = {}
+        self._own: dict[str, bytes] = {}
+        self._renew_at = math.inf
+        self._failure: str | None = None  # of the last poll
+
+    def open(self) -> None:
+        """Make the root. Raises `CannotConnect` when it cannot be written."""
+        if sys.platform == "win32":
+            raise CannotConnect("the file discovery store needs POSIX file locks; use --discovery-backend mem")
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(self.root)
+            if not os.access(self.root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise CannotConnect(
+                f"cannot use the file discovery store at {self.root}: {error.strerror or error}. "
+                "Name a directory of your own in DYN_FILE_KV, or choose another store with --discovery-backend"
+            ) from error
+        self._clocks.start()
+
+    # -- records -------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: bytes) -> None:
+        bucket, name = self._place(key)
+        with bucket.directory.locked():
+            bucket.directory.write(name, value)
+        self._own[key] = value
+        self._renew_soon()
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        bucket, name = self._place(key)
+        self._compare_clocks()
+        with bucket.directory.locked():
+            path = bucket.directory.path / name
+            with suppress(FileNotFoundError):
+                if not self._clocks.is_dead(path.stat()):
+                    return False
+                path.unlink()
+            if not bucket.directory.write(name, value, is_new=True):
+                return False
+        self._own[key] = value
+        self._renew_soon()
+        return True
+
+    def delete(self, key: str) -> None:
+        bucket, name = self._place(key)
+        self._own.pop(key, None)
+        bucket.directory.remove(name)
+
+    def lose(self) -> None:
+        """Remove our records, as a process does that takes this one for dead; the next poll puts it again."""
+        for key in self._own:
+            bucket, name = self._place(key)
+            bucket.directory.remove(name)
+
+    def read(self, prefix: str) -> tuple[dict[str, bytes], list[Change]]:
+        """Return the living records under a prefix, and the changes that reading them found."""
+        bucket = self._bucket(split_bucket(prefix)[0])
+        self._compare_clocks()
+        changes: list[Change] = []
+        bucket.poll(changes, look=True)
+        return bucket.read(prefix), changes
+
+    def poll(self) -> list[Change]:
+        """Renew what is ours, remove what is dead, and report what changed in the buckets used so far.
+
+        Nearly always this is one `stat` for each bucket. Never raises for a failing file system: the last view stays.
+        """
+        self._compare_clocks()
+        changes: list[Change] = []
+        failure: Exception | None = None
+        now = self._clocks.monotonic()
+        if now >= self._renew_at:
+            try:
+                self._renew()
+                self._renew_at = now + self._clocks.renew_seconds
+            except (OSError, CannotConnect) as error:
+                failure = error
+        for bucket in self._buckets.values():
+            try:
+                bucket.poll(changes)
+            except (OSError, CannotConnect) as error:
+                failure = error
+        if failure is not None and self._failure is None:
+            logger.warning("file discovery store %s failed: %s; keeping the last view", self.root, failure)
+        elif failure is None and self._failure is not None:
+            logger.info("file discovery store %s is back", self.root)
+        self._failure = None if failure is None else str(failure)
+        return changes
+
+    def trouble(self) -> str | None:
+        """Return why the view may be out of date; see `base.Discovery`."""
+        if self._failure is not None:
+            return f"the file store {self.root} fails: {self._failure}"
+        since = self._clocks.unseen_seconds()  # a file system that hangs keeps the poll from returning
+        if self._buckets and since > STALL_SECONDS:
+            return f"the file store {self.root} has not answered for {since:.0f} s"
+        return None
+
+    def close(self) -> None:
+        """Remove what is ours, as far as it goes; what is left expires by itself."""
+        for key in list(self._own):
+            try:
+                self.delete(key)
+            except (OSError, CannotConnect) as error:
+                logger.warning("could not remove %s from the file discovery store: %s", key, error)
+        for bucket in self._buckets.values():
+            bucket.close()
+
+    # -- renewal -------------------------------------------------------------------------------------------------
+
+    def _compare_clocks(self) -> None:
+        if self._clocks.compare():
+            self._renew_at = min(self._renew_at, self._clocks.monotonic())
+
+    def _renew(self) -> None:
+        for key, value in self._own.items():
+            bucket, name = self._place(key)
+            path = bucket.directory.path / name
+            try:
+                os.utime(path)
+                if path.read_bytes() == value:
+                    continue
+                why = "was overwritten by another process"
+            except FileNotFoundError:
+                why = "was removed by another process"
+            bucket.restore(name, value, why)
+
+    def _renew_soon(self) -> None:
+        self._renew_at = min(self._renew_at, self._clocks.monotonic() + self._clocks.renew_seconds)
+
+    # -- buckets -------------------------------------------------------------------------------------------------
+
+    def _bucket(self, name: str) -> FileBucket:
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            bucket = self._buckets[name] = FileBucket(name, self.root, own=self._own, clocks=self._clocks)
+        return bucket
+
+    def _place(self, key: str) -> tuple[FileBucket, str]:
+        bucket, inside = split_key(key)
+        return self._bucket(bucket), encode_name(inside)
+
+
+def _check_owner(root: Path) -> None:
+    """Refuse a root in which another user decides what stands. Raises PermissionError.
+
+    In a shared temporary directory another user may make the root first, and a worker would serve from their records.
+    """
+    users = (0, os.geteuid())
+    for found in (root.lstat(), root.stat()):  # a link is followed, so its owner counts, too
+        if found.st_uid not in users:
+            raise PermissionError(errno.EPERM, f"it belongs to another user (uid {found.st_uid})")
+    if found.st_mode & stat.S_IWOTH and found.st_uid == os.geteuid() != 0:
+        raise PermissionError(errno.EPERM, f"every user may write to it; chmod 700 {root}")
+
 
 POLL_SECONDS: Final = 0.1  # how late a change is seen; 0.15 % of a core, nearly all of it the waking up
 

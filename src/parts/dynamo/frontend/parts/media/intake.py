@@ -17,7 +17,7 @@ from dynamo.frontend.parts.media.fetcher import PartFetcher, Resolve, resolve_ho
 from dynamo.frontend.parts.media.metrics import MediaMetrics
 from dynamo.frontend.parts.media.uploads import FileSource, UploadedParts
 from dynamo.frontend.pipeline.plan import WorkRequest
-from dynamo.kv.image_tokens import expand_images
+from dynamo.kv.media_routing import expand_images
 from dynamo.protocol.openai.errors import not_built
 from dynamo.protocol.openai.media_parts import refused_part
 from dynamo.protocol.openai.shapes import MediaPart, RequestMedia

@@ -28,8 +28,7 @@ from dynamo.protocol.forms import FormShape
 from dynamo.protocol.image_answers import IMAGES_API
 from dynamo.protocol.images import EDIT_FORM
 from dynamo.protocol.openai.schema import ApiDescription
-from dynamo.protocol.video_schema import VIDEOS_API
-from dynamo.protocol.videos import VIDEO_FORM
+from dynamo.protocol.videos import VIDEO_FORM, VIDEOS_API
 
 
 class _Form(NamedTuple):
