@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement.active_load import ActiveLoad, common_blocks
+from dynamo.placement.active_load import ActiveLoad
+from dynamo.placement.rank_load import common_blocks
 from support.properties import examples
 
 A, B = WorkerRank(1, 0), WorkerRank(2, 1)
@@ -208,8 +209,8 @@ def test_the_account_is_what_a_recount_gives(steps: list[tuple[str, str, WorkerR
             assert load.prefill_tokens(each) == plain.prefill(each)
             assert load.requests(each) == sum(r.rank == each for r in plain.requests.values())
             account = load.of(each)
-            assert account.context_tokens == plain.context(each)
-            assert account.streams == sum(r.rank == each and r.streams for r in plain.requests.values())
+            assert account.clock.context_tokens == plain.context(each)
+            assert account.clock.streams == sum(r.rank == each and r.streams for r in plain.requests.values())
             waiting = account.prefill_pass
             assert waiting.running_tokens == sum(waiting.running.values())
             assert waiting.waiting_tokens == sum(waiting.waiting.values())

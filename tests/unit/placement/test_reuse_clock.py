@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
-from dynamo.placement.reuse_clock import ENTRIES, ReuseClock
+from dynamo.placement.rank_load import ENTRIES, ReuseClock
 
 
 def test_nothing_is_evicted_while_there_is_room() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, WorkerRank
-from dynamo.placement.active_load import common_blocks
 from dynamo.placement.kv_query import AllEligibleWorkersOverloaded, KvOverrides, KvQuery, NoEndpoints, RankInfo, Trust
 from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.placement.rank_load import common_blocks
 from dynamo.router.kv.router import KvRouter, KvRouterOptions
 
 A, B, C = WorkerRank(1), WorkerRank(2), WorkerRank(3)

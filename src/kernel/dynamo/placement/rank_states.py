@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement.active_load import ActiveLoad, LoadOfRank
+from dynamo.placement.active_load import ActiveLoad
 from dynamo.placement.kv_query import RankInfo
 from dynamo.placement.kv_state import RankState
+from dynamo.placement.rank_load import LoadOfRank
 from dynamo.placement.timing_learner import TimingLearner
 
 
@@ -88,8 +89,8 @@ class RankStates:
             prefill_tokens=load.prefill_tokens,
             decode_blocks=load.decode_blocks,
             requests=len(load.booked),
-            streams=load.streams,
-            context_tokens=load.context_tokens,
+            streams=load.clock.streams,
+            context_tokens=load.clock.context_tokens,
             pass_started_at=prefill.started_at if prefill.running else None,
             boundary_at=load.boundary_at,
             pass_tokens=prefill.running_tokens,

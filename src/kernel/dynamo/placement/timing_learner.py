@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement.active_load import Booked, LoadOfRank
 from dynamo.placement.prefill_pass import FinishedPasses
+from dynamo.placement.rank_load import Booked, LoadOfRank
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, DEFAULT_TIMING, RankTiming, TimeCurve
 
 FADE: Final = 0.98  # weight of a sample after each later one: about the last fifty count
@@ -37,16 +37,44 @@ KILO: Final = 1000.0  # tokens: the unit of a prefill's x while it is fitted
 Row = tuple[float, float, float]
 
 
+class _UsualErrors:
+    """How far the samples of one curve usually are from its fit, relative to what the fit expects."""
+
+    __slots__ = ("_lean", "_scatter", "_spread")
+
+    def __init__(self) -> None:
+        self._spread = 0.0  # the usual error
+        self._lean = 0.0  # the same with its sign: where the fit is off
+        self._scatter = 0.0  # how far the errors usually are from that
+
+    def weigh(self, lean: float) -> float:
+        """Take the error of a sample, with its sign; return what the sample counts for: less than 1 where it is far off."""
+        # Comparisons in place of min, max and abs: this runs twice for every first token.
+        error = lean if lean >= 0.0 else -lean
+        limit = 3.0 * self._spread
+        if limit <= USUAL_ERROR:
+            limit = USUAL_ERROR
+        if error > 3.0 * limit:
+            lean = 3.0 * limit if lean > 0.0 else -3.0 * limit
+        self._spread += SPREAD_FADE * ((lean if lean >= 0.0 else -lean) - self._spread)
+        off = lean - self._lean
+        self._lean += SPREAD_FADE * off
+        self._scatter += SPREAD_FADE * ((off if off >= 0.0 else -off) - self._scatter)
+        return limit / error if error > limit else 1.0
+
+    def doubt(self, count: float) -> float:
+        """Return how well a mean of `count` samples is known; as those of a crowd err alike, four count as one."""
+        return self._scatter / (1.0 - math.pow(1.0 - SPREAD_FADE, count)) * min(1.0, UNSURE / math.sqrt(count))
+
+
 class CurveFit:
     """The weighted samples of one curve, as sums. `pool` is added to a rank's own samples, with a limited weight."""
 
-    __slots__ = ("_lean", "_pool", "_prior", "_scatter", "_spread", "_sums", "_unfitted", "count", "row", "shared")
+    __slots__ = ("_errors", "_pool", "_prior", "_sums", "_unfitted", "count", "row", "shared")
 
     def __init__(self, prior: Row, pool: CurveFit | None = None) -> None:
         self._prior, self._pool = prior, pool
-        self._spread = 0.0  # the usual relative error
-        self._lean = 0.0  # the same with its sign: where the fit is off
-        self._scatter = 0.0  # how far the errors usually are from that
+        self._errors = _UsualErrors()
         self._sums = [0.0] * 9  # of products of the parts with each other (6), and with the measured time (3)
         self._unfitted = 0  # samples since the last fit
         self.count = 0.0  # samples, each with its weight
@@ -59,22 +87,10 @@ class CurveFit:
             self._pool.add(parts, measured)
         a, b, c = parts
         base, linear, square = self.row
-        # Comparisons in place of min, max and abs: this runs twice for every first token.
         expected = a * base + b * linear + c * square
         if expected <= LEAST_MS:
             expected = LEAST_MS
-        lean = (measured - expected) / expected
-        error = lean if lean >= 0.0 else -lean
-        limit = 3.0 * self._spread
-        if limit <= USUAL_ERROR:
-            limit = USUAL_ERROR
-        if error > 3.0 * limit:
-            lean = 3.0 * limit if lean > 0.0 else -3.0 * limit
-        self._spread += SPREAD_FADE * ((lean if lean >= 0.0 else -lean) - self._spread)
-        off = lean - self._lean
-        self._lean += SPREAD_FADE * off
-        self._scatter += SPREAD_FADE * ((off if off >= 0.0 else -off) - self._scatter)
-        weight = limit / error / (expected * measured) if error > limit else 1.0 / (expected * measured)
+        weight = self._errors.weigh((measured - expected) / expected) / (expected * measured)
         sums = self._sums
         fresh = (a * a, a * b, a * c, b * b, b * c, c * c, a * measured, b * measured, c * measured)
         self._sums = [FADE * old + weight * new for old, new in zip(sums, fresh, strict=True)]
@@ -108,8 +124,7 @@ class CurveFit:
         if theirs <= 0.0:
             return self.row
         apart = abs(own / theirs - 1.0)
-        # Of how well a mean of so many samples is known; as those of a crowd err alike, four count as one.
-        doubt = self._scatter / (1.0 - (1.0 - SPREAD_FADE) ** self.count) * min(1.0, UNSURE / math.sqrt(self.count))
+        doubt = self._errors.doubt(self.count)
         if apart <= doubt:
             return pool.shared
         share = 1.0 - (doubt / apart) ** 2
@@ -236,8 +251,8 @@ class TimingLearner:
             return
         if unsettled is not None:
             self._settle(rank, fits, unsettled)
-        others = load.streams - 1  # streams that made steps meanwhile
-        fill = min(1.0, load.context_tokens / fits.capacity)
+        others = load.clock.streams - 1  # streams that made steps meanwhile
+        fill = min(1.0, load.clock.context_tokens / fits.capacity)
         step = fits.timing.step_ms(fill, others) if others > 0 else 0.0
         # An arrival finds the step that runs half done; then every pass does one step beside the prompts.
         measured = passes.seconds * 1000.0 - step * (passes.passes + (0.5 if passes.was_idle else 0.0))
@@ -259,25 +274,25 @@ class TimingLearner:
         unsettled = fits.unsettled
         if unsettled is not None and now > unsettled.settled_at:
             self._settle(booked.rank, fits, unsettled)
-        tokens, begun = booked.output_tokens, booked.first_token_at
+        tokens, begun = booked.output.tokens, booked.first_token
         if begun is None or tokens < 1:
             return
         self._answers += 1
         share = 1.0 / (1 + self._answers)
         self._output_tokens += (tokens - self._output_tokens) * (share if share > OUTPUT_FADE else OUTPUT_FADE)
-        seconds = now - begun
+        seconds = now - begun.at
         if seconds <= 0.0:
             return
         # What it generated beside prompts is left out, with the time of those passes.
-        clock, (area, stream_seconds, pass_seconds, pass_steps) = load.clock, booked.clock_at_first_token
-        steps = tokens - 1 - (clock.pass_steps - pass_steps)
+        clock = load.clock
+        steps = tokens - 1 - (clock.pass_steps - begun.pass_steps)
         if steps < FEWEST_STEPS:
             return
-        step = 1000.0 * (seconds - (clock.pass_seconds - pass_seconds)) / steps
+        step = 1000.0 * (seconds - (clock.pass_seconds - begun.pass_seconds)) / steps
         if step < LEAST_MS:
             return
-        fill = min(1.0, (clock.area - area) / seconds / fits.capacity)
-        fits.decode.add((1.0, fill, (clock.stream_seconds - stream_seconds) / seconds), step)
+        fill = min(1.0, (clock.area - begun.area) / seconds / fits.capacity)
+        fits.decode.add((1.0, fill, (clock.stream_seconds - begun.stream_seconds) / seconds), step)
         if self._decode.share():
             self.moved |= self._ranks.keys() - {booked.rank}
 

@@ -21,7 +21,7 @@ import msgspec
 
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, OverlapIndex, WorkerRank
-from dynamo.placement.active_load import DEFAULT_EXPIRY_SECONDS, ActiveLoad, Booked, LoadOfRank, common_blocks
+from dynamo.placement.active_load import DEFAULT_EXPIRY_SECONDS, ActiveLoad
 from dynamo.placement.kv_query import (
     DISK_HIT_WEIGHT,
     HOST_HIT_WEIGHT,
@@ -33,6 +33,7 @@ from dynamo.placement.kv_query import (
     preferred_weight,
 )
 from dynamo.placement.kv_state import KvChoice, KvPolicy, KvRequest, KvState, Lookup, RankMatch, RankState, Selection
+from dynamo.placement.rank_load import Booked, LoadOfRank, common_blocks
 from dynamo.placement.rank_states import RankStates
 from dynamo.placement.timing_learner import TimingLearner
 from dynamo.router.kv.indexes import KvIndexes
