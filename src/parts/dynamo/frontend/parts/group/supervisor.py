@@ -1,7 +1,7 @@
 """The parent of a group: it owns the socket, deals connections out, and keeps its members running.
 
 It reads no HTTP. A connection goes to the member that has the fewest, and stays there (`dealer.py`). Metrics pass through
-here (`scrapes.py`), and so do values that hold for all members.
+here (`rounds.py`), and so do values that hold for all members.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from dynamo.frontend.parts.group.messages import (
     read,
 )
 from dynamo.frontend.parts.group.places import Places
-from dynamo.frontend.parts.group.questions import GroupQuestions
-from dynamo.frontend.parts.group.scrapes import GroupScrapes
+from dynamo.frontend.parts.group.rounds import GroupQuestions, GroupScrapes
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.http.inspector_token import new_token
 from dynamo.supervise.backoff import NOT_STARTED
@@ -76,6 +75,63 @@ class _SharedValues:
             member.send(Share(0, key, value))
 
 
+class _Launcher:
+    """Starts the processes of the members, each with the descriptors that it inherits."""
+
+    def __init__(self, places: Places, rows: int, argv: Sequence[str], admin: socket.socket | None) -> None:
+        self._places, self._rows, self._argv, self._admin = places, rows, argv, admin
+
+    @property
+    def admin_port(self) -> int | None:
+        return None if self._admin is None else self._admin.getsockname()[1]
+
+    def close(self) -> None:
+        if self._admin is not None:
+            self._admin.close()
+
+    async def start(
+        self, member: MemberProcess
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start the process of a member, and connect to it. Raises OSError, and leaves nothing open then."""
+        with ExitStack() as own_ends, ExitStack() as its_ends:
+            (ours, control), (dealt, deliveries) = _pair(own_ends, its_ends), _pair(own_ends, its_ends)
+            inherited = {"control": control.fileno(), "deliveries": deliveries.fileno(), "places": self._places.fd}
+            if self._places.limits is not None:
+                inherited["limits"] = self._places.limits.fd
+            if self._admin is not None:
+                inherited["admin"] = self._admin.fileno()
+            flags = [f"--{name}={fd}" for name, fd in inherited.items()]
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            own_ends.callback(writer.close)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "dynamo.frontend.parts.group.member"),
+                *(*flags, f"--row={member.row}", f"--rows={self._rows}", "--", *self._argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=tuple(inherited.values()),
+                preexec_fn=_ignore_interrupts,
+            )
+            own_ends.pop_all()
+        dealt.setblocking(False)
+        member.process, member.writer, member.deliveries = process, writer, dealt
+        return process, reader, writer
+
+
+class _End:
+    """Whether the group ends, and with which status."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self.failure = 0
+        self.signal: signal.Signals | None = None  # the second one
+
+    def status(self) -> int:
+        """Return the exit status; a group that was stopped twice ends as a process without handlers would."""
+        if self.signal is not None:
+            signal.signal(self.signal, signal.SIG_DFL)
+            os.kill(os.getpid(), self.signal)
+        return self.failure
+
+
 class Supervisor:
     """`await Supervisor(settings, argv, listener).run()` serves until a signal; its result is the exit status."""
 
@@ -92,17 +148,15 @@ class Supervisor:
         `admin` is bound for the admin routes. All members accept from it themselves: any of them answers for all, and this
         process keeps the port while members come and go.
         """
-        self._settings, self._argv = settings, tuple(argv)
-        self._admin = admin
+        self._settings = settings
         self._places = Places.create(settings.workers, with_limits=settings.key_sources.exist)
+        self._launcher = _Launcher(self._places, settings.workers, tuple(argv), admin)
         self._members = [MemberProcess(row) for row in range(settings.workers)]
         self._dealer = ConnectionDealer(listener, self._members, self._places)
         self._scrapes = GroupScrapes(self._members, metrics_prefix=settings.metrics_prefix)
         self._shared = _SharedValues(self._members)
-        self._stopping = asyncio.Event()
         self._was_serving = False
-        self._failure = 0
-        self._signal: signal.Signals | None = None
+        self._end = _End()
 
     async def run(self) -> int:
         """Run the group; return 0 after a clean end, else the status of the member without which the group cannot
@@ -113,33 +167,28 @@ class Supervisor:
             loop.add_signal_handler(number, self._hear, number)
         token = new_token()  # of the inspector: every member lets it in
         self._shared.put(TOKEN_KEY, token.encode())
-        admin_port = None if self._admin is None else self._admin.getsockname()[1]
         sources = self._settings.key_sources
         keys = _keys_at_start(sources) if sources.exist else None
         try:
-            with published_access(self._settings, self._dealer.port, admin_port, token, keys):
+            with published_access(self._settings, self._dealer.port, self._launcher.admin_port, token, keys):
                 async with asyncio.TaskGroup() as group:
                     for member in self._members:
                         group.create_task(self._keep(member), name=member.name)
         finally:
             self._dealer.close()
-            if self._admin is not None:
-                self._admin.close()
+            self._launcher.close()
             await self._scrapes.close()
             await self._shared.questions.close()
             self._places.close()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
-        if self._signal is not None:
-            signal.signal(self._signal, signal.SIG_DFL)
-            os.kill(os.getpid(), self._signal)  # it was stopped twice: end as a process without handlers would
-        return self._failure
+        return self._end.status()
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
     def _hear(self, number: signal.Signals) -> None:
-        if self._stopping.is_set():
-            self._signal = number
+        if self._end.stopping.is_set():
+            self._end.signal = number
             self._each(lambda process: process.kill())
             return
         logger.info("%s: draining, no new requests (again to leave at once)", number.name)
@@ -147,7 +196,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Members drain side by side; connections are dealt to them until the last one has ended, and answered 503."""
-        self._stopping.set()
+        self._end.stopping.set()
         self._each(lambda process: process.terminate())
         settings = self._settings
         limit = settings.grace_period_seconds + settings.graceful_shutdown_seconds + KILL_RESERVE_SECONDS
@@ -163,35 +212,35 @@ class Supervisor:
 
     async def _keep(self, member: MemberProcess) -> None:
         loop = asyncio.get_running_loop()
-        while not self._stopping.is_set():
+        while not self._end.stopping.is_set():
             status = await self._live(member)
             since, member.ready_since = member.ready_since, None
             self._places.clear(member.row)
             self._scrapes.keep_counts(member)
             self._tell_standing()
-            if self._stopping.is_set():
+            if self._end.stopping.is_set():
                 return
             delay = member.policy.after_death(status, healthy_seconds=None if since is None else loop.time() - since)
             words = exit_words(status)
             has_logged_why = not self._was_serving and status > 0 and status != NOT_STARTED
             if delay is None or has_logged_why:  # it would log it again
                 logger.error("%s %s and cannot be kept running", member.name, words)
-                self._failure = self._failure or (status if status > 0 else 1)
+                self._end.failure = self._end.failure or (status if status > 0 else 1)
                 self._stop()
                 return
             logger.error("%s %s; starting it again in %g s", member.name, words, delay)
             self._scrapes.restarts.inc()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
+                await asyncio.wait_for(self._end.stopping.wait(), delay)
 
     async def _live(self, member: MemberProcess) -> int:
         """Run one incarnation; return its status as `subprocess` gives it (-9: SIGKILL), or NOT_STARTED."""
         try:
-            process, reader, writer = await self._start(member)
+            process, reader, writer = await self._launcher.start(member)
         except OSError as error:  # no room for a process, or no descriptor: that may pass
             logger.error("%s cannot be started: %s", member.name, error.strerror or error)
             return NOT_STARTED
-        if self._stopping.is_set():  # stopped while it was being started
+        if self._end.stopping.is_set():  # stopped while it was being started
             process.terminate()
         self._shared.tell_all(member)
         try:
@@ -203,32 +252,6 @@ class Supervisor:
             self._leave(member)
             writer.close()
             member.writer = member.process = None
-
-    async def _start(
-        self, member: MemberProcess
-    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Start the process of a member, and connect to it. Raises OSError, and leaves nothing open then."""
-        with ExitStack() as own_ends, ExitStack() as its_ends:
-            (ours, control), (dealt, deliveries) = _pair(own_ends, its_ends), _pair(own_ends, its_ends)
-            inherited = {"control": control.fileno(), "deliveries": deliveries.fileno(), "places": self._places.fd}
-            if self._places.limits is not None:
-                inherited["limits"] = self._places.limits.fd
-            if self._admin is not None:
-                inherited["admin"] = self._admin.fileno()
-            flags = [f"--{name}={fd}" for name, fd in inherited.items()]
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-            own_ends.callback(writer.close)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "dynamo.frontend.parts.group.member"),
-                *(*flags, f"--row={member.row}", f"--rows={len(self._members)}", "--", *self._argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=tuple(inherited.values()),
-                preexec_fn=_ignore_interrupts,
-            )
-            own_ends.pop_all()
-        dealt.setblocking(False)
-        member.process, member.writer, member.deliveries = process, writer, dealt
-        return process, reader, writer
 
     def _leave(self, member: MemberProcess) -> None:
         """Send no more connections to this process, and wait for none of its answers."""
