@@ -29,19 +29,18 @@ from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.http.inference_route import EXCHANGE, AsgiSink
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.parts.keys.access_log import AccessLog
-from dynamo.frontend.parts.keys.charging import CHARGE, PLACE_OF, KeyCharges, PlaceShares, reserve_tokens, show_limits
 from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.key_store import KeyStore
 from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.parts.keys.line_file import LineFile
-from dynamo.frontend.parts.keys.metering import UsageMeter
 from dynamo.frontend.parts.keys.metrics import KeyMetrics
+from dynamo.frontend.parts.keys.part import CHARGE, PLACE_OF, KeyCharges, PlaceShares, reserve_tokens, show_limits
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, TokenUse
 from dynamo.frontend.parts.keys.rules.key_file import key_toml
 from dynamo.frontend.parts.keys.rules.key_text import hash_of, key_text
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
-from dynamo.frontend.parts.keys.usage_store import UsageStore
+from dynamo.frontend.parts.keys.usage_store import UsageMeter, UsageStore
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.outcome import Outcome, Reached, TokensTaken
 from dynamo.frontend.pipeline.plan import Plan, Tally

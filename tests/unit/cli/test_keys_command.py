@@ -13,8 +13,7 @@ from dynamo.cli import keys
 from dynamo.cli.main import main
 from dynamo.cli.usage import UsageError
 from dynamo.frontend.base.access import KeyRole
-from dynamo.frontend.parts.keys.key_editor import change_key_file
-from dynamo.frontend.parts.keys.key_store import load_key_file
+from dynamo.frontend.parts.keys.key_store import change_key_file, load_key_file
 from dynamo.frontend.parts.keys.rules.key_text import hash_of
 from dynamo.frontend.parts.keys.rules.records import Budget, LimitSet, Period, Revocation
 

@@ -9,8 +9,8 @@ import pytest
 
 from dynamo.frontend.base.settings.media import FetchRules
 from dynamo.frontend.parts.media.addresses import MediaRefused, check_address, check_url, shown_url
-from dynamo.frontend.parts.media.cache import MediaCache
 from dynamo.frontend.parts.media.content import Media, read_data_url, read_media
+from dynamo.frontend.parts.media.fetcher import MediaCache
 from support.cases import each_case
 from support.pictures import GIF, JPEG, MP4, RED, WAV, WEBP, data_url, png_of
 

@@ -11,7 +11,7 @@ from dynamo.frontend.admission.process import Admission
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.shares import HELD_SHORTLY, Shares
 from dynamo.frontend.parts.group.places import Places, SharedAdmission
-from dynamo.frontend.parts.keys.charging import PlaceShares
+from dynamo.frontend.parts.keys.part import PlaceShares
 from dynamo.protocol.openai.errors import RequestRejected
 from support.access import bearer, closed_cluster, key
 from support.frontend_cluster import say

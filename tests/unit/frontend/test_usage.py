@@ -16,11 +16,10 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.limit_table import LimitTable
-from dynamo.frontend.parts.keys.metering import UsageMeter
 from dynamo.frontend.parts.keys.metrics import MAX_KEYS, KeyMetrics
 from dynamo.frontend.parts.keys.quotas import Quotas, TokenDemand, TokenUse
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
-from dynamo.frontend.parts.keys.usage_store import UsageQuery, UsageStore
+from dynamo.frontend.parts.keys.usage_store import UsageMeter, UsageQuery, UsageStore
 from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.access import bearer, closed_cluster, key
 from support.frontend_cluster import fail, say
@@ -91,7 +90,7 @@ async def test_what_cannot_be_written_waits_and_is_written_once(
 async def test_usage_is_written_once_where_the_frontend_closes_during_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.frontend.parts.keys.metering.WRITE_SECONDS", 0.0)
+    monkeypatch.setattr("dynamo.frontend.parts.keys.usage_store.WRITE_SECONDS", 0.0)
     record, store = key("k"), UsageStore(tmp_path / "usage.sqlite")
     quotas, meter = meter_of(store, record)
     writing, release, add = asyncio.Event(), asyncio.Event(), store.add

@@ -20,8 +20,7 @@ import msgspec
 from dynamo.cli.usage import UsageError
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.access import KeyRole, RouteGroup
-from dynamo.frontend.parts.keys.key_editor import change_key_file
-from dynamo.frontend.parts.keys.key_store import load_key_file
+from dynamo.frontend.parts.keys.key_store import change_key_file, load_key_file
 from dynamo.frontend.parts.keys.rules.key_file import add_key, remove_key, replace_key
 from dynamo.frontend.parts.keys.rules.key_text import RANDOM_BYTES, check_imported, hash_of, key_text, new_id
 from dynamo.frontend.parts.keys.rules.records import KeyRecord, Period, Revocation

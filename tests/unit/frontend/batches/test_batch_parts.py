@@ -25,10 +25,9 @@ from dynamo.frontend.parts.batches.input_check import LineReader, check_input
 from dynamo.frontend.parts.batches.journal import LineResult, ResultJournal
 from dynamo.frontend.parts.batches.line_call import Fate, LineAnswer
 from dynamo.frontend.parts.batches.line_pace import LinePace
-from dynamo.frontend.parts.batches.line_queue import MAX_DEFERRED, READ_LINES, LineQueue
 from dynamo.frontend.parts.batches.model_gate import ModelGate, ModelGates
 from dynamo.frontend.parts.batches.records import BatchRecord
-from dynamo.frontend.parts.batches.run import BatchRun
+from dynamo.frontend.parts.batches.run import MAX_DEFERRED, READ_LINES, BatchRun, LineQueue
 from dynamo.protocol.batches.lines import BatchLine, line_number_of, line_request_id, result_line
 from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.status import TRANSITIONS, BatchStatus

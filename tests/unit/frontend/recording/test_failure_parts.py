@@ -17,9 +17,8 @@ from dynamo.frontend.base.failures import (
     FailureRing,
     message_template,
 )
-from dynamo.frontend.parts.recording.bundles import MAX_LINES, RequestLogLines
+from dynamo.frontend.parts.recording.bundles import MAX_LINES, ContentScrubber, RequestLogLines
 from dynamo.frontend.parts.recording.request_shape import shape_of
-from dynamo.frontend.parts.recording.scrubber import ContentScrubber
 from dynamo.runtime.observe.log_text import is_safe
 from dynamo.runtime.observe.logging import log_span
 from support.cases import each_case

@@ -16,8 +16,7 @@ from dynamo.errors import InvalidArgument, Unknown
 from dynamo.frontend.base.redaction import load_redaction
 from dynamo.frontend.base.settings.recording import RecordingSettings
 from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
-from dynamo.frontend.parts.recording.trace_files import open_sinks
-from dynamo.frontend.parts.recording.trace_writer import TraceWriter
+from dynamo.frontend.parts.recording.trace_writer import TraceWriter, open_sinks
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.content_key import content_key
 from dynamo.settings.table import read_settings

@@ -294,7 +294,7 @@ class MediaPart(Struct, frozen=True):
     url: str | None  # None: an engine knows the content by its `uuid`
     uuid: str | None
     where: str  # what errors call it: messages[1].content[0]
-    file_id: str | None = None  # an uploaded file, which `frontend/parts/media/uploads` puts its content in place of
+    file_id: str | None = None  # an uploaded file, which `frontend/parts/media/intake` puts its content in place of
     shown: JsonObject | None = None  # where a file stood, for templates: its bytes define its kind
     is_upload: bool = False  # what the request is about, and no part of a message: its route bounds it
 

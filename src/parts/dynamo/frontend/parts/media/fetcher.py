@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,20 +22,78 @@ from dynamo.errors import Overloaded
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.settings.media import FetchRules, MediaSettings
 from dynamo.frontend.parts.media.addresses import FetchTarget, MediaRefused, check_address, check_url
-from dynamo.frontend.parts.media.cache import MediaCache
 from dynamo.frontend.parts.media.content import Media, read_data_url, read_media
 from dynamo.frontend.parts.media.http_get import Answered, get
 from dynamo.frontend.parts.media.metrics import FetchOutcome
 from dynamo.runtime.base.tasks import Background
 
+MAX_URLS: Final = 4096
+_MAX_AGE: Final = re.compile(r"(?:^|[\s,])(?:s-maxage|max-age)\s*=\s*\"?(\d{1,9})", re.IGNORECASE)
+_NOT_KEPT: Final = re.compile(r"\b(?:no-store|no-cache|private)\b", re.IGNORECASE)
+
 MAX_REDIRECTS: Final = 3
 MAX_ADDRESSES: Final = 8  # of one host that are tried
 INLINE_CHARACTERS: Final = 128 * 1024  # of a data URL that is read on the loop, which takes 0.2 ms
-
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """From a host and port to the addresses of the host. Raises OSError where it has none."""
-
 _FlightKey = tuple[str, str, FetchRules]  # URL, kind
+
+
+class MediaCache:
+    """Least recently used first out, by bytes. Two URLs with one content share it."""
+
+    def __init__(self, max_bytes: int, max_seconds: float, clock: Callable[[], float]) -> None:
+        self._max_bytes, self._max_seconds, self._clock = max_bytes, max_seconds, clock
+        self._contents: OrderedDict[bytes, Media] = OrderedDict()
+        self._urls: OrderedDict[Hashable, tuple[bytes, float]] = OrderedDict()  # key -> digest, fresh until
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        """Return how many contents are kept."""
+        return len(self._contents)
+
+    def find(self, key: Hashable) -> Media | None:
+        """Return the content of a URL that is still fresh."""
+        known = self._urls.get(key)
+        if known is None:
+            return None
+        digest, until = known
+        media = self._contents.get(digest)
+        if media is None or self._clock() >= until:
+            del self._urls[key]
+            return None
+        self._urls.move_to_end(key)
+        self._contents.move_to_end(digest)
+        return media
+
+    def add(self, key: Hashable, media: Media, cache_control: str) -> Media:
+        """Keep a content that was fetched just now; return the one that is kept where it was known already."""
+        media = self._contents.get(media.digest, media)
+        seconds = min(self._max_seconds, _fresh_seconds(cache_control, self._max_seconds))
+        if seconds <= 0 or len(media.url) > self._max_bytes:
+            return media
+        self._urls[key] = media.digest, self._clock() + seconds
+        self._urls.move_to_end(key)
+        if len(self._urls) > MAX_URLS:
+            self._urls.popitem(last=False)
+        if media.digest not in self._contents:
+            self._contents[media.digest] = media
+            self.bytes += len(media.url)
+        self._contents.move_to_end(media.digest)
+        while self.bytes > self._max_bytes:
+            _, dropped = self._contents.popitem(last=False)
+            self.bytes -= len(dropped.url)
+        return media
+
+
+def _fresh_seconds(cache_control: str, default: float) -> float:
+    """Return how long a server lets its answer be kept; `default` where it sets nothing."""
+    if not cache_control:
+        return default
+    if _NOT_KEPT.search(cache_control):
+        return 0.0
+    found = _MAX_AGE.search(cache_control)
+    return default if found is None else float(found[1])
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:

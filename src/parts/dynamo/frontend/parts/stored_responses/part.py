@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
+from urllib.parse import parse_qs
 
-from dynamo.frontend.base.access import Access
+import msgspec
+
+from dynamo.frontend.apis.history import scoped_owner
+from dynamo.frontend.base.access import Access, identity_of
+from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
 from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.settings.stored_responses import OFF, SQLITE, StoredResponseSettings, StoreLimits
 from dynamo.frontend.http.routes import GuardedRoute
@@ -15,13 +21,107 @@ from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoreUsage
 from dynamo.frontend.parts.stored_responses.history import ResponseHistory
 from dynamo.frontend.parts.stored_responses.memory import MemoryResponseStore
-from dynamo.frontend.parts.stored_responses.routes import CancelRoute, InputItemsRoute, StoredResponseRoute
+from dynamo.protocol.openai.errors import RequestRejected, not_built
+from dynamo.protocol.openai.escaping import json_line
 from dynamo.runtime.observe.metrics import Family
+
+DEFAULT_PAGE: Final = 20
+LARGEST_PAGE: Final = 100
+TENANT: Final = b"x-tenant-id"  # a response that was stored with it is found with it
+
+Query = dict[str, list[str]]
 
 FAMILIES: Final = (
     Family("stored_responses", "gauge", "[Responses](responses.md#stored-responses) that are kept"),
     Family("stored_response_bytes", "gauge", "What they take, their inputs included"),
 )
+logger = logging.getLogger(__name__)
+
+
+class _StoredRoute:
+    """A route for one stored response."""
+
+    def __init__(self, history: ResponseHistory, *, knows_tenants: bool = True) -> None:
+        """`knows_tenants`: as the requests whose answers are stored."""
+        self._history, self._knows_tenants = history, knows_tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        id: str = scope["path_params"]["response_id"]
+        query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        identity = identity_of(scope)
+        tenant = first_headers(scope).get(TENANT, b"").decode("latin-1") if self._knows_tenants else ""
+        owner = scoped_owner(None if identity is None else identity.owner, tenant)
+        try:
+            body = await self._answer(self._history, scope["method"], id, owner, query)
+        except RequestRejected as error:
+            await reply_rejected(send, error)
+        else:
+            await reply(send, 200, body)
+
+    @abstractmethod
+    async def _answer(self, history: ResponseHistory, method: str, id: str, owner: str, query: Query) -> bytes:
+        """Return the body. Raises RequestRejected."""
+
+
+class StoredResponseRoute(_StoredRoute):
+    """GET and DELETE `/v1/responses/{id}`."""
+
+    async def _answer(self, history: ResponseHistory, method: str, id: str, owner: str, query: Query) -> bytes:
+        if method == "DELETE":
+            await history.delete(id, owner)
+            return json_line({"id": id, "object": "response", "deleted": True})
+        if _one(query, "stream") in ("true", "1"):
+            raise not_built("Validation: `stream` is not supported: the events of a response are not kept", "stream")
+        return (await history.find(id, owner)).response
+
+
+class InputItemsRoute(_StoredRoute):
+    """GET `/v1/responses/{id}/input_items`, in pages."""
+
+    async def _answer(self, history: ResponseHistory, method: str, id: str, owner: str, query: Query) -> bytes:
+        order, after = _one(query, "order") or "desc", _one(query, "after")
+        if order not in ("asc", "desc"):
+            raise _refused(f"order must be asc or desc, got '{order[:64]}'", "order")
+        limit = _one(query, "limit") or str(DEFAULT_PAGE)
+        if not limit.isdecimal() or len(limit) > 4 or not 1 <= int(limit) <= LARGEST_PAGE:
+            raise _refused(f"limit must be between 1 and {LARGEST_PAGE}, got '{limit[:64]}'", "limit")
+        stored = await history.find(id, owner)
+        items: Sequence[Any] = msgspec.json.decode(stored.input_items)
+        if order == "desc":
+            items = items[::-1]
+        if after:
+            place = next((place for place, item in enumerate(items) if item["id"] == after), None)
+            if place is None:
+                raise _refused(f"there is no input item '{after[:64]}'", "after")
+            items = items[place + 1 :]
+        page = items[: int(limit)]
+        return json_line(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > len(page),
+            }
+        )
+
+
+class CancelRoute(_StoredRoute):
+    """POST `/v1/responses/{id}/cancel`: what is stored here has ended."""
+
+    async def _answer(self, history: ResponseHistory, method: str, id: str, owner: str, query: Query) -> bytes:
+        await history.find(id, owner)
+        raise RequestRejected(
+            400, "Only a response that runs in the background can be cancelled, and this one has ended"
+        )
+
+
+def _one(query: Query, name: str) -> str | None:
+    return query[name][-1] if name in query else None
+
+
+def _refused(message: str, param: str) -> RequestRejected:
+    return RequestRejected(400, f"Validation: {message}", param=param)
 
 
 class StoredResponseMetrics:
@@ -78,9 +178,6 @@ def open_stored_responses(settings: StoredResponseSettings, kernel: Kernel) -> S
     place, limits = settings.responses_store, settings.response_limits
     store = open_response_store(place, limits, is_shared_port=kernel.peers is not None)
     return None if store is None else StoredResponses(kernel, store, limits)
-
-
-logger = logging.getLogger(__name__)
 
 
 def open_response_store(place: str, limits: StoreLimits, *, is_shared_port: bool) -> ResponseStore | None:

@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.errors import Unknown
 from dynamo.frontend.parts.media.content import media_type
-from dynamo.frontend.parts.media.relay_api import (
+from dynamo.frontend.parts.media.relay import (
     Planning,
     Relayed,
     RelayedApi,

@@ -11,7 +11,7 @@ import msgspec
 from dynamo.errors import Unknown
 from dynamo.frontend.parts.media.addresses import MediaRefused
 from dynamo.frontend.parts.media.content import Media, read_media
-from dynamo.frontend.parts.media.relay_api import (
+from dynamo.frontend.parts.media.relay import (
     Planning,
     Relayed,
     RelayedApi,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import Unknown
-from dynamo.frontend.parts.media.relay_api import (
+from dynamo.frontend.parts.media.relay import (
     MAX_RESULT_BYTES,
     Planning,
     Relayed,
