@@ -52,7 +52,11 @@ def break_once(monkeypatch: pytest.MonkeyPatch, step: str, calls: dict[str, int]
 
 async def test_each_loop_that_fails_once_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forever, "FIRST_DELAY_SECONDS", 0.01)
-    for module, name in (("key_store", "LOOK_SECONDS"), ("usage_store", "WRITE_SECONDS"), ("line_file", "WRITE_SECONDS")):
+    for module, name in (
+        ("key_store", "LOOK_SECONDS"),
+        ("usage_store", "WRITE_SECONDS"),
+        ("line_file", "WRITE_SECONDS"),
+    ):
         monkeypatch.setattr(f"{PARTS}.keys.{module}.{name}", 0.02)
     calls: dict[str, int] = {}
     for step in STEPS:
