@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
@@ -59,9 +59,9 @@ class ApiClient:
         connection: http.client.HTTPConnection,
         method: str,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         *,
-        raw: Any = None,
+        raw: bytes | Iterable[bytes] | None = None,
         headers: dict[str, str] | None = None,
         timeout_seconds: float = READ_SECONDS,
     ) -> http.client.HTTPResponse:
@@ -86,7 +86,12 @@ class ApiClient:
         return answer
 
     def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, content: Any, headers: Mapping[str, str]
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        content: bytes | Iterable[bytes] | None,
+        headers: Mapping[str, str],
     ) -> http.client.HTTPResponse:
         """Send a request and return its answer, also one that the server gave before it had read all of the request."""
         try:
@@ -112,7 +117,7 @@ class ApiClient:
             f"no answer from {self.url}: {error or type(error).__name__}; is it running? `dynamo serve` starts one"
         )
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
         """Send one request and return its answer, read as JSON. Raises ServerError."""
         with closing(self.connect()) as connection:
             answer = self.request(connection, method, path, body)
@@ -144,7 +149,7 @@ def _answer_at_once(connection: http.client.HTTPConnection, method: str) -> http
     return answer
 
 
-def error_text(body: Any) -> str:
+def error_text(body: object) -> str:
     """Return the message of an error body of any shape."""
     if isinstance(body, dict):
         error = body.get("error")
@@ -152,7 +157,7 @@ def error_text(body: Any) -> str:
     return str(body)
 
 
-def _json(data: bytes) -> Any:
+def _json(data: bytes) -> object:
     try:
         return json.loads(data)
     except ValueError:

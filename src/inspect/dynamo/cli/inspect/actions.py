@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from dynamo.cli.api_client import ServerError
 from dynamo.cli.inspect.detail import decision_lines
@@ -14,6 +14,7 @@ from dynamo.protocol.inspector.views import RoutingView, StreamView, WorkerView
 if TYPE_CHECKING:
     from dynamo.cli.inspect.app import InspectorApp
 
+T = TypeVar("T")
 READ_ONLY_ROLES: Final = ("viewer", "content")
 
 
@@ -60,7 +61,7 @@ class ServerActions:
 
         self._app.push_screen(TextDialog(f"Where would this prompt go, for {model}?", "", problem_of), go_on)
 
-    def _ask_to_act(self, question: ActionQuestion, act: Callable[[str], Any]) -> None:
+    def _ask_to_act(self, question: ActionQuestion, act: Callable[[str], object]) -> None:
         problem = self._may_not()
         if problem is not None:
             self._app.tell(problem, "warning")
@@ -70,7 +71,7 @@ class ServerActions:
             if reason is not None:
                 done = f"{question.action} of {question.subject} {question.id}: the frontend took it"
 
-                def told(answer: Any) -> None:
+                def told(answer: object) -> None:
                     missing = answer.get("partial") if isinstance(answer, dict) else None
                     if missing:
                         self._app.tell(f"{done}, but not {', '.join(map(str, missing))}", "warning")
@@ -89,7 +90,7 @@ class ServerActions:
             return "read-only: the frontend runs with --inspect-read-only"
         return f"read-only: this key has the role {fleet.role}" if fleet.role in READ_ONLY_ROLES else None
 
-    def _in_thread(self, ask: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def _in_thread(self, ask: Callable[[], T], then: Callable[[T], None]) -> None:
         """Call the server in a thread; go on with the answer in the app, or show what went wrong."""
         app = self._app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from textual.app import App, ComposeResult
 from textual.message import Message
@@ -25,7 +25,7 @@ from dynamo.cli.inspect.screens import LinesScreen, RequestScreen, key_lines
 from dynamo.cli.inspect.tables import FORMS
 from dynamo.cli.inspect.widgets import LinesView, TableView
 from dynamo.protocol.inspector.filters import Filter, FilterError, parse_filter
-from dynamo.protocol.inspector.views import FleetView, StreamView, WorkerView
+from dynamo.protocol.inspector.views import Entry, FleetView, StreamView, WorkerView
 
 MOST_ROWS: Final = 1000  # of a view; the title has of how many
 STALE_SECONDS: Final = 5.0  # a watch brings a patch each second while anything moves
@@ -150,7 +150,7 @@ class InspectorApp(App[int]):
             upper = base.query_one(f"#{self._page.tables[0]}", TableView)
             upper.styles.height = min(len(upper.rows) + 2, max(4, int(self.size.height * 0.4)))
 
-    def _rows(self, view: str) -> list[Any]:
+    def _rows(self, view: str) -> list[Entry]:
         entries = (getattr(self._state.picture, view) or []) if self._state.picture else []
         if self._is_filtered(view):
             now = self.now_ms
@@ -371,7 +371,7 @@ def _go_to_problem(text: str) -> str | None:
     return None if text else "type the name of a page, or a part of an id"
 
 
-def _request_of(row: Any) -> str | None:
+def _request_of(row: Entry) -> str | None:
     """Return the request that a row is about: itself, or of a decision or a group of errors its own."""
     if hasattr(row, "endpoint"):
         return str(row.id)
@@ -379,7 +379,7 @@ def _request_of(row: Any) -> str | None:
     return found
 
 
-def _model_of(row: Any) -> str | None:
+def _model_of(row: Entry | None) -> str | None:
     if isinstance(row, WorkerView):
         return row.models[0] if row.models else None
     found: str | None = getattr(row, "name", None) or getattr(row, "model", None)

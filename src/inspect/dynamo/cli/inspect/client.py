@@ -8,10 +8,10 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -71,11 +71,11 @@ class InspectorClient(ApiClient):
         """Return what is known of one request. Raises ServerError."""
         return _decoded(self._read("GET", f"/admin/v1/requests/{quote(request_id, safe='')}"), RequestDetail)
 
-    def abort(self, request_id: str, reason: str) -> Any:
+    def abort(self, request_id: str, reason: str) -> object:
         """End one request in flight. Raises ServerError."""
         return self._act(f"/admin/v1/requests/{quote(request_id, safe='')}/abort", {"reason": reason})
 
-    def change_worker(self, worker_id: str, action: str, reason: str) -> Any:
+    def change_worker(self, worker_id: str, action: str, reason: str) -> object:
         """Send `drain`, `undrain` or `quarantine` for a worker. Raises ServerError."""
         return self._act(f"/admin/v1/workers/{quote(worker_id, safe='')}/{action}", {"reason": reason})
 
@@ -84,11 +84,11 @@ class InspectorClient(ApiClient):
         body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
         return _decoded(self._read("POST", "/admin/v1/routing/explain", body), _Explained).routing
 
-    def _act(self, path: str, body: dict[str, Any]) -> Any:
+    def _act(self, path: str, body: Mapping[str, object]) -> object:
         answer = self._read("POST", path, body)
         return _decoded(answer, object) if answer else None
 
-    def _read(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    def _read(self, method: str, path: str, body: Mapping[str, object] | None = None) -> bytes:
         with closing(self.connect()) as connection:
             answer = self.ask(connection, method, path, body, ANSWER_SECONDS)
             try:
@@ -106,7 +106,7 @@ class InspectorClient(ApiClient):
         connection: http.client.HTTPConnection,
         method: str,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         timeout_seconds: float = SILENCE_SECONDS,
         headers: dict[str, str] | None = None,
     ) -> http.client.HTTPResponse:

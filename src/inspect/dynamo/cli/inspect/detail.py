@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
+
+from msgspec import Struct
 
 from dynamo.cli.inspect.figures import UNKNOWN, bytes_of, clock, count, exact, short, sparkline
 from dynamo.cli.inspect.lines import Cell, Column, Line, TableForm, Tone, TonedText, flow, heading
@@ -129,7 +131,7 @@ def _pair(name: str, value: str) -> Line:
     return (TonedText.of(f"{name} ", Tone.DIM), TonedText.of(value))
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if value is None:
         return UNKNOWN
     return value if isinstance(value, str) else json.dumps(value)
@@ -222,7 +224,7 @@ def decision_lines(decision: RoutingView, width: int) -> list[Line]:
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def record_lines(title: str, entry: Any, now_ms: int, width: int) -> list[Line]:
+def record_lines(title: str, entry: Struct, now_ms: int, width: int) -> list[Line]:
     """Return all members of one row, each in full."""
     found: list[Line] = [heading(title, width)]
     names = entry.__struct_fields__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -91,12 +91,17 @@ class Cell(Struct, frozen=True):
     tone: Tone = Tone.NORMAL
 
 
+E = TypeVar("E")
+CellOf = Callable[[E, int, int], Cell]
+"""Makes the text of a column from a row, the server's time in ms and the width that it has."""
+
+
 @dataclass(frozen=True, slots=True)
-class Column:
-    """One column: `cell` makes its text from a row, the server's time in ms and the width that it has."""
+class Column(Generic[E]):
+    """One column of rows of one kind."""
 
     title: str
-    cell: Callable[[Any, int, int], Cell]
+    cell: CellOf[E]
     width: int
     widest: int = 0
     """It grows up to this where there is room; 0: it keeps its width."""
@@ -107,25 +112,25 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class TableForm:
+class TableForm(Generic[E]):
     """A kind of table: which view it shows, its columns and its orders."""
 
     view: str
     title: str
-    columns: tuple[Column, ...]
-    orders: tuple[tuple[str, Callable[[Any], Any]], ...]
+    columns: tuple[Column[E], ...]
+    orders: tuple[tuple[str, Callable[[E], str | tuple[object, ...]]], ...]
     """By name, each a sort key; the first is the usual one."""
     nothing: str
     """What stands in a table without rows."""
 
-    def at(self, width: int, longest: Sequence[int] | None = None) -> PlacedColumns:
+    def at(self, width: int, longest: Sequence[int] | None = None) -> PlacedColumns[E]:
         """Return the columns that have room, each with its width.
 
         `longest`: for each column how many cells its texts need; no column grows further.
         """
         return PlacedColumns(tuple(laid_out(self.columns, width, longest)), width)
 
-    def longest(self, rows: Sequence[Any], now_ms: int, least: Sequence[int]) -> list[int]:
+    def longest(self, rows: Sequence[E], now_ms: int, least: Sequence[int]) -> list[int]:
         """Return for each column that grows how many cells its longest text needs, `least` where none needs more."""
         return [
             max([so_far, *(width_of(printable(column.cell(row, now_ms, column.widest).text)) for row in rows)])
@@ -134,7 +139,7 @@ class TableForm:
             for column, so_far in zip(self.columns, least, strict=True)
         ]
 
-    def whole(self, rows: Sequence[Any], now_ms: int) -> PlacedColumns:
+    def whole(self, rows: Sequence[E], now_ms: int) -> PlacedColumns[E]:
         """Return all columns, each as wide as its longest cell."""
         placed = []
         for column in self.columns:
@@ -144,7 +149,9 @@ class TableForm:
         return PlacedColumns(tuple(placed), MARGIN + sum(width + GAP for _, width in placed))
 
 
-def laid_out(columns: Sequence[Column], width: int, longest: Sequence[int] | None = None) -> list[tuple[Column, int]]:
+def laid_out(
+    columns: Sequence[Column[E]], width: int, longest: Sequence[int] | None = None
+) -> list[tuple[Column[E], int]]:
     """Return the columns that fit into `width`, with their widths: the least important go, and the rest grow.
 
     `longest`: for each column the cells that its texts need; without it, it may grow without bound. With it, details
@@ -178,21 +185,21 @@ def laid_out(columns: Sequence[Column], width: int, longest: Sequence[int] | Non
     return list(zip(kept, widths, strict=True))
 
 
-def _needed(columns: Sequence[Column]) -> int:
+def _needed(columns: Sequence[Column[E]]) -> int:
     return MARGIN + sum(column.width for column in columns) + GAP * (len(columns) - 1) + 1
 
 
-def _wished(columns: Sequence[Column], limits: Mapping[Column, int]) -> int:
+def _wished(columns: Sequence[Column[E]], limits: Mapping[Column[E], int]) -> int:
     """Return the width at which only texts of details are cut."""
     spare = sum(max(0, limits[column] - column.width) for column in columns if column.rank < DETAIL_RANK)
     return _needed(columns) + spare
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedColumns:
+class PlacedColumns(Generic[E]):
     """The columns of one table at one width."""
 
-    columns: tuple[tuple[Column, int], ...]
+    columns: tuple[tuple[Column[E], int], ...]
     width: int
 
     def head(self) -> Line:
@@ -200,7 +207,7 @@ class PlacedColumns:
         cells = (fit(column.title, width, right=column.is_right) for column, width in self.columns)
         return (TonedText(" " * MARGIN + (" " * GAP).join(cells), Tone.DIM),)
 
-    def row(self, entry: Any, now_ms: int, *, is_chosen: bool = False) -> Line:
+    def row(self, entry: E, now_ms: int, *, is_chosen: bool = False) -> Line:
         """Return one row."""
         tones, texts = [Tone.ACCENT], ["▶" if is_chosen else " " * MARGIN]
         gap = ""

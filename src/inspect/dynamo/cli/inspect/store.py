@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
 from dynamo.protocol.inspector.views import (
     CacheView,
+    Entry,
     ErrorGroup,
     EventView,
     FleetView,
@@ -26,7 +27,7 @@ from dynamo.protocol.inspector.views import (
     WorkerView,
 )
 
-LISTS: Final[Mapping[str, type[Struct]]] = MappingProxyType(
+LISTS: Final[Mapping[str, type[Entry]]] = MappingProxyType(
     {
         "frontends": FrontendView,
         "models": ModelView,
@@ -43,6 +44,9 @@ LISTS: Final[Mapping[str, type[Struct]]] = MappingProxyType(
 """The views that are lists, each with the type of its entries."""
 
 
+V = TypeVar("V")
+
+
 class PatchMismatch(ValueError):
     """A patch that this picture cannot take; the way out is a new picture."""
 
@@ -54,21 +58,22 @@ def patched(picture: Picture, patch: Patch) -> Picture:
     """
     if patch.seq <= picture.seq:
         return picture
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     fleet = patch.set.get("fleet")
     if fleet is not None:
         changes["fleet"] = _entry("fleet", fleet, FleetView)
     for view, (set_entries, gone) in _by_view(patch).items():
         changes[view] = _merged(getattr(picture, view) or (), view, set_entries, gone)
-    if patch.progress and picture.streams is not None:
-        changes["streams"] = _progressed(changes.get("streams", picture.streams), patch.progress)
     changes |= {"seq": patch.seq, "taken_ms": patch.taken_ms, "partial": patch.partial, "totals": patch.totals}
-    return structs.replace(picture, **changes)
+    after = structs.replace(picture, **changes)
+    if patch.progress and after.streams is not None:
+        after.streams = _progressed(after.streams, patch.progress)
+    return after
 
 
-def _by_view(patch: Patch) -> dict[str, tuple[dict[str, Any], set[str]]]:
+def _by_view(patch: Patch) -> dict[str, tuple[dict[str, object], set[str]]]:
     """Sort a patch by view: the entries to set, and the ids of those that have gone."""
-    found: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    found: dict[str, tuple[dict[str, object], set[str]]] = {}
     for key, value in patch.set.items():
         view, slash, id = key.partition("/")
         if slash and view in LISTS:
@@ -80,7 +85,7 @@ def _by_view(patch: Patch) -> dict[str, tuple[dict[str, Any], set[str]]]:
     return found
 
 
-def _merged(entries: Any, view: str, set_entries: Mapping[str, Any], gone: set[str]) -> list[Any]:
+def _merged(entries: Sequence[Entry], view: str, set_entries: Mapping[str, object], gone: set[str]) -> list[Entry]:
     kind = LISTS[view]
     new = {id: _entry(f"{view}/{id}", value, kind) for id, value in set_entries.items()}
     kept = [new.pop(entry.id, entry) for entry in entries if entry.id not in gone or entry.id in new]
@@ -100,7 +105,7 @@ def _after(stream: StreamView, news: StreamProgress) -> StreamView:
     )
 
 
-def _entry(key: str, value: Any, kind: type[Struct]) -> Any:
+def _entry(key: str, value: object, kind: type[V]) -> V:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

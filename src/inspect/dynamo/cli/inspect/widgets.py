@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
 from dynamo.cli.inspect.lines import Line, PlacedColumns, TableForm, Tone, TonedText, heading, width_of_line
+from dynamo.protocol.inspector.views import Entry
 
 HEAD_LINES: Final = 2  # of a table: its title and its column heads
 WHEEL_LINES: Final = 3
@@ -37,8 +38,8 @@ class LineWidget(Widget):
     }
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
         self._styles: dict[tuple[Tone, bool], Style] = {}  # of this drawing, by tone and whether the line is chosen
 
     def render_lines(self, crop: Region) -> list[Strip]:
@@ -68,9 +69,11 @@ class LinesView(LineWidget):
 
     can_focus = False
 
-    def __init__(self, make: Callable[[int], Sequence[Line]], **options: Any) -> None:
+    def __init__(
+        self, make: Callable[[int], Sequence[Line]], *, id: str | None = None, classes: str | None = None
+    ) -> None:
         """`make`: returns the lines for a width; it is called again at every change."""
-        super().__init__(**options)
+        super().__init__(id=id, classes=classes)
         self._make = make
         self._lines: Sequence[Line] = ()
         self._first = 0
@@ -99,7 +102,7 @@ class LinesView(LineWidget):
         """How many lines fit."""
         return max(1, self.size.height - 1)
 
-    def get_content_height(self, container: Any, viewport: Any, width: int) -> int:
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Return how many lines there are."""
         return len(self._make(width))
 
@@ -143,10 +146,10 @@ class TableView(LineWidget, can_focus=True):
             self.table = table
             super().__init__()
 
-    def __init__(self, form: TableForm, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, form: TableForm[Entry], id: str) -> None:
+        super().__init__(id=id)
         self.form = form
-        self.rows: list[Any] = []
+        self.rows: list[Entry] = []
         self._title = ""
         self._remark = ""
         self._now_ms = 0
@@ -154,14 +157,14 @@ class TableView(LineWidget, can_focus=True):
         self._at = 0  # the place of the chosen row
         self._first = 0  # the row at the top
         self._longest = [0] * len(form.columns)
-        self._placed = PlacedColumns((), 0)
+        self._placed: PlacedColumns[Entry] = PlacedColumns((), 0)
 
     @property
-    def chosen(self) -> Any | None:
+    def chosen(self) -> Entry | None:
         """The row under the mark."""
         return self.rows[self._at] if self.rows else None
 
-    def show(self, rows: list[Any], now_ms: int, title: str, remark: str = "") -> None:
+    def show(self, rows: list[Entry], now_ms: int, title: str, remark: str = "") -> None:
         """Show these rows, which are sorted. The chosen one stays chosen; where it has gone, its neighbour is."""
         self.rows, self._now_ms, self._title, self._remark = rows, now_ms, title, remark
         if self._chosen_id is not None:

@@ -312,6 +312,12 @@ class ErrorGroup(Struct, kw_only=True):
     example: str  # id of a request with a bundle
 
 
+Entry = (
+    FrontendView | ModelView | WorkerView | StreamView | RecentView | RoutingView | CacheView | PrefixView | ErrorGroup | EventView
+)  # fmt: skip
+"""One entry of a view that is a list."""
+
+
 class SettingView(Struct, kw_only=True):
     """One setting that is in force."""
 

@@ -1,14 +1,17 @@
-"""The inspector's page: static files that any browser may have, because they hold nothing; what they show needs a key."""
+"""The inspector's page: files that any browser may have, because they hold nothing; what they show needs a key."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Final
 
+import msgspec
+
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
+from dynamo.protocol.inspector.columns import columns_of_page
 
 INSPECT_PATH: Final = "/inspect/"
 
@@ -41,8 +44,14 @@ _HEADERS: Final = (
 def inspect_files() -> Mapping[str, InspectFile]:
     """Return the page's files by their paths on the server; `INSPECT_PATH` itself is the page."""
     root = files("dynamo.frontend.parts.inspector").joinpath("static/inspect")
-    found = {INSPECT_PATH + name: InspectFile(file, name) for name, file in _below(root)}
-    return {INSPECT_PATH: found.pop(INSPECT_PATH + "index.html"), **found}
+    found = {INSPECT_PATH + name: InspectFile(file.read_bytes, name) for name, file in _below(root)}
+    columns = InspectFile(_columns, "columns.js")
+    return {INSPECT_PATH: found.pop(INSPECT_PATH + "index.html"), INSPECT_PATH + "columns.js": columns, **found}
+
+
+def _columns() -> bytes:
+    """Return the module that has the columns of the page's tables."""
+    return b"export const COLUMNS = %s;\n" % msgspec.json.encode(columns_of_page())
 
 
 def _below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
@@ -56,15 +65,15 @@ def _below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Travers
 class InspectFile:
     """One file of the page; read on first use, because most frontends never show it."""
 
-    def __init__(self, file: Traversable, name: str) -> None:
-        self._file = file
+    def __init__(self, read: Callable[[], bytes], name: str) -> None:
+        self._read = read
         self._content_type = _CONTENT_TYPES[name.rpartition(".")[2]]
         self._body: bytes | None = None
         self._tag = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._body is None:
-            self._body = self._file.read_bytes()
+            self._body = self._read()
             self._tag = b'"%s"' % hashlib.sha256(self._body).hexdigest()[:16].encode()
         headers = (*_HEADERS, (b"etag", self._tag))
         if first_headers(scope).get(b"if-none-match") == self._tag:

@@ -1,7 +1,22 @@
 // A table of live rows: sorted, chosen by keys, and drawn only where it is on screen. On narrow screens its rows are cards.
 
 import { h } from "./dom.js";
-import { UNKNOWN, columnsText, sampled } from "./text.js";
+import { COLUMNS } from "./columns.js"; // the server makes it of the columns that `dynamo top` shows, too
+import {
+  UNKNOWN,
+  age,
+  bytes,
+  clock,
+  columnsText,
+  count,
+  duration,
+  figure,
+  line,
+  ratio,
+  sampled,
+  share,
+} from "./text.js";
+import { state } from "./parts.js";
 
 const ROW_PX = 30; // as in inspect.css
 const SPARE_ROWS = 12; // drawn above and below what is on screen, so that scrolling shows no gap
@@ -11,6 +26,39 @@ const NARROW = matchMedia("(max-width: 720px)");
 const COMPACT = matchMedia("(max-width: 1560px)"); // the screen of a laptop: inspect.css sets smaller type there
 const COMPACT_SHARE = 0.76; // of a column's width
 const widthOf = (column) => Math.round((column.width ?? 90) * (COMPACT.matches ? COMPACT_SHARE : 1));
+
+// How each form of a column is written.
+const WRITERS = {
+  name: line,
+  text: line,
+  names: (names) => line(names.join(", ")),
+  state: line,
+  clock,
+  number: (value) => (value ? String(value) : UNKNOWN),
+  count,
+  size: count,
+  bytes,
+  rate: figure,
+  share,
+  seconds: duration,
+};
+
+/** The columns of a view; `own` has, by a column's id, what its form does not decide: {text, cell, tone, sort}. */
+export function columnsOf(view, own = {}) {
+  return COLUMNS[view].map((column) => ({ ...column, ...written(column), ...own[column.id] }));
+}
+
+function written({ form, of, isNumber }) {
+  const [name] = of;
+  if (form === "ratio") return { text: (row) => ratio(row[name], row[of[1]]), sort: (row) => row[name] };
+  if (form === "age" || form === "silence")
+    return { text: (row, now) => age(row[name], now), sort: (row) => (row[name] ? -row[name] : null) };
+  const write = WRITERS[form];
+  if (write === undefined) return {}; // one of its own
+  const text = (row) => write(row[name]);
+  if (form === "state") return { text, cell: (row) => state(row[name]) };
+  return isNumber || form === "clock" ? { text, sort: (row) => row[name] } : { text };
+}
 
 let tables = 0;
 

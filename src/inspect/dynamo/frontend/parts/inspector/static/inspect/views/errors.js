@@ -2,50 +2,10 @@
 
 import { h } from "../dom.js";
 import { address, download, link, pairs, panel, waiting } from "../parts.js";
-import { Table } from "../table.js";
+import { Table, columnsOf } from "../table.js";
 import { UNKNOWN, age, count, figure, line, lines, moment, pairsText } from "../text.js";
 
-const COLUMNS = [
-  {
-    id: "last",
-    label: "Last",
-    width: 85,
-    title: "since the last one",
-    text: (row, now) => age(row.last_ms, now),
-    sort: (row) => -row.last_ms,
-    isNumber: true,
-  },
-  { id: "count", label: "Count", isNumber: true, width: 75, text: (row) => count(row.count), sort: (row) => row.count },
-  {
-    id: "rate",
-    label: "Per minute",
-    isNumber: true,
-    width: 95,
-    text: (row) => figure(row.per_minute),
-    sort: (row) => row.per_minute,
-  },
-  {
-    id: "status",
-    label: "Status",
-    isNumber: true,
-    width: 70,
-    text: (row) => String(row.status),
-    sort: (row) => row.status,
-  },
-  { id: "code", label: "Code", width: 170, text: (row) => line(row.code) },
-  { id: "model", label: "Model", width: 150, text: (row) => line(row.model) },
-  { id: "worker", label: "Worker", width: 130, text: (row) => line(row.worker) },
-  { id: "message", label: "Message", isWide: true, isLong: true, text: (row) => line(row.message) },
-  {
-    id: "first",
-    label: "First",
-    isNumber: true,
-    width: 85,
-    title: "since the first one",
-    text: (row, now) => age(row.first_ms, now),
-    sort: (row) => -row.first_ms,
-  },
-];
+const COLUMNS = columnsOf("errors");
 
 let table = null;
 

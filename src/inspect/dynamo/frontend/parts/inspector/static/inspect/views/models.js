@@ -2,7 +2,7 @@
 
 import { h } from "../dom.js";
 import { address, link, pairs, panel, state, workerLink } from "../parts.js";
-import { Table } from "../table.js";
+import { Table, columnsOf } from "../table.js";
 import { UNKNOWN, count, line, pairsText, ratio } from "../text.js";
 
 const roles = (model) =>
@@ -11,20 +11,9 @@ const roles = (model) =>
     .join(", ") || UNKNOWN;
 const readiness = (model) => (model.is_ready ? "ready" : `not ready: ${line(model.why_not)}`);
 
-const COLUMNS = [
-  {
-    id: "name",
-    label: "Model",
-    isWide: true,
-    text: (row) => line(row.name),
-    cell: (row) => link(address("models", row.id), line(row.name)),
-  },
-  { id: "namespace", label: "Namespace", width: 110, text: (row) => line(row.namespace) },
-  {
-    id: "ready",
-    label: "Ready",
-    width: 250,
-    isLong: true,
+const COLUMNS = columnsOf("models", {
+  name: { cell: (row) => link(address("models", row.id), line(row.name)) },
+  ready: {
     text: readiness,
     cell: (row) =>
       row.is_ready
@@ -32,43 +21,8 @@ const COLUMNS = [
         : h("span", { class: "state warn" }, h("span", { class: "mark", "aria-hidden": "true" }, "◐"), readiness(row)),
     sort: (row) => (row.is_ready ? 1 : 0),
   },
-  { id: "types", label: "Types", width: 170, text: (row) => line(row.types.join(", ")) },
-  { id: "workers", label: "Workers", width: 130, text: roles },
-  {
-    id: "flight",
-    label: "In flight",
-    isNumber: true,
-    width: 90,
-    text: (row) => ratio(row.in_flight, row.limit),
-    sort: (row) => row.in_flight,
-  },
-  {
-    id: "waiting",
-    label: "Waiting",
-    isNumber: true,
-    width: 80,
-    text: (row) => count(row.waiting),
-    sort: (row) => row.waiting,
-  },
-  {
-    id: "context",
-    label: "Context",
-    isNumber: true,
-    width: 90,
-    text: (row) => count(row.context_length),
-    sort: (row) => row.context_length,
-  },
-  {
-    id: "block",
-    label: "Block",
-    isNumber: true,
-    width: 65,
-    text: (row) => count(row.block_size),
-    sort: (row) => row.block_size,
-  },
-  { id: "mode", label: "Router", width: 110, text: (row) => line(row.router_mode) },
-  { id: "adapters", label: "Adapters", width: 120, text: (row) => line(row.adapters.join(", ")) },
-];
+  workers: { text: roles },
+});
 
 let table = null;
 

@@ -3,7 +3,7 @@
 import { bar, treemap } from "../charts.js";
 import { h } from "../dom.js";
 import { panel, workerLink } from "../parts.js";
-import { Table } from "../table.js";
+import { Table, columnsOf } from "../table.js";
 import { count, line, ratio, sampled } from "../text.js";
 import { cachePanel, cachesText } from "./caches.js";
 
@@ -11,61 +11,15 @@ const TONES = 6; // of the map: as many models can be told apart
 
 let longest = 1;
 
-const COLUMNS = [
-  {
-    id: "id",
-    label: "Prefix",
-    width: 170,
-    title: "hash of its last block",
-    text: (row) => line(row.id),
-    cell: (row) => h("span", { class: "id" }, line(row.id)),
-  },
-  { id: "model", label: "Model", isWide: true, isLong: true, text: (row) => line(row.model) },
-  {
-    id: "blocks",
-    label: "Blocks",
-    isNumber: true,
-    isLong: true,
-    width: 200,
-    text: (row) => count(row.blocks),
-    sort: (row) => row.blocks,
-    cell: (row) => bar(row.blocks / longest, count(row.blocks), { tone: "accent" }),
-  },
-  {
-    id: "depth",
-    label: "Depth",
-    isNumber: true,
-    width: 80,
-    title: "blocks from the beginning of the prompt to its end",
-    text: (row) => count(row.depth),
-    sort: (row) => row.depth,
-  },
-  {
-    id: "held",
-    label: "Holders",
-    isNumber: true,
-    width: 80,
-    text: (row) => count(row.holders.length),
-    sort: (row) => row.holders.length,
-  },
-  {
-    id: "by",
-    label: "Held by",
-    isWide: true,
-    isLong: true,
+const COLUMNS = columnsOf("prefixes", {
+  id: { cell: (row) => h("span", { class: "id" }, line(row.id)) },
+  blocks: { cell: (row) => bar(row.blocks / longest, count(row.blocks), { tone: "accent" }) },
+  held: { text: (row) => count(row.holders.length), sort: (row) => row.holders.length },
+  by: {
     text: (row) => line(row.holders.join(" ")),
     cell: (row) => row.holders.slice(0, 8).flatMap((id) => [workerLink(id), " "]),
   },
-  {
-    id: "hits",
-    label: "Hits",
-    isNumber: true,
-    width: 90,
-    title: "of the last 200 prompts that were routed, those that begin with some of it",
-    text: (row) => count(row.hits),
-    sort: (row) => row.hits,
-  },
-];
+});
 
 let table = null;
 

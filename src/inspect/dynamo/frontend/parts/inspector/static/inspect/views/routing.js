@@ -2,46 +2,22 @@
 
 import { h } from "../dom.js";
 import { address, decision, decisionText, link, panel } from "../parts.js";
-import { Table } from "../table.js";
+import { Table, columnsOf } from "../table.js";
 import { UNKNOWN, clock, count, line } from "../text.js";
 
-const COLUMNS = [
-  { id: "at", label: "At", width: 85, text: (row) => clock(row.at_ms), sort: (row) => row.at_ms },
-  {
-    id: "request",
-    label: "Request",
-    width: 200,
-    text: (row) => line(row.request_id),
+const leftOut = (row) => row.candidates.filter((one) => one.left_out).length;
+const COLUMNS = columnsOf("routing", {
+  request: {
     cell: (row) =>
       row.request_id ? link(address("streams", row.request_id), line(row.request_id), { class: "id" }) : UNKNOWN,
   },
-  { id: "model", label: "Model", isWide: true, text: (row) => line(row.model) },
-  { id: "stage", label: "Stage", width: 80, text: (row) => line(row.stage) },
-  { id: "policy", label: "Policy", width: 120, text: (row) => line(row.policy) },
-  {
-    id: "chosen",
-    label: "Chosen",
-    width: 150,
-    text: (row) => line(row.candidates.find((one) => one.is_chosen)?.worker),
-  },
-  { id: "by", label: "Decided by", isWide: true, text: (row) => line(row.decided_by) },
-  {
-    id: "of",
-    label: "Candidates",
-    isNumber: true,
-    width: 100,
+  chosen: { text: (row) => line(row.candidates.find((one) => one.is_chosen)?.worker) },
+  of: {
     text: (row) => count(Math.max(row.candidates_in_all, row.candidates.length)),
     sort: (row) => row.candidates.length,
   },
-  {
-    id: "out",
-    label: "Left out",
-    isNumber: true,
-    width: 85,
-    text: (row) => count(row.candidates.filter((one) => one.left_out).length),
-    sort: (row) => row.candidates.filter((one) => one.left_out).length,
-  },
-];
+  out: { text: (row) => count(leftOut(row)), sort: leftOut },
+});
 
 let table = null;
 const asked = { model: "", prompt: "", kind: "messages", answer: null, problem: null, isAsking: false };

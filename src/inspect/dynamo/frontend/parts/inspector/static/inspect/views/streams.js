@@ -4,25 +4,14 @@ import { abort, abortButton } from "../actions.js";
 import { h } from "../dom.js";
 import { STREAMS, compile } from "../filter.js";
 import { address, filterBox, link, shortEndpoint, state } from "../parts.js";
-import { Table } from "../table.js";
-import { UNKNOWN, age, bytes, count, duration, figure, line, ratio, sampled, tail } from "../text.js";
+import { Table, columnsOf } from "../table.js";
+import { UNKNOWN, age, count, line, sampled, tail } from "../text.js";
 import { drawRequest, requestText } from "./request.js";
 
-const COLUMNS = [
-  {
-    id: "id",
-    label: "Request",
-    width: 140,
-    text: (row) => line(row.id),
-    cell: (row) => link(address("streams", row.id), line(row.id), { class: "id" }),
-  },
-  { id: "key", label: "Key", width: 92, text: (row) => line(row.key) },
-  { id: "model", label: "Model", isWide: true, isLong: true, text: (row) => line(row.model) },
-  { id: "endpoint", label: "Endpoint", width: 70, text: (row) => shortEndpoint(row.endpoint) },
-  {
-    id: "phase",
-    label: "Phase",
-    width: 140,
+const COLUMNS = columnsOf("streams", {
+  id: { cell: (row) => link(address("streams", row.id), line(row.id), { class: "id" }) },
+  endpoint: { text: (row) => shortEndpoint(row.endpoint) },
+  phase: {
     text: (row) => `${line(row.phase)}${row.is_stalled ? " STALLED" : ""}`,
     tone: (row) => (row.is_stalled ? "bad" : ""),
     cell: (row) =>
@@ -32,107 +21,16 @@ const COLUMNS = [
           ? state(row.phase)
           : line(row.phase),
   },
-  {
-    id: "age",
-    label: "Age",
-    isNumber: true,
-    width: 66,
-    text: (row, now) => age(row.started_ms, now),
-    sort: (row) => -row.started_ms,
-  },
-  {
-    id: "wait",
-    label: "Wait",
-    isNumber: true,
-    width: 58,
-    title: "time in queues",
-    text: (row) => duration(row.queued_seconds),
-    sort: (row) => row.queued_seconds,
-  },
-  {
-    id: "ttft",
-    label: "TTFT",
-    isNumber: true,
-    width: 72,
-    title: "time to the first token",
-    text: (row) => duration(row.ttft_seconds),
-    sort: (row) => row.ttft_seconds,
-  },
-  {
-    id: "in",
-    label: "In/cached",
-    isNumber: true,
-    width: 100,
-    title: "tokens of the prompt, and those found in a cache",
-    text: (row) => ratio(row.prompt_tokens, row.cached_tokens),
-    sort: (row) => row.prompt_tokens,
-  },
-  {
-    id: "out",
-    label: "Out/max",
-    isNumber: true,
-    width: 100,
-    title: "tokens so far, and at most",
-    text: (row) => ratio(row.output_tokens, row.max_tokens),
-    sort: (row) => row.output_tokens,
-  },
-  {
-    id: "rate",
-    label: "Tok/s",
-    isNumber: true,
-    width: 54,
-    text: (row) => figure(row.tokens_per_second),
-    sort: (row) => row.tokens_per_second,
-  },
-  {
-    id: "last",
-    label: "Last",
-    isNumber: true,
-    width: 58,
-    title: "since the last token",
-    text: (row, now) => age(row.last_token_ms, now),
-    sort: (row) => (row.last_token_ms ? -row.last_token_ms : null),
-    tone: (row) => (row.is_stalled ? "bad" : ""),
-  },
-  {
-    id: "worker",
-    label: "Worker",
-    width: 86,
+  last: { tone: (row) => (row.is_stalled ? "bad" : "") },
+  worker: {
     text: (row) => (row.workers.length ? line(row.workers.at(-1)) : UNKNOWN),
     cell: (row) =>
       row.workers.length
         ? link(address("workers", row.workers.at(-1)), tail(line(row.workers.at(-1)), 8), { class: "id" })
         : UNKNOWN,
   },
-  {
-    id: "attempt",
-    label: "Try",
-    isNumber: true,
-    width: 42,
-    title: "which attempt runs",
-    text: (row) => count(row.attempt),
-    sort: (row) => row.attempt,
-    tone: (row) => (row.attempt > 1 ? "warn" : ""),
-  },
-  {
-    id: "n",
-    label: "n",
-    isNumber: true,
-    width: 34,
-    title: "choices",
-    text: (row) => count(row.choices),
-    sort: (row) => row.choices,
-  },
-  {
-    id: "client",
-    label: "Unsent",
-    isNumber: true,
-    width: 60,
-    title: "bytes that wait for the client to read them",
-    text: (row) => bytes(row.client_bytes_waiting),
-    sort: (row) => row.client_bytes_waiting,
-  },
-];
+  attempt: { tone: (row) => (row.attempt > 1 ? "warn" : "") },
+});
 
 let table = null;
 let isFiltered = false; // by the server

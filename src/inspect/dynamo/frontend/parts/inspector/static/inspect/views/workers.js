@@ -5,7 +5,7 @@ import { bar } from "../charts.js";
 import { h } from "../dom.js";
 import { WORKERS, compile } from "../filter.js";
 import { address, filterBox, kvBar, kvShare, link, pairs, panel, state, toneOf } from "../parts.js";
-import { Table } from "../table.js";
+import { Table, columnsOf } from "../table.js";
 import { UNKNOWN, age, count, duration, figure, line, pairsText, ratio, share } from "../text.js";
 
 const until = (row, now) =>
@@ -17,94 +17,17 @@ const queue = (row) =>
     ? UNKNOWN
     : `${count(row.queued)}${row.queue_age_seconds ? ` ${duration(row.queue_age_seconds)}` : ""}`;
 
-const COLUMNS = [
-  {
-    id: "id",
-    label: "Worker",
-    width: 140,
-    text: (row) => line(row.id),
-    cell: (row) => link(address("workers", row.id), line(row.id), { class: "id" }),
-  },
-  { id: "role", label: "Role", width: 62, text: (row) => line(row.role) },
-  { id: "models", label: "Models", width: 140, isLong: true, text: (row) => line(row.models.join(", ")) },
-  {
-    id: "state",
-    label: "State",
-    width: 112,
-    text: (row, now) => `${row.state}${until(row, now)}`,
-    cell: (row) => state(row.state),
-  },
-  {
-    id: "load",
-    label: "Run/limit",
-    isNumber: true,
-    width: 120,
-    text: (row) => ratio(row.running, row.limit),
-    sort: (row) => row.running,
-    cell: (row) => bar(row.limit ? row.running / row.limit : null, ratio(row.running, row.limit)),
-  },
-  {
-    id: "queue",
-    label: "Queue",
-    isNumber: true,
-    width: 75,
-    title: "requests in its queue, and the age of the oldest",
-    text: queue,
-    sort: (row) => row.queued,
-  },
-  {
-    id: "age",
-    label: "Age",
-    isNumber: true,
-    width: 72,
-    text: (row, now) => age(row.since_ms, now),
-    sort: (row) => (row.since_ms ? -row.since_ms : null),
-  },
-  {
-    id: "rate",
-    label: "Tok/s",
-    isNumber: true,
-    width: 75,
-    text: (row) => figure(row.output_tokens_per_second),
-    sort: (row) => row.output_tokens_per_second,
-  },
-  {
-    id: "kv",
-    label: "KV",
-    isNumber: true,
-    width: 105,
-    title: "KV blocks in use",
-    text: (row) => share(kvShare(row)),
-    sort: kvShare,
-    cell: kvBar,
-  },
-  {
-    id: "hits",
-    label: "Hits",
-    isNumber: true,
-    width: 70,
-    title: "prompt tokens found in its cache",
-    text: (row) => share(row.prefix_hit_share),
-    sort: (row) => row.prefix_hit_share,
-  },
-  {
-    id: "silent",
-    label: "Silent",
-    isNumber: true,
-    width: 65,
-    title: "the longest silence of one of its streams",
-    text: (row, now) => age(row.silent_ms, now),
-    sort: (row) => (row.silent_ms ? -row.silent_ms : null),
-  },
-  {
-    id: "note",
-    label: "Note",
-    isWide: true,
-    isLong: true,
+const COLUMNS = columnsOf("workers", {
+  id: { cell: (row) => link(address("workers", row.id), line(row.id), { class: "id" }) },
+  state: { text: (row, now) => `${row.state}${until(row, now)}` },
+  load: { cell: (row) => bar(row.limit ? row.running / row.limit : null, ratio(row.running, row.limit)) },
+  queue: { text: queue },
+  kv: { text: (row) => share(kvShare(row)), sort: kvShare, cell: kvBar },
+  note: {
     text: (row, now) => (row.note ? `${line(row.note)}${until(row, now)}` : ""),
     tone: (row) => toneOf(row.state),
   },
-];
+});
 
 let table = null;
 
