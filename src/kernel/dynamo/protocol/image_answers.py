@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from dynamo.errors import Unknown
 from dynamo.protocol.images import ImageEditRequest, ImageRequest
-from dynamo.protocol.openai.schema import EVENTS, ApiDescription, generation_errors, json_content
+from dynamo.protocol.openai.schema import EVENTS, ApiDescription, describe_operation, generation_errors, json_content
 
 
 class ImageFacts(Struct, frozen=True):
@@ -90,20 +90,15 @@ class ImageList(Struct):
 
 
 def _operation(name: str, summary: str, content: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "post": {
-            "operationId": name,
-            "summary": summary,
-            "requestBody": {"required": True, "content": content},
-            "responses": {
-                "200": {
-                    "description": "The pictures. With `stream`, server-sent events of partial and finished ones.",
-                    "content": {**json_content("ImageList"), **EVENTS},
-                },
-                **generation_errors("ErrorBody"),
-            },
-        }
-    }
+    made = describe_operation(
+        name,
+        summary,
+        {**json_content("ImageList"), **EVENTS},
+        meaning="The pictures. With `stream`, server-sent events of partial and finished ones.",
+        body=content,
+        errors=generation_errors("ErrorBody"),
+    )
+    return {"post": made}
 
 
 _FILE: Final = {"type": "string", "contentMediaType": "application/octet-stream"}

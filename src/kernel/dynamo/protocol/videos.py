@@ -15,7 +15,13 @@ from dynamo.protocol.forms import FormShape
 from dynamo.protocol.images import ImageReference, check_size
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.reader import RequestReader
-from dynamo.protocol.openai.schema import ApiDescription, describe_read, generation_errors, json_content
+from dynamo.protocol.openai.schema import (
+    ApiDescription,
+    describe_operation,
+    describe_read,
+    generation_errors,
+    json_content,
+)
 from dynamo.protocol.openai.shapes import I64, MediaPart, NvExt
 from dynamo.protocol.vectors.requests import ResultRequest, check_choice, check_result_request, client_body, refuse
 
@@ -238,15 +244,14 @@ VIDEOS_API: Final = ApiDescription(
     [VideoRequest, VideoObject, VideoList, VideoDeleted],
     {
         "/v1/videos": {
-            "post": {
-                "operationId": "createVideo",
-                "summary": "Make a video of a prompt",
-                "requestBody": {"required": True, "content": {**json_content("VideoRequest"), **_FORM}},
-                "responses": {
-                    "200": {"description": "The video.", "content": json_content("VideoObject")},
-                    **generation_errors("ErrorBody"),
-                },
-            },
+            "post": describe_operation(
+                "createVideo",
+                "Make a video of a prompt",
+                json_content("VideoObject"),
+                meaning="The video.",
+                body={**json_content("VideoRequest"), **_FORM},
+                errors=generation_errors("ErrorBody"),
+            ),
             "get": describe_read("listVideos", "List the videos that are kept", "VideoList", errors=_GONE),
         },
         "/v1/videos/{video_id}": {

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from dynamo.protocol.audio.speech import CONTENT_TYPES, SpeechRequest
 from dynamo.protocol.audio.transcripts import TranscriptionRequest, TranslationRequest
-from dynamo.protocol.openai.schema import EVENTS, ApiDescription, generation_errors, json_content
+from dynamo.protocol.openai.schema import EVENTS, ApiDescription, describe_operation, generation_errors, json_content
 
 
 class TranscriptText(Struct):
@@ -39,14 +39,8 @@ def _form(*texts: str) -> dict[str, Any]:
 
 
 def _operation(name: str, summary: str, body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "post": {
-            "operationId": name,
-            "summary": summary,
-            "requestBody": {"required": True, "content": body},
-            "responses": {"200": {"description": "The answer.", "content": answer}, **generation_errors("ErrorBody")},
-        }
-    }
+    errors = generation_errors("ErrorBody")
+    return {"post": describe_operation(name, summary, answer, meaning="The answer.", body=body, errors=errors)}
 
 
 AUDIO_API: Final = ApiDescription(

@@ -29,7 +29,7 @@ from dynamo.protocol.inspector.views import (
     SettingView,
 )
 from dynamo.protocol.openai.errors import phrase_of
-from dynamo.protocol.openai.schema import EVENTS, ErrorBody, json_content
+from dynamo.protocol.openai.schema import EVENTS, ErrorBody, json_content, path_parameter, query_parameter
 
 INSPECTOR_DOCUMENT_PATH: Final = "/admin/v1/openapi.json"
 
@@ -85,22 +85,22 @@ _CLOSED: Final = (401, 403)
 _BODY: Final = (400, 408, 413, 503)
 
 
-def _query(name: str, schema: Mapping[str, Any], text: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "description": text, "schema": dict(schema), **more}
-
-
-_LIMIT: Final = _query("limit", {"type": "integer", "minimum": 1, "maximum": 1000}, "How many entries.")
-_FILTER: Final = _query("filter", {"type": "string", "maxLength": 1024}, "Terms that all have to hold.")
+_LIMIT: Final = query_parameter(
+    "limit", {"type": "integer", "minimum": 1, "maximum": 1000}, description="How many entries."
+)
+_FILTER: Final = query_parameter(
+    "filter", {"type": "string", "maxLength": 1024}, description="Terms that all have to hold."
+)
 _PICTURE: Final = (
-    _query(
-        "views", {"type": "array", "items": {"type": "string", "enum": list(VIEWS)}}, "What to show.",
+    query_parameter(
+        "views", {"type": "array", "items": {"type": "string", "enum": list(VIEWS)}}, description="What to show.",
         style="form", explode=False,
     ),
     _LIMIT,
     _FILTER,
-    _query("sort", {"type": "string"}, "What streams are sorted by; `-` before it turns the order round."),
+    query_parameter("sort", {"type": "string"}, description="What streams are sorted by; `-` before it turns the order round."),
 )  # fmt: skip
-_ID: Final = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_ID: Final = path_parameter("id")
 
 
 def _operation(

@@ -16,7 +16,7 @@ from dynamo.protocol.messages.conversation import (
 )
 from dynamo.protocol.messages.shapes import MessagesRequest
 from dynamo.protocol.messages.tools import ClientTool, DefinedTool
-from dynamo.protocol.openai.schema import ApiDescription, generation_errors, json_content
+from dynamo.protocol.openai.schema import ApiDescription, describe_operation, generation_errors, json_content
 
 InputBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | DocumentBlock | SearchResultBlock
 
@@ -79,13 +79,9 @@ _TEXTS: Final = {"type": "array", "items": {"$ref": "#/components/schemas/TextBl
 _TOOLS: Final = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (ClientTool, DefinedTool)]
 
 
-def _operation(name: str, summary: str, answer: str, content: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "operationId": name,
-        "summary": summary,
-        "requestBody": {"required": True, "content": json_content("MessagesRequest")},
-        "responses": {"200": {"description": answer, "content": content}, **generation_errors("MessagesError")},
-    }
+def _operation(name: str, summary: str, meaning: str, answer: dict[str, Any]) -> dict[str, Any]:
+    body, errors = json_content("MessagesRequest"), generation_errors("MessagesError")
+    return describe_operation(name, summary, answer, meaning=meaning, body=body, errors=errors)
 
 
 _EVENT: Final = {

@@ -27,6 +27,9 @@ from dynamo.protocol.openai.validation import (
     MAX_TOP_LOGPROBS,
 )
 
+Content = Mapping[str, object]
+"""A part of the document: the content of a body, a schema, a parameter."""
+
 _REFERENCE: Final = "#/components/schemas/{name}"
 
 
@@ -380,14 +383,16 @@ def openapi_document(
             **{path: dict(operations) for description in further for path, operations in description.paths.items()},
             "/v1/models": {"get": describe_read("listModels", "The models that are served", "ModelList")},
             "/v1/models/{id}": {
-                "get": describe_read("getModel", "One model", "Model", model_id=True, errors={404: "No such model."})
+                "get": describe_read(
+                    "getModel", "One model", "Model", parameters=[_MODEL_ID], errors={404: "No such model."}
+                )
             },
             "/v1/models/{id}/ready": {
                 "get": describe_read(
                     "getModelReadiness",
                     "Whether a model can be served, and what it lacks",
                     "ModelReadiness",
-                    model_id=True,
+                    parameters=[_MODEL_ID],
                     errors={404: "No such model."},
                     also={503: ("Not ready yet.", "ModelReadiness")},
                 )
@@ -407,28 +412,20 @@ def openapi_document(
             },
             "/live": {"get": describe_read("getLive", "Liveness", "Live", also={503: ("Stopping.", "Live")})},
             "/metrics": {
-                "get": {
-                    "operationId": "getMetrics",
-                    "summary": "Prometheus metrics",
-                    "responses": {
-                        "200": {
-                            "description": "The text exposition format.",
-                            "content": {"text/plain": {"schema": {"type": "string"}}},
-                        }
-                    },
-                }
+                "get": describe_operation(
+                    "getMetrics",
+                    "Prometheus metrics",
+                    {"text/plain": {"schema": {"type": "string"}}},
+                    meaning="The text exposition format.",
+                )
             },
             "/openapi.json": {
-                "get": {
-                    "operationId": "getOpenApi",
-                    "summary": "This document",
-                    "responses": {
-                        "200": {
-                            "description": "OpenAPI 3.1.",
-                            "content": {"application/json": {"schema": {"type": "object"}}},
-                        }
-                    },
-                }
+                "get": describe_operation(
+                    "getOpenApi",
+                    "This document",
+                    {"application/json": {"schema": {"type": "object"}}},
+                    meaning="OpenAPI 3.1.",
+                )
             },
         },
         "components": {"schemas": schemas},
@@ -484,11 +481,44 @@ def generation_errors(body: str) -> dict[str, Any]:
     return _errors(_GENERATION_ERRORS, body)
 
 
-def _errors(statuses: dict[int, str], body: str = "ErrorBody") -> dict[str, Any]:
+def _errors(statuses: Mapping[int, str], body: str = "ErrorBody") -> dict[str, Any]:
     return {
         str(status): {"description": f"{phrase_of(status)}. {text}", "content": json_content(body)}
         for status, text in statuses.items()
     }
+
+
+def describe_operation(
+    name: str,
+    summary: str,
+    answer: Content,
+    *,
+    meaning: str = "",
+    body: Content | None = None,
+    parameters: Sequence[Content] = (),
+    errors: Content | None = None,
+) -> dict[str, Any]:
+    """Return an operation. `answer`: the content of a 200, and `meaning` what that is; without it, the summary.
+
+    `errors`: the other answers, by their statuses.
+    """
+    found: dict[str, Any] = {"operationId": name, "summary": summary}
+    if parameters:
+        found["parameters"] = list(parameters)
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": body}
+    success = {"description": meaning or f"{summary}.", "content": answer}
+    return {**found, "responses": {"200": success, **(errors or {})}}
+
+
+def query_parameter(name: str, schema: Content, **more: object) -> dict[str, object]:
+    """Return a parameter of the query, which may be left out."""
+    return {"name": name, "in": "query", "required": False, "schema": dict(schema), **more}
+
+
+def path_parameter(name: str, schema: Content | None = None, **more: object) -> dict[str, object]:
+    """Return a part of the path, a text unless it has another schema."""
+    return {"name": name, "in": "path", "required": True, "schema": schema or {"type": "string"}, **more}
 
 
 def describe_generation(
@@ -496,18 +526,14 @@ def describe_generation(
 ) -> dict[str, Any]:
     """Return the operation that generates; the names are those of schemas, `chunk` that of a stream's data (None: `answer`)."""
     chunk = chunk or answer
-    return {
-        "operationId": operation,
-        "summary": summary,
-        "requestBody": {"required": True, "content": json_content(request)},
-        "responses": {
-            "200": {
-                "description": f"The answer. With `stream`, server-sent events of `{chunk}`, ended by `data: [DONE]`.",
-                "content": {**json_content(answer), "text/event-stream": {"schema": _event_of(chunk)}},
-            },
-            **_errors(_GENERATION_ERRORS),
-        },
-    }
+    return describe_operation(
+        operation,
+        summary,
+        {**json_content(answer), "text/event-stream": {"schema": _event_of(chunk)}},
+        meaning=f"The answer. With `stream`, server-sent events of `{chunk}`, ended by `data: [DONE]`.",
+        body=json_content(request),
+        errors=generation_errors("ErrorBody"),
+    )
 
 
 def _event_of(chunk: str) -> dict[str, Any]:
@@ -526,28 +552,18 @@ def describe_read(
     summary: str,
     answer: str,
     *,
-    model_id: bool = False,
-    errors: dict[int, str] | None = None,
-    also: dict[int, tuple[str, str]] | None = None,
+    parameters: Sequence[Content] = (),
+    errors: Mapping[int, str] | None = None,
+    also: Mapping[int, tuple[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Return an operation that reads; `also` are further answers, each with its text and its schema."""
-    read: dict[str, Any] = {"operationId": operation, "summary": summary}
-    if model_id:
-        read["parameters"] = [
-            {
-                "name": "id",
-                "in": "path",
-                "required": True,
-                "description": "The model's name; it may contain slashes.",
-                "schema": {"type": "string"},
-            }
-        ]
-    read["responses"] = {
-        "200": {"description": summary + ".", "content": json_content(answer)},
-        **{
-            str(status): {"description": text, "content": json_content(name)}
-            for status, (text, name) in (also or {}).items()
-        },
-        **_errors(errors or {}),
+    further = {
+        str(status): {"description": text, "content": json_content(name)}
+        for status, (text, name) in (also or {}).items()
     }
-    return read
+    return describe_operation(
+        operation, summary, json_content(answer), parameters=parameters, errors={**further, **_errors(errors or {})}
+    )
+
+
+_MODEL_ID: Final = path_parameter("id", description="The model's name; it may contain slashes.")

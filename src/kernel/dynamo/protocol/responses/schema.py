@@ -6,7 +6,14 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from dynamo.protocol.openai.schema import ApiDescription, describe_generation, describe_read, json_content
+from dynamo.protocol.openai.schema import (
+    ApiDescription,
+    describe_generation,
+    describe_read,
+    json_content,
+    path_parameter,
+    query_parameter,
+)
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.responses.request import ResponsesBody
 
@@ -103,21 +110,11 @@ _NOT_STORED: Final = {
     404: "No response with this id is stored.",
     503: "The store cannot be read now; see `Retry-After`.",
 }
-_ID: Final = {
-    "name": "response_id",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"},
-}
+_ID: Final = path_parameter("response_id", {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"})
 
 
 def _stored(operation: str, summary: str, answer: str, *query: Any, errors: dict[int, str] | None = None) -> Any:
-    described = describe_read(operation, summary, answer, errors={**(errors or {}), **_NOT_STORED})
-    return {**described, "parameters": [_ID, *query]}
-
-
-def _query(name: str, schema: JsonObject) -> JsonObject:
-    return {"name": name, "in": "query", "required": False, "schema": schema}
+    return describe_read(operation, summary, answer, parameters=[_ID, *query], errors={**(errors or {}), **_NOT_STORED})
 
 
 def _counted() -> JsonObject:
@@ -137,7 +134,7 @@ RESPONSES_API: Final = ApiDescription(
                 "getResponse",
                 "A stored response",
                 "GeneratedResponse",
-                _query("stream", {"type": "boolean"}),
+                query_parameter("stream", {"type": "boolean"}),
                 errors={422: "The events of a response are not kept."},
             ),
             "delete": _stored("deleteResponse", "Forget a stored response", "DeletedResponse"),
@@ -147,9 +144,9 @@ RESPONSES_API: Final = ApiDescription(
                 "listInputItems",
                 "What a stored response answered, in pages",
                 "InputItemList",
-                _query("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
-                _query("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
-                _query("after", {"type": "string"}),
+                query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+                query_parameter("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
+                query_parameter("after", {"type": "string"}),
                 errors={400: "A parameter is out of its range."},
             )
         },

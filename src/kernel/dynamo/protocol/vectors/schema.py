@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from dynamo.protocol.openai.schema import ApiDescription, generation_errors, json_content
+from dynamo.protocol.openai.schema import ApiDescription, describe_operation, generation_errors, json_content
 from dynamo.protocol.vectors.requests import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -38,17 +38,9 @@ class EmbeddingList(Struct):
 
 
 def _post(operation: str, summary: str, request: str, answer: str) -> dict[str, Any]:
-    return {
-        "post": {
-            "operationId": operation,
-            "summary": summary,
-            "requestBody": {"required": True, "content": json_content(request)},
-            "responses": {
-                "200": {"description": "The answer.", "content": json_content(answer)},
-                **generation_errors("ErrorBody"),
-            },
-        }
-    }
+    body, errors = json_content(request), generation_errors("ErrorBody")
+    made = describe_operation(operation, summary, json_content(answer), meaning="The answer.", body=body, errors=errors)
+    return {"post": made}
 
 
 class ClassUsage(Struct):
