@@ -296,7 +296,7 @@ def describe(error: BaseException, *, _depth: int = 0) -> dict[str, Any]:
     return record
 
 
-def revive(record: Any, *, _depth: int = 0) -> DynamoException:
+def revive(record: object, *, _depth: int = 0) -> DynamoException:
     """Return the exception a wire record stands for; unknown kinds become `Unknown`, unknown keys are ignored."""
     if not isinstance(record, dict):
         unknown = Unknown(str(record))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class OneAtATime:
         self.served: list[str] = []
         self.may_begin = asyncio.Event()
 
-    async def generate(self, body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+    async def generate(self, body: Any, context: Context, sink: ResponseSink) -> None:
         self.served.append(next(name for name, code in CODES.items() if code == body["token_ids"][0]))
         await self.may_begin.wait()
         sink.send_tokens(list(b"z"), finish_reason="stop")

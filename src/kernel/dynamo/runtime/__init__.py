@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pkgutil import extend_path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from dynamo.runtime.calls.context import Context
@@ -47,7 +47,7 @@ _HOMES: Final = {
 """The module of each public name. Loaded at first use: a user of one module of this package does not pay for all."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -113,7 +113,7 @@ class Client:
             await self._changed.wait()
         return found
 
-    async def wait_for_instance_by_runtime_data(self, key: str, value: Any, timeout_s: float | None = None) -> int:
+    async def wait_for_instance_by_runtime_data(self, key: str, value: object, timeout_s: float | None = None) -> int:
         """Wait for the one instance whose model card has `runtime_data[key] == value`; return its id.
 
         Raises TimeoutError also where several have it: a caller that needs that one must not get any of them.
@@ -121,7 +121,7 @@ class Client:
         return (await _with_runtime_data(self._endpoint, {key: value}, timeout_s, range(1, 2)))[0]
 
     async def wait_for_instances_by_runtime_data(
-        self, key: str, value: Any, min_count: int, timeout_s: float | None = None
+        self, key: str, value: object, min_count: int, timeout_s: float | None = None
     ) -> list[int]:
         """Wait for at least `min_count` instances with `runtime_data[key] == value`; return their ids, sorted.
         Raises TimeoutError.
@@ -179,7 +179,7 @@ class Client:
         """Return one instance by id, in quarantine or not. Raises `WorkerUnavailable` naming the id."""
         return self._set.named(instance_id)
 
-    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
+    async def open(self, instance: Instance, body: object, context: Context) -> ResponseStream:
         """Send a request to one instance; close the stream on every path. Errors are those of the request plane."""
         instance_id = instance.instance_id
         booking = self._set.book(instance_id)
@@ -236,26 +236,28 @@ class Client:
 
     # -- calls, as users make them -------------------------------------------------------------------------------
 
-    async def generate(self, request: Any, annotated: bool = True, context: Context | None = None) -> ClientStream:
+    async def generate(self, request: object, annotated: bool = True, context: Context | None = None) -> ClientStream:
         """Call an instance by this client's router mode (random unless one was given) and iterate over its answer."""
         return await self._call(self._mode, request, annotated, context)
 
-    async def random(self, request: Any, annotated: bool = True, context: Context | None = None) -> ClientStream:
+    async def random(self, request: object, annotated: bool = True, context: Context | None = None) -> ClientStream:
         """Call an instance by chance."""
         return await self._call(RouterMode.RANDOM, request, annotated, context)
 
-    async def round_robin(self, request: Any, annotated: bool = True, context: Context | None = None) -> ClientStream:
+    async def round_robin(
+        self, request: object, annotated: bool = True, context: Context | None = None
+    ) -> ClientStream:
         """Call the instances in turn."""
         return await self._call(RouterMode.ROUND_ROBIN, request, annotated, context)
 
     async def device_aware_weighted(
-        self, request: Any, annotated: bool = True, context: Context | None = None
+        self, request: object, annotated: bool = True, context: Context | None = None
     ) -> ClientStream:
         """Call an instance by load, counting a GPU as several CPUs."""
         return await self._call(RouterMode.DEVICE_AWARE_WEIGHTED, request, annotated, context)
 
     async def direct(
-        self, request: Any, instance_id: int, annotated: bool = True, context: Context | None = None
+        self, request: object, instance_id: int, annotated: bool = True, context: Context | None = None
     ) -> ClientStream:
         """Call one instance. An unknown id is an error naming it."""
         return await self._call(None, request, annotated, context, instance_id)
@@ -263,7 +265,7 @@ class Client:
     async def _call(
         self,
         mode: RouterMode | None,
-        request: Any,
+        request: object,
         annotated: bool,
         context: Context | None,
         instance_id: int = 0,
@@ -519,11 +521,11 @@ def _when_dropped(owner: object, stream: AnswerItems) -> Callable[[], object]:
     return finalizer.detach
 
 
-def _envelope_of(item: StreamItem) -> Mapping[str, Any]:
+def _envelope_of(item: StreamItem) -> Mapping[str, object]:
     """Return an object item as it is, a token item as the chunk it was made of."""
     if item.index == OBJECT_INDEX:
         return item.extra or {}
-    chunk: dict[str, Any] = {"token_ids": list(item.token_ids), "index": item.index}
+    chunk: dict[str, object] = {"token_ids": list(item.token_ids), "index": item.index}
     if item.finish_reason is not None:
         chunk["finish_reason"] = item.finish_reason
     if item.extra:
@@ -550,7 +552,7 @@ def _nothing(_error: DynamoException) -> None:
 
 
 async def _with_runtime_data(
-    endpoint: Endpoint, data: Mapping[str, Any], timeout_seconds: float | None, wanted: range
+    endpoint: Endpoint, data: Mapping[str, object], timeout_seconds: float | None, wanted: range
 ) -> list[int]:
     """Wait until as many instances of an endpoint as `wanted` holds have `data` on their cards; return their ids, sorted."""
     if timeout_seconds is not None and not 0 <= timeout_seconds < math.inf:
@@ -578,7 +580,7 @@ async def _with_runtime_data(
     raise CannotConnect("the runtime was closed while waiting for instances")
 
 
-def _runtime_data(record: bytes) -> tuple[int, Mapping[str, Any]] | None:
+def _runtime_data(record: bytes) -> tuple[int, Mapping[str, object]] | None:
     """Return (instance id, `runtime_data`) of a model record; None for anything else."""
     try:
         match msgspec.json.decode(record):

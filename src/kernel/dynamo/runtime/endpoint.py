@@ -45,7 +45,7 @@ class EndpointEvents:
     def __init__(self, publisher: EventPublisher) -> None:
         self._publisher = publisher
 
-    def publish(self, payload: Any) -> None:
+    def publish(self, payload: object) -> None:
         """Send one message: any value that msgpack can carry. Never blocks; without a reader it goes nowhere."""
         self._publisher.publish(msgspec.msgpack.encode(payload))
 
@@ -95,7 +95,7 @@ class Endpoint:
         handler: PythonHandler,
         graceful_shutdown: bool = True,
         metrics_labels: MetricsLabels | None = None,
-        health_check_payload: Mapping[str, Any] | None = None,
+        health_check_payload: Mapping[str, object] | None = None,
     ) -> None:
         """Serve with `async def handler(request[, context])` that yields; returns when the endpoint was shut down.
 
@@ -132,7 +132,7 @@ class Endpoint:
         finally:
             await served.close()
 
-    def first_token_source(self, worker_type: Any) -> Any:
+    def first_token_source(self, worker_type: object) -> object:
         """Raise an error: not built in this version."""
         raise NotImplementedError(
             "first-token sources belong to disaggregated serving, which is not built in this version; "
@@ -144,7 +144,7 @@ class Endpoint:
         handler: Handler,
         *,
         metrics_labels: MetricsLabels | None = None,
-        health_check_payload: Mapping[str, Any] | None = None,
+        health_check_payload: Mapping[str, object] | None = None,
         advertise: bool = True,
         graceful: bool = True,
         takes_stream: bool = False,
@@ -217,7 +217,7 @@ class Endpoint:
 
     # -- calling -------------------------------------------------------------------------------------------------
 
-    async def client(self, router_mode: RouterMode | str | Any | None = None) -> Client:
+    async def client(self, router_mode: RouterMode | str | object | None = None) -> Client:
         """Make a client that knows the present instances and follows their changes."""
         client = Client(self, RouterMode.of(router_mode) if router_mode is not None else None)
         self.runtime.remember_client(client)
@@ -230,7 +230,7 @@ class Endpoint:
 
     # -- model records -------------------------------------------------------------------------------------------
 
-    async def publish_model(self, card_json: dict[str, Any], suffix: str | None = None) -> None:
+    async def publish_model(self, card_json: dict[str, object], suffix: str | None = None) -> None:
         """Publish the model that this instance serves; `suffix` is the slug of a LoRA."""
         record = {
             "type": "Model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dynamo.errors import DynamoException, EngineShutdown
 from dynamo.runtime.calls.context import Context
@@ -117,7 +117,7 @@ class ServedEndpoint:
         handler: Handler,
         *,
         labels: list[tuple[str, str]],
-        payload: Mapping[str, Any] | None,
+        payload: Mapping[str, object] | None,
         graceful: bool,
         progress: ServingProgress | None,
     ) -> None:
@@ -155,7 +155,7 @@ class ServedEndpoint:
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+    async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         """Serve a request of the request plane with the user's handler, counted."""
         requests = self._requests
         if requests.cut_with is not None:  # its turn in the queue has come, but the time is over

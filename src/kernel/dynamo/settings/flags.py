@@ -86,7 +86,7 @@ class _Inert(argparse.Action):
     """Accept and forget."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
     ) -> None:
         return None
 
@@ -95,13 +95,13 @@ class _NotInThisVersion(argparse.Action):
     """Reject by name; switching off what does not exist is fine."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
     ) -> None:
         if option is not None and not option.startswith("--no-"):
             parser.error(f"{option} is not in this version")
 
 
-class _Collected(tuple[Any, ...]):
+class _Collected(tuple[object, ...]):
     """What the flag was given so far, as opposed to its default."""
 
     __slots__ = ()
@@ -160,10 +160,10 @@ class _Checked:
 
     __slots__ = ("reader",)
 
-    def __init__(self, reader: SettingReader[Any]) -> None:
+    def __init__(self, reader: SettingReader[object]) -> None:
         self.reader = reader
 
-    def __call__(self, text: str) -> Any:
+    def __call__(self, text: str) -> object:
         try:
             return self.reader.parse(text.strip())
         except (ValueError, InvalidArgument) as error:

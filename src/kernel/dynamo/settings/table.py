@@ -17,10 +17,10 @@ from dynamo.settings.readers import SettingReader
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NO_FLAGS: Final[Mapping[str, Any]] = MappingProxyType({})
+NO_FLAGS: Final[Mapping[str, object]] = MappingProxyType({})
 _SETTING: Final = "setting"
 _SECTION: Final = "section"
-_SAME: Final[Any] = object()
+_SAME: Final[object] = object()
 
 
 class Status(enum.StrEnum):
@@ -42,7 +42,7 @@ class Setting:
     """One thing that an operator may set."""
 
     variable: str | None
-    read: SettingReader[Any]
+    read: SettingReader[object]
     default: Any
     """The value where neither flag nor variable is set. A field may default to something else: see `setting`."""
     meaning: str
@@ -103,7 +103,7 @@ def setting(
     group: str = "",
     shown: str | None = None,
     status: Status = Status.SERVED,
-    unset: Any = _SAME,
+    unset: object = _SAME,
     secret: bool = False,
     repeats: bool = False,
     is_read_later: bool = False,
@@ -133,10 +133,10 @@ def setting(
 
 def declared(
     variable: str | None,
-    read: SettingReader[Any],
+    read: SettingReader[object],
     meaning: str,
     *,
-    unset: Any = None,
+    unset: object = None,
     flag: str | tuple[str, ...] = (),
     **more: Any,
 ) -> Setting:
@@ -153,7 +153,7 @@ def section(kind: type[T]) -> T:
     return found
 
 
-def metadata_of(made: Setting) -> Mapping[str, Any]:
+def metadata_of(made: Setting) -> Mapping[str, object]:
     """Return the metadata of a field without a default: `name: str = field(metadata=metadata_of(declared(...)))`."""
     return {_SETTING: made}
 
@@ -195,13 +195,13 @@ def without_secrets(value: Any) -> Any:
     }
 
 
-def read_settings(kind: type[T], env: Mapping[str, str], given: Mapping[str, Any] = NO_FLAGS) -> T:
+def read_settings(kind: type[T], env: Mapping[str, str], given: Mapping[str, object] = NO_FLAGS) -> T:
     """Make the value of a table: what the flags gave, else the variables, else the defaults.
 
     `given`: parsed arguments by their names (`vars(namespace)`). A class may define `settle(env)`, which returns the value
     to use in place of the one that was read: for what more than one variable decides.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for entry in dataclasses.fields(cast(Any, kind)):
         if _SECTION in entry.metadata:
             values[entry.name] = read_settings(entry.metadata[_SECTION], env, given)

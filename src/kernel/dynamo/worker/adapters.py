@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.protocol.records import slugify
@@ -20,7 +20,7 @@ MAX_PATH_CHARS: Final = 4096  # of Linux
 
 
 async def publish_adapter(
-    endpoint: ModelEndpoint, name: str, others: Iterable[str], source: Mapping[str, Any] | None = None
+    endpoint: ModelEndpoint, name: str, others: Iterable[str], source: Mapping[str, object] | None = None
 ) -> None:
     """Publish the card of an adapter; `unregister_model` withdraws it. `others` are the adapters that are loaded.
 
@@ -34,19 +34,20 @@ async def publish_adapter(
     slug = slugify(name)
     if slug == base.get("slug") or any(slugify(other) == slug for other in others if other != name):
         raise InvalidArgument(f"lora_name {name!r} is too much like another model's name")
-    record = {**base, "display_name": name, "slug": slug, "lora": {"name": name}}
+    lora: dict[str, object] = {"name": name}
     if source is not None and source.get("managed") is True:
-        record["lora"]["source"] = source["uri"]
+        lora["source"] = source["uri"]
+    record = {**base, "display_name": name, "slug": slug, "lora": lora}
     record.pop("aliases", None)
     await endpoint.publish_model(record, slug)
 
 
-def adapter_name(body: Mapping[str, Any]) -> str:
+def adapter_name(body: Mapping[str, object]) -> str:
     """Return `lora_name` of an update's body. Raises InvalidArgument."""
     return _text(body, "lora_name", MAX_NAME_CHARS)
 
 
-async def adapter_directory(body: Mapping[str, Any]) -> Path:
+async def adapter_directory(body: Mapping[str, object]) -> Path:
     """Return `lora_path`, or what the native form `{"source": {"uri": "file:///..."}}` means, fetching one of a hub.
 
     Raises InvalidArgument for an address of another kind, CannotConnect where the hub does not give it.
@@ -68,7 +69,7 @@ def adapter_uri(given: str) -> tuple[str, str]:
     return name, source if "://" in source else Path(source).expanduser().absolute().as_uri()
 
 
-def adapter_source(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def adapter_source(body: Mapping[str, object]) -> Mapping[str, object] | None:
     """Return the `source` of an update's body; None where it has a path."""
     source = body.get("source")
     return source if isinstance(source, Mapping) else None
@@ -89,12 +90,12 @@ def _fetch(name: str) -> Path:
     return Path(str(found))
 
 
-def path_member(body: Mapping[str, Any], name: str) -> Path:
+def path_member(body: Mapping[str, object], name: str) -> Path:
     """Return a member of an update's body that is a path, with `~` resolved. Raises InvalidArgument naming the member."""
     return Path(_text(body, name, MAX_PATH_CHARS)).expanduser()
 
 
-def _text(body: Mapping[str, Any], name: str, most_chars: int) -> str:
+def _text(body: Mapping[str, object], name: str, most_chars: int) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= most_chars:
         raise InvalidArgument(f"{name} must be a string of 1 to {most_chars} characters, got {value!r}")
@@ -104,16 +105,17 @@ def _text(body: Mapping[str, Any], name: str, most_chars: int) -> str:
 class AdapterRequests:
     """Loads, unloads and lists adapters for frontends, over the request plane; a runtime `Handler`."""
 
-    def __init__(self, routes: Mapping[str, Callable[[Any], Awaitable[dict[str, Any]]]]) -> None:
+    def __init__(self, routes: Mapping[str, Callable[[object], Awaitable[dict[str, object]]]]) -> None:
         """`routes`: the admin routes of the worker, which go the same way."""
         self._routes = routes
 
-    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+    async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         """Answer one request: its member `operation` names it, the others are those of the admin route."""
-        operation = body.get("operation") if isinstance(body, Mapping) else None
+        members = body if isinstance(body, Mapping) else {}
+        operation = members.get("operation")
         route = self._routes.get(f"update/{operation}") if operation in OPERATIONS else None
         if route is None:
             raise InvalidArgument(f"operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
-        answer = await route({name: value for name, value in body.items() if name != "operation"})
+        answer = await route({name: value for name, value in members.items() if name != "operation"})
         sink.send_object({"data": answer})
         sink.end()

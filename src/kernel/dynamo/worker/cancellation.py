@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from dynamo.contract.engine import BaseEngine
 from dynamo.runtime.calls.context import Context, on_loop
@@ -114,7 +114,7 @@ class CancellationWatch:
                 self._abort.cancel()
 
 
-async def close_generator(stream: AsyncGenerator[Any, None], context: Context, *, at_terminal: bool = False) -> None:
+async def close_generator(stream: AsyncGenerator[object, None], context: Context, *, at_terminal: bool = False) -> None:
     """Run the generator's `finally` now. Its failure, or its refusal to end, is logged and not passed on.
 
     `at_terminal`: the last chunk was taken, and the generator stands at the `yield` of it. It then gets one more step, as
@@ -136,7 +136,7 @@ async def close_generator(stream: AsyncGenerator[Any, None], context: Context, *
         logger.debug("closing the generator of request %s failed", context.id(), exc_info=True)
 
 
-async def _step_past_terminal(stream: AsyncGenerator[Any, None], context: Context) -> None:
+async def _step_past_terminal(stream: AsyncGenerator[object, None], context: Context) -> None:
     try:
         await anext(stream)
     except StopAsyncIteration:

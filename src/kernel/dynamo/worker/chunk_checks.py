@@ -43,7 +43,12 @@ class InvalidChunk(Unknown):
 
 
 async def check_silence(
-    stream: AsyncGenerator[Any, None], chunk: Mapping[str, Any], word: str, mode: DisaggregationMode, *, last: bool
+    stream: AsyncGenerator[object, None],
+    chunk: Mapping[str, object],
+    word: str,
+    mode: DisaggregationMode,
+    *,
+    last: bool,
 ) -> None:
     """Validator: nothing may follow a terminal chunk, and an encode terminal must carry its result."""
     if mode is DisaggregationMode.ENCODE and word != CANCELLED and not isinstance(chunk.get("encoder_result"), dict):
@@ -60,7 +65,7 @@ async def check_silence(
     raise Unknown("item yielded after terminal item")
 
 
-def checked_request(body: Any) -> dict[str, Any]:
+def checked_request(body: object) -> dict[str, object]:
     if not isinstance(body, dict):
         raise InvalidArgument(f"the request must be an object, got {type(body).__name__}")
     if type(body.get("token_ids")) is not list:
@@ -85,13 +90,13 @@ def _check_bootstrap(info: Any) -> None:
             raise InvalidArgument(f"bootstrap_info.handoff_id: {error}") from error
 
 
-def choice_count(request: Mapping[str, Any]) -> int:
+def choice_count(request: Mapping[str, object]) -> int:
     options = request.get("sampling_options")
     count = options.get("n") if isinstance(options, dict) else None
     return count if isinstance(count, int) and count > 1 else 1
 
 
-def checked_ids(ids: Any) -> list[int]:
+def checked_ids(ids: object) -> list[int]:
     """Return a fresh list of u32s from a list, tuple or array. Raises TypeError naming what is wrong."""
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
@@ -109,7 +114,7 @@ def checked_ids(ids: Any) -> list[int]:
     return checked
 
 
-def invalid_chunk(chunk: Any, error: Exception) -> InvalidChunk:
+def invalid_chunk(chunk: object, error: Exception) -> InvalidChunk:
     if not isinstance(chunk, Mapping):
         return InvalidChunk(f"the engine's chunk is invalid: expected a mapping, got {type(chunk).__name__}")
     if "token_ids" not in chunk:

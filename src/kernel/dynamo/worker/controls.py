@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.tasks import Background, is_being_cancelled
@@ -32,8 +32,8 @@ MODEL_TAINTS: Final = "model_taints"  # the framework's own update; it never rea
 CANCEL_SECONDS: Final = 1.0  # for a cancelled control to unwind; shutdown goes on without one that does not
 MAX_NAMES: Final = 256
 
-Body = dict[str, Any]
-Route = Callable[[Any], Awaitable[Body]]
+Body = dict[str, object]
+Route = Callable[[object], Awaitable[Body]]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -124,12 +124,12 @@ class AdminRoutes:
             logger.warning("%s ignores its cancellation; shutting down without it", task.get_name())
 
     def _route(self, kind: str, name: str) -> Route:
-        async def handle(body: Any) -> Body:
+        async def handle(body: object) -> Body:
             return await self._call(kind, name, body)
 
         return handle
 
-    async def _call(self, kind: str, name: str, body: Any) -> Body:
+    async def _call(self, kind: str, name: str, body: object) -> Body:
         refusal = self._refusal()
         if refusal is not None:
             return refusal
@@ -144,7 +144,7 @@ class AdminRoutes:
                 return _unavailable(AdminGate.CLOSED)
             raise  # the caller is gone, and its control with it
 
-    def _work(self, kind: str, name: str, body: Body) -> Coroutine[Any, Any, Body]:
+    def _work(self, kind: str, name: str, body: Body) -> Coroutine[None, None, Body]:
         if kind == "update":
             return self._taint(body) if name == MODEL_TAINTS else self._engine.engine_update(name, body)
         if name in PAUSING_CONTROLS:
@@ -266,7 +266,7 @@ class RlDirectory:
     def __init__(self, base_url: str, routes: Iterable[str]) -> None:
         self._answer = {"status": "ok", "base_url": base_url, "routes": sorted(f"/engine/{route}" for route in routes)}
 
-    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+    async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         method = body.get("method") if isinstance(body, Mapping) else None
         known = method == "routes"
         sink.send_object({"data": self._answer if known else _error(f"unsupported method: {method!r}; use 'routes'")})

@@ -42,16 +42,17 @@ class EmbedServing:
         self._served_name = served_name
         self._errors = ErrorMapping(engine, map_builtin_errors=map_builtin_errors)
 
-    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+    async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         """Serve one request."""
-        inputs = body.get("token_ids") if isinstance(body, dict) else None
+        members = body if isinstance(body, dict) else {}
+        inputs = members.get("token_ids")
         if not isinstance(inputs, list) or not inputs or not isinstance(inputs[0], list | tuple):
             await self._generate(body, context, sink)
             return
         watch = CancellationWatch(self._engine, context, defer=False)
-        stream: AsyncGenerator[Any, None] | None = None
+        stream: AsyncGenerator[object, None] | None = None
         try:
-            request = {**body, "token_ids": _checked_inputs(inputs)}
+            request = {**members, "token_ids": _checked_inputs(inputs)}
             stream = self._embeds.embed(request, context=context)  # type: ignore[arg-type]  # checked here
             results = _Results(len(inputs))
             async for item in stream:
@@ -81,7 +82,7 @@ class _Results:
         self._vectors: list[bytes | None] = [None] * inputs
         self._shapes: list[list[int] | None] = [None] * inputs
 
-    def add(self, item: Any) -> None:
+    def add(self, item: object) -> None:
         """Take one result. Raises Unknown naming what is wrong with it."""
         if not isinstance(item, dict) or "embedding" not in item:
             raise Unknown(f"embed() must yield objects with `index` and `embedding`, got {type(item).__name__}")
@@ -98,13 +99,13 @@ class _Results:
         self._shapes[index] = _checked_shape(shape, packed, index)
         self._vectors[index] = packed
 
-    def body(self, prompt_tokens: int, model: str) -> dict[str, Any]:
+    def body(self, prompt_tokens: int, model: str) -> dict[str, object]:
         """Return the answer. Raises Unknown while a result is missing."""
         missing = [index for index, vector in enumerate(self._vectors) if vector is None]
         if missing:
             raise Unknown(f"embed() ended without a result for input {missing[0]} ({len(missing)} missing)")
         counts: CompletionUsage = usage(prompt_tokens, 0)
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "embeddings": [binascii.b2a_base64(vector or b"", newline=False).decode() for vector in self._vectors],
             "prompt_tokens": counts["prompt_tokens"],
             "total_tokens": counts["total_tokens"],
@@ -115,7 +116,7 @@ class _Results:
         return body
 
 
-def _checked_inputs(inputs: Sequence[Any]) -> list[list[int]]:
+def _checked_inputs(inputs: Sequence[object]) -> list[list[int]]:
     if len(inputs) > MAX_INPUTS:
         raise InvalidArgument(f"token_ids holds {len(inputs)} inputs, at most {MAX_INPUTS} are served in one request")
     found = []
@@ -150,7 +151,7 @@ def _packed(vector: Any, index: int) -> bytes:
     return values.tobytes()
 
 
-def _checked_shape(shape: Any, packed: bytes, index: int) -> list[int] | None:
+def _checked_shape(shape: object, packed: bytes, index: int) -> list[int] | None:
     if shape is None:
         return None
     if not isinstance(shape, list | tuple) or not all(type(side) is int and side > 0 for side in shape):

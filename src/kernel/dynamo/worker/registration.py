@@ -70,7 +70,7 @@ Fetch = Callable[[str, bool], Awaitable[str]]
 class ModelEndpoint(Protocol):
     """What registration needs of a runtime's endpoint."""
 
-    async def publish_model(self, card_json: dict[str, Any], suffix: str | None = None) -> None: ...
+    async def publish_model(self, card_json: dict[str, object], suffix: str | None = None) -> None: ...
 
     async def withdraw_model(self, suffix: str | None = None) -> None: ...
 
@@ -97,10 +97,10 @@ class FileHost(Protocol):
 class ModelAssets:
     """What is read from a model directory, as the card carries it."""
 
-    artefacts: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # card member -> {kind: FILE}
+    artefacts: Mapping[str, dict[str, object]] = field(default_factory=dict)  # card member -> {kind: FILE}
     architectural_context_length: int | None = None
     legacy_context_length: int | None = None  # the tokenizer's figure; used when nothing better is known
-    image_processor: Mapping[str, Any] = field(default_factory=dict)  # what gives how many tokens an image becomes
+    image_processor: Mapping[str, object] = field(default_factory=dict)  # what gives how many tokens an image becomes
     named_templates: Mapping[str, Mapping[str, object]] = field(
         default_factory=dict
     )  # further chat templates, as FILEs
@@ -119,7 +119,7 @@ def read_model_directory(directory: Path) -> ModelAssets:
     tokenizer = _tokenizer_of(directory)
     config = _read_json(directory / "config.json")
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
-    artefacts: dict[str, dict[str, Any]] = {"tokenizer": tokenizer}
+    artefacts: dict[str, dict[str, object]] = {"tokenizer": tokenizer}
     for member, kind, name in (
         ("model_info", "hf_config_json", "config.json"),
         ("prompt_formatter", "hf_tokenizer_config_json", "tokenizer_config.json"),
@@ -152,18 +152,18 @@ def read_context_lengths(name: str) -> ModelAssets | None:
     return ModelAssets({}, _context_length_of(config), _legacy_context_length_of(tokenizer_config))
 
 
-def file_record(path: Path) -> dict[str, Any]:
+def file_record(path: Path) -> dict[str, object]:
     """Build the card's FILE of a local file: absolute path, content hash, size."""
     path = path.absolute()  # links stay: a hub cache names its blobs by hash, without the suffix readers need
     digest = blake3().update_mmap(path).hexdigest() if path.stat().st_size else blake3().hexdigest()
     return {"path": str(path), "checksum": f"blake3:{digest}", "size": path.stat().st_size}
 
 
-def _template(kind: str, path: Path, *, is_custom: bool) -> dict[str, Any]:
+def _template(kind: str, path: Path, *, is_custom: bool) -> dict[str, object]:
     return {kind: {"is_custom": is_custom, "file": file_record(path)}}
 
 
-def _tokenizer_of(directory: Path) -> dict[str, Any]:
+def _tokenizer_of(directory: Path) -> dict[str, object]:
     if (directory / "tokenizer.json").is_file():
         return {"hf_tokenizer_json": file_record(directory / "tokenizer.json")}
     for path in (directory / "tiktoken.model", *sorted(directory.glob("*.tiktoken"))):
@@ -173,7 +173,7 @@ def _tokenizer_of(directory: Path) -> dict[str, Any]:
     raise InvalidArgument(f"model directory {str(directory)!r} has neither tokenizer.json nor a tiktoken model")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
@@ -189,13 +189,13 @@ _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_
 _LONGEST_CONTEXT: Final = 2**32 - 1  # the card's type; tokenizers write 1e30 for "no limit"
 
 
-def _plausible(value: Any) -> int | None:
+def _plausible(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LONGEST_CONTEXT:
         return None
     return int(value)
 
 
-def _context_length_of(config: Mapping[str, Any]) -> int | None:
+def _context_length_of(config: Mapping[str, object]) -> int | None:
     text = config.get("text_config")  # multimodal models nest the language model's figures
     for source in (config, text if isinstance(text, dict) else {}):
         for key in _CONTEXT_KEYS:
@@ -204,7 +204,7 @@ def _context_length_of(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _legacy_context_length_of(tokenizer_config: Mapping[str, Any]) -> int | None:
+def _legacy_context_length_of(tokenizer_config: Mapping[str, object]) -> int | None:
     return _plausible(tokenizer_config.get("model_max_length"))
 
 
@@ -377,7 +377,7 @@ def _role(value: WorkerType | str) -> WorkerType:
     return value if isinstance(value, WorkerType) else WorkerType.from_card(value)
 
 
-def _worker_type(value: Any) -> WorkerType:
+def _worker_type(value: object) -> WorkerType:
     if isinstance(value, WorkerType):
         return value
     if isinstance(value, str):
@@ -424,19 +424,19 @@ async def register_model(
     model_path: str,
     model_name: str | None = None,
     kv_cache_block_size: int | None = None,
-    router_config: Any = None,
+    router_config: object = None,
     runtime_config: ModelRuntimeConfig | None = None,
-    user_data: Any = None,
+    user_data: object = None,
     custom_template_path: str | None = None,
-    media_decoder: Any = None,
-    media_fetcher: Any = None,
+    media_decoder: object = None,
+    media_fetcher: object = None,
     lora_name: str | None = None,
     base_model_path: str | None = None,
     worker_type: WorkerType | str | None = None,
     needs: Iterable[Iterable[WorkerType | str]] | None = None,
     self_host_metadata: bool | None = None,
     *,
-    tensor_model_config: Any = None,
+    tensor_model_config: object = None,
     ignore_weights: bool = False,
     max_gpu_lora_count: int | None = None,
     model_aliases: Sequence[str] | None = None,

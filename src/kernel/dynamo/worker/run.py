@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import BaseEngine
@@ -93,7 +93,7 @@ def run_engine(
     engine_factory: EngineFactory | None = None,
     *,
     on_serving: Callable[[], Awaitable[None]] | None = None,
-    force_exit: Callable[[int], Any] | None = None,
+    force_exit: Callable[[int], object] | None = None,
 ) -> None:
     """Run an engine as `run` does, but raise the typed error of a failed worker instead of exiting with a line and a
     status.
@@ -117,7 +117,7 @@ async def _start(
     engine_factory: EngineFactory | None = None,
     *,
     on_serving: Callable[[], Awaitable[None]] | None = None,
-    force_exit: Callable[[int], Any] | None = None,
+    force_exit: Callable[[int], object] | None = None,
 ) -> None:
     """Make the engine and serve it. Unit tests of engines await this with a `Worker` of their own in this module, which
     takes an engine and its configuration, and whose `run` takes nothing."""

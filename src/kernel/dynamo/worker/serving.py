@@ -54,7 +54,7 @@ class SpanRecorder(Protocol):
     def worker_trace_link(self) -> dict[str, str]: ...
 
 
-SpanFactory = Callable[[Context, Mapping[str, Any]], SpanRecorder | None]
+SpanFactory = Callable[[Context, Mapping[str, object]], SpanRecorder | None]
 
 
 @dataclass(slots=True)
@@ -94,13 +94,13 @@ class TokenServing:
         self._start_span = start_span
         self._running = running
 
-    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+    async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         """Serve one request; everything the client should know goes through `sink`."""
         request = checked_request(body)
         span = self._start_span(context, request) if self._start_span is not None else None
         watch = CancellationWatch(self._engine, context, defer=self._mode is DisaggregationMode.DECODE)
         call = _Call(context, sink, watch, span, self._running.begin(request) if self._running is not None else None)
-        stream: AsyncGenerator[Any, None] | None = None
+        stream: AsyncGenerator[object, None] | None = None
         try:
             stream = self._engine.generate(request, context=context)  # type: ignore[arg-type]
             await self._pump(stream, choice_count(request), call)
@@ -245,12 +245,12 @@ class RawServing:
         self._engine = engine
         self._errors = ErrorMapping(engine, map_builtin_errors=map_builtin_errors)
 
-    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+    async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         """Serve one request."""
         if not isinstance(body, dict):
             raise InvalidArgument(f"the request must be an object, got {type(body).__name__}")
         watch = CancellationWatch(self._engine, context, defer=False)
-        stream: AsyncGenerator[Any, None] | None = None
+        stream: AsyncGenerator[object, None] | None = None
         burst = 0
         try:
             stream = self._engine.generate(body, context=context)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dynamo.contract.config import RESPONSE_PLANES, WorkerConfig
 from dynamo.contract.engine import BaseEngine, LLMEngine, RawEngine
@@ -79,7 +79,7 @@ class Worker:
         *,
         runtime: DistributedRuntime | None = None,
         times: ShutdownTimes | None = None,
-        force_exit: Callable[[int], Any] = os._exit,
+        force_exit: Callable[[int], object] = os._exit,
         embedded: bool = False,
     ) -> None:
         """`runtime`: one that the caller made and will shut down; None: the worker makes its own.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -49,7 +49,7 @@ def read_rules(given: str) -> BypassRules:
     return found
 
 
-def _shown(rules: Any) -> str:
+def _shown(rules: object) -> str:
     return msgspec.json.encode(rules).decode()
 
 

@@ -256,7 +256,7 @@ def _chunk_of(item: StreamItem) -> dict[str, Any] | None:
     return data if isinstance(data, dict) and isinstance(data.get("token_ids"), list) else None
 
 
-def _with_worker(members: dict[str, Any], rank: WorkerRank) -> dict[str, Any]:
+def _with_worker(members: dict[str, object], rank: WorkerRank) -> dict[str, object]:
     """Return the members of the first chunk, with the worker that serves the request."""
     data = members.get("routing_data")
     served_by = {

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.addresses import LOOPBACK
@@ -53,7 +53,7 @@ class FromEnvironment:
     __slots__ = ()
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None, given: Mapping[str, Any] = NO_FLAGS) -> Self:
+    def from_env(cls, env: Mapping[str, str] | None = None, given: Mapping[str, object] = NO_FLAGS) -> Self:
         """Read the settings of this process; `given`: parsed arguments, which win over the variables."""
         return read_settings(cls, os.environ if env is None else env, given)
 

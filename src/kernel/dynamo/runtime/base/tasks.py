@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from dynamo.runtime.base.forever import forever
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
-Work = Coroutine[Any, Any, T]
+Work = Coroutine[None, None, T]
 """A call of an `async def` that returns T."""
 
 
-async def first_of(*awaitables: Awaitable[Any]) -> int:
+async def first_of(*awaitables: Awaitable[object]) -> int:
     """Wait until one of them is done, cancel the others, and return which one it was (the first, when several are).
 
     Raises what that one raised. When this wait is cancelled all of them are; none is left running behind.
@@ -52,8 +52,8 @@ class Background:
     __slots__ = ("_closed", "_crash", "_owner", "_tasks")
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._owner: asyncio.Task[Any] | None = None
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._owner: asyncio.Task[object] | None = None
         self._crash: BaseException | None = None
         self._closed = False
 
@@ -101,7 +101,7 @@ class Background:
         """Run `work` and wait for it: the caller's cancellation ends it, and so does `close`. Raises what it raises."""
         return await self.start(work, name, is_awaited=True)
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _done(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -122,7 +122,7 @@ class Background:
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
 
-    async def close(self, timeout_seconds: float | None = None) -> set[asyncio.Task[Any]]:
+    async def close(self, timeout_seconds: float | None = None) -> set[asyncio.Task[object]]:
         """Cancel what runs and wait until it has ended. Idempotent.
 
         `timeout_seconds`: for work that may ignore a cancellation; what still runs then is returned, for the log.

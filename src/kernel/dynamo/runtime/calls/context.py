@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dynamo.runtime.observe.tracing import NO_SPAN, SpanProxy, TraceContext
 
-_MISSING: Final[Any] = object()
+_MISSING: Final[object] = object()
 
 
 class ContextMetadata(MutableMapping[str, str]):
@@ -251,7 +251,7 @@ class Context:
         """Return the request's span; a span without effect where nothing is exported."""
         return self._span if self._span is not None else NO_SPAN
 
-    def start_span(self, name: str, attrs: dict[str, Any] | None = None) -> SpanProxy:
+    def start_span(self, name: str, attrs: dict[str, object] | None = None) -> SpanProxy:
         """Start a child span, usable as a context manager."""
         return self.current_span().child(name, attrs)
 

@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from dynamo.errors import (
     Cancelled,
@@ -27,7 +27,7 @@ from dynamo.runtime.observe.known_failures import first_sight, summary
 
 logger = logging.getLogger(__name__)
 
-PythonHandler = Callable[..., Any]
+PythonHandler = Callable[..., object]
 """`async def handler(request)` or `(request, context)` with `yield`; a coroutine that returns an async iterator also."""
 
 CANCEL_GRACE_SECONDS: Final = 1.0  # a handler whose caller has gone may read its context and clean up for this long
@@ -47,7 +47,7 @@ def serve_python(handler: PythonHandler, *, cancel_grace_seconds: float = CANCEL
         raise TypeError(f"an endpoint's handler must be an async generator function, got {type(handler).__name__}")
     with_context = takes_context(handler)
 
-    async def handle(body: Any, context: Context, sink: ResponseSink) -> None:
+    async def handle(body: object, context: Context, sink: ResponseSink) -> None:
         if context.is_stopped():
             return  # its caller has gone
         # A context of its own, so that a handler that stops itself can be distinguished from a caller that stops it.
@@ -55,7 +55,7 @@ def serve_python(handler: PythonHandler, *, cancel_grace_seconds: float = CANCEL
         own.prompt_tokens = context.prompt_tokens
         unlink = context.link_child(own)
         closer = _Closer(context, cancel_grace_seconds)
-        stream: AsyncIterator[Any] | None = None
+        stream: AsyncIterator[object] | None = None
         try:
             stream = await _begin(handler(body, own) if with_context else handler(body))
             await _pump(stream, context, sink)
@@ -91,7 +91,7 @@ def serve_python_stream(handler: PythonHandler, *, cancel_grace_seconds: float =
     """Do the same for `async def handler(requests)` or `(requests, context)`, where `requests` is a `RequestStream`."""
     serve = serve_python(handler, cancel_grace_seconds=cancel_grace_seconds)
 
-    async def handle(body: Any, context: Context, sink: ResponseSink) -> None:
+    async def handle(body: object, context: Context, sink: ResponseSink) -> None:
         if not isinstance(body, RequestStream):
             raise InvalidArgument(
                 "this endpoint takes a stream of requests (many_in over the native wire), not one request"
@@ -104,7 +104,7 @@ def serve_python_stream(handler: PythonHandler, *, cancel_grace_seconds: float =
     return handle
 
 
-async def _pump(stream: AsyncIterator[Any], context: Context, sink: ResponseSink) -> None:
+async def _pump(stream: AsyncIterator[object], context: Context, sink: ResponseSink) -> None:
     burst = 0
     async for item in stream:
         sink.send_object(envelope(item))
@@ -148,16 +148,16 @@ class _Closer:
             self._timer.cancel()
 
 
-async def _begin(made: Any) -> AsyncIterator[Any]:
+async def _begin(made: object) -> AsyncIterator[object]:
     if inspect.isawaitable(made):
         made = await made
     if not hasattr(made, "__aiter__"):
         raise Unknown(f"the endpoint's handler must be an async generator function; it returned {type(made).__name__}")
-    stream: AsyncIterator[Any] = aiter(made)
+    stream: AsyncIterator[object] = aiter(made)
     return stream
 
 
-async def _close(stream: AsyncIterator[Any], context: Context) -> None:
+async def _close(stream: AsyncIterator[object], context: Context) -> None:
     """Run the generator's `finally` now."""
     close: Callable[[], Awaitable[None]] | None = getattr(stream, "aclose", None)
     if close is None:
@@ -185,7 +185,7 @@ def takes_context(handler: PythonHandler) -> bool:
     return len(positional) >= 2 and (positional[1].default is positional[1].empty or positional[1].name == "context")
 
 
-def envelope(item: Any) -> dict[str, Any]:
+def envelope(item: object) -> dict[str, object]:
     """Return what travels for a yielded value: the value as `data`, or the envelope that it is marked as."""
     if isinstance(item, Mapping) and item.get(ANNOTATED_MARK) is True:
         return {key: item[key] for key in ENVELOPE_KEYS if item.get(key) is not None}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from dynamo.runtime.base.settings import CanarySettings
 from dynamo.runtime.base.tasks import Background
@@ -47,7 +47,7 @@ class HealthState:
         self._probed: set[str] = set()
         self._shutting_down = False
         self._troubles: list[Callable[[], str | None]] = []
-        self._details: dict[str, Callable[[], Mapping[str, Any] | None]] = {}
+        self._details: dict[str, Callable[[], Mapping[str, object] | None]] = {}
 
     @property
     def canary_enabled(self) -> bool:
@@ -88,7 +88,7 @@ class HealthState:
         """Make the process not ready while `trouble()` returns a reason; it is called at every probe, in any thread."""
         self._troubles.append(trouble)
 
-    def add_detail(self, name: str, detail: Callable[[], Mapping[str, Any] | None]) -> None:
+    def add_detail(self, name: str, detail: Callable[[], Mapping[str, object] | None]) -> None:
         """Show what `detail()` returns as member `name` of the answer; an empty mapping or None is left out."""
         self._details[name] = detail
 
@@ -121,7 +121,7 @@ class HealthState:
             return next((self._reasons[path] for path in deciding if not self._ready[path]), None)
         return None if self._told else "the process was reported not ready, or has not been reported ready yet"
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """Return the body of `/health` and `/live`. Endpoints go by their last name; of two equal names the worse
         one shows.
         """
@@ -132,7 +132,7 @@ class HealthState:
         uptime = self._clock() - self._began
         seconds = int(uptime)
         reason = self.reason()
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "status": _word(reason is None),
             "uptime": {"secs": seconds, "nanos": int((uptime - seconds) * 1e9)},
             "endpoints": {name: _word(ready) for name, ready in endpoints.items()},
@@ -166,7 +166,7 @@ class Canary:
         self,
         path: str,
         handler: Handler,
-        payload: Mapping[str, Any],
+        payload: Mapping[str, object],
         health: HealthState,
         settings: CanarySettings,
     ) -> None:
@@ -249,7 +249,7 @@ class Canary:
                 logger.error("the handler of %s ignores its cancellation", self._path)
 
 
-async def _serve(handler: Handler, body: Any, context: Context, sink: _ProbeSink) -> None:
+async def _serve(handler: Handler, body: object, context: Context, sink: _ProbeSink) -> None:
     try:
         await handler(body, context, sink)
     except Exception as error:  # the boundary: a probe reports, it never raises
@@ -270,7 +270,7 @@ class _ProbeSink:
         self._moved = asyncio.Event()
 
     def send_tokens(
-        self, token_ids: list[int], index: int = 0, finish_reason: Any = None, extra: dict[str, Any] | None = None
+        self, token_ids: list[int], index: int = 0, finish_reason: object = None, extra: dict[str, object] | None = None
     ) -> None:
         if isinstance(finish_reason, Mapping) or (isinstance(finish_reason, str) and finish_reason.startswith("error")):
             self._fail(f"the engine answered with finish reason {finish_reason!r}")
@@ -280,7 +280,7 @@ class _ProbeSink:
         self._move(item=True)
         return not self._ended
 
-    def send_object(self, envelope: dict[str, Any]) -> None:
+    def send_object(self, envelope: dict[str, object]) -> None:
         if envelope.get("event") == "error":
             self._fail(f"the engine answered with an error: {envelope.get('comment') or envelope.get('data')}")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -158,7 +158,7 @@ _decoder = msgspec.json.Decoder(Instance)
 
 
 def encode_instance(
-    namespace: str, component: str, endpoint: str, instance_id: int, transport: Mapping[str, Any]
+    namespace: str, component: str, endpoint: str, instance_id: int, transport: Mapping[str, object]
 ) -> bytes:
     """Encode the record of `v1/instances`, with its members in the native order; `transport` is the request plane's
     part.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from dynamo.errors import kind_of
 from dynamo.runtime.calls.context import Context
@@ -25,7 +25,7 @@ class WorkerRequestLog:
 
     __slots__ = ("_context", "_level", "_withdraw")
 
-    def __init__(self, endpoint_fields: Mapping[str, Any], context: Context, body: Any) -> None:
+    def __init__(self, endpoint_fields: Mapping[str, object], context: Context, body: object) -> None:
         """Begin: from here on the task's own records carry the request's ids."""
         enter_request_span(endpoint_fields, context)
         self._context, self._level, self._withdraw = context, request_level(), _nothing
@@ -46,7 +46,7 @@ class WorkerRequestLog:
         """Log the end, after `seconds`; `error` is what the caller was given, if it was not an answer."""
         self._withdraw()
         if logger.isEnabledFor(self._level):
-            fields: dict[str, Any] = {"status": "success", "elapsed_ms": round(seconds * 1000, 3)}
+            fields: dict[str, object] = {"status": "success", "elapsed_ms": round(seconds * 1000, 3)}
             if self._context.is_stopped():
                 fields |= {"status": "error", "error_type": "cancelled"}
             elif error is not None:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 READ_SECONDS: Final = 0.25  # for a request to arrive: the thread has to notice the end of the block as well
 REQUEST_LIMIT_BYTES: Final = 8 * 1024
@@ -18,7 +18,7 @@ class BlockedProbes:
     """Shares the listening sockets of a server; connections that the server accepted before stay with the server."""
 
     def __init__(
-        self, listeners: list[socket.socket], paths: tuple[str, ...], body: Callable[[], Mapping[str, Any]]
+        self, listeners: list[socket.socket], paths: tuple[str, ...], body: Callable[[], Mapping[str, object]]
     ) -> None:
         """`listeners`: duplicates, closed by `close`. `paths` are answered with the JSON of `body()`, others with a sentence."""
         self._listeners = listeners

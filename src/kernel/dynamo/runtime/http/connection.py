@@ -12,6 +12,7 @@ import logging
 import re
 import socket
 from collections import deque
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from urllib.parse import unquote
@@ -19,7 +20,7 @@ from urllib.parse import unquote
 import httptools
 
 from dynamo.runtime.base.http_limits import HttpLimits, Rejection
-from dynamo.runtime.http.cycle import Application, Cycle
+from dynamo.runtime.http.cycle import Application, Cycle, Receive, Scope, Send
 from dynamo.runtime.http.gate import Gate
 from dynamo.runtime.http.head import status_line
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
@@ -229,7 +230,7 @@ class HttpConnection(asyncio.Protocol):
         # Answered before its body was complete, or not yet.
         self._watch.enter(_WAITING if cycle is not None and cycle.response_complete else _ANSWERING)
 
-    def _scope(self, request: _Request) -> dict[str, Any]:
+    def _scope(self, request: _Request) -> dict[str, object]:
         split = _split_known if len(request.url) <= KNOWN_URL_BYTES else _split
         path, raw_path, query = split(request.url)
         scheme, server, client = request.ends
@@ -393,11 +394,13 @@ def _ends(transport: asyncio.BaseTransport) -> tuple[str, _Address, _Address]:
     return "http" if get("sslcontext") is None else "https", _address(get("sockname")), _address(get("peername"))
 
 
-def _address(found: Any) -> _Address:
+def _address(found: object) -> _Address:
     return (str(found[0]), int(found[1])) if isinstance(found, tuple) and len(found) >= 2 else None
 
 
-async def _answer(headers: Any, body: bytes, status: int, scope: Any, receive: Any, send: Any) -> None:
+async def _answer(
+    headers: Mapping[bytes, bytes], body: bytes, status: int, scope: Scope, receive: Receive, send: Send
+) -> None:
     framing = [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": [*headers.items(), *framing]})
     await send({"type": "http.response.body", "body": body})

@@ -42,7 +42,7 @@ class RequestBody:
         self.expects_continue = expects_continue
         """Whether the client waits for a word before it sends the body. Once an answer has begun, it gets none."""
 
-    async def receive(self) -> MutableMapping[str, Any]:
+    async def receive(self) -> MutableMapping[str, object]:
         """Wait for more of the body, or for its end, or the client's: ASGI's `receive`."""
         if self.expects_continue:
             self.expects_continue = False
@@ -101,7 +101,9 @@ writing anything."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
-Application = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _CLOSE: Final = (b"connection", b"close")
 _CHUNK_HEADS: Final = tuple([b"%x\r\n" % size for size in range(1024)])  # of all chunks but few
@@ -238,7 +240,7 @@ class Cycle:
 
     # -- the short ways ------------------------------------------------------------------------------------------
 
-    def extensions(self) -> dict[str, Any]:
+    def extensions(self) -> dict[str, object]:
         """Return the extensions of ASGI that this listener has beside its own."""
         return {
             PUSH_EXTENSION: self.push,

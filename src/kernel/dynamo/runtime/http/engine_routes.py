@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
 from dynamo.errors import InvalidArgument
@@ -13,7 +13,7 @@ from dynamo.runtime.http.replies import NOT_FOUND, Reply
 
 logger = logging.getLogger(__name__)
 
-EngineRoute = Callable[[Any], Awaitable[Any]]
+EngineRoute = Callable[[object], Awaitable[object]]
 """`await callback(body)`: the decoded JSON body (`{}` when empty) in, a JSON value out."""
 
 MAX_ROUTES: Final = 1024
@@ -88,7 +88,7 @@ class EngineRoutes:
         return Reply.json(400, {"error": "Invalid JSON", "message": text})
 
 
-def _is_deeper(value: Any, limit: int) -> bool:
+def _is_deeper(value: object, limit: int) -> bool:
     """Return whether arrays and objects nest deeper than `limit`; level by level, without recursion."""
     level = [value]
     for _ in range(limit):

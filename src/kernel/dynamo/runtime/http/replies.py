@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Reply:
     content_type: str = "text/plain; charset=utf-8"
 
     @classmethod
-    def json(cls, status: int, value: Any) -> Reply:
+    def json(cls, status: int, value: object) -> Reply:
         """Raises TypeError or ValueError when `value` is no JSON."""
         return cls(status, json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode())
 

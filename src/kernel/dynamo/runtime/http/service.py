@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from dynamo.runtime.base.http_limits import HttpLimits
 from dynamo.runtime.base.listening import start_listening
@@ -18,19 +18,19 @@ from dynamo.runtime.http.limits import RenderRejection
 CANCEL_SECONDS: Final = 1.0  # for the handlers that were cancelled at the end
 
 
-class _CountedSet(set[Any]):
+class _CountedSet(set["HttpConnection"]):
     """The open connections; reports its size."""
 
     def __init__(self, changed: Callable[[int], None] | None) -> None:
         super().__init__()
         self._changed = changed
 
-    def add(self, connection: Any) -> None:
+    def add(self, connection: HttpConnection) -> None:
         super().add(connection)
         if self._changed is not None:
             self._changed(len(self))
 
-    def discard(self, connection: Any) -> None:
+    def discard(self, connection: object) -> None:
         super().discard(connection)
         if self._changed is not None:
             self._changed(len(self))

@@ -15,9 +15,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, unquote
 
 from dynamo.errors import CannotConnect
@@ -32,6 +32,7 @@ from dynamo.runtime.observe.metrics import MetricsRegistry
 
 if TYPE_CHECKING:
     from dynamo.runtime.base.http_limits import Rejection
+    from dynamo.runtime.http.cycle import Receive, Scope, Send
     from dynamo.runtime.http.service import HttpService
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class StatusServer:
         metrics: MetricsRegistry,
         *,
         settings: SystemSettings | None = None,
-        discovery_metadata: Callable[[], Any] | None = None,
+        discovery_metadata: Callable[[], object] | None = None,
         advertised_host: str | None = None,
         default_host: str = LOOPBACK,
     ) -> None:
@@ -305,16 +306,16 @@ class StatusServer:
         if self._refusals is not None:
             self._refusals.count(_COUNTED_AS.get(limit, limit))
 
-    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; the ASGI application of this server."""
         await self._reply(scope, receive, send, self._unless_cross_site(scope, self._host, self.answer))
 
-    async def _serve_admin(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _serve_admin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request at the admin listener."""
         answer = self._unless_cross_site(scope, self._settings.admin_host, self.answer_admin)
         await self._reply(scope, receive, send, answer)
 
-    def _unless_cross_site(self, scope: Any, listens_at: str, answer: Answer) -> Answer:
+    def _unless_cross_site(self, scope: Scope, listens_at: str, answer: Answer) -> Answer:
         """Return what answers a request: `answer`, or a refusal of what the page of another site sent."""
         from dynamo.runtime.http.cross_site import SEND_JSON, SameSite, is_form
 
@@ -333,7 +334,7 @@ class StatusServer:
 
         return refuse
 
-    async def _reply(self, scope: Any, receive: Any, send: Any, answer: Answer) -> None:
+    async def _reply(self, scope: Scope, receive: Receive, send: Send, answer: Answer) -> None:
         method = scope["method"]
         body = await self._body(scope["headers"], receive)
         if body is None:
@@ -352,7 +353,7 @@ class StatusServer:
             await _send_head(reply, len(reply.body), send)
             await send({"type": "http.response.body", "body": reply.body})
 
-    async def _body(self, headers: Any, receive: Any) -> bytes | Reply | None:
+    async def _body(self, headers: Iterable[tuple[bytes, bytes]], receive: Receive) -> bytes | Reply | None:
         """Read the whole body; None where the client left, and a refusal for a body that is too long."""
         limit = self._settings.limits.body_limit_bytes
         announced = dict(headers).get(b"content-length", b"")
@@ -379,7 +380,7 @@ def _elsewhere(way: str) -> Reply:
     return Reply.json(404, {"error": "Route not found", "message": f"this route is not here: {way}"})
 
 
-async def _send_head(reply: Reply, size: int, send: Any) -> None:
+async def _send_head(reply: Reply, size: int, send: Send) -> None:
     headers = [
         (b"content-type", reply.content_type.encode()),
         (b"content-length", b"%d" % size),
@@ -388,11 +389,11 @@ async def _send_head(reply: Reply, size: int, send: Any) -> None:
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
 
 
-def _render(rejection: Rejection, request_headers: Any) -> tuple[dict[bytes, bytes], bytes]:
+def _render(rejection: Rejection, request_headers: object) -> tuple[dict[bytes, bytes], bytes]:
     return {b"content-type": b"text/plain; charset=utf-8"}, rejection.text.encode()
 
 
-async def _send_file(reply: Reply, path: Path, scope: Any, send: Any) -> None:
+async def _send_file(reply: Reply, path: Path, scope: Scope, send: Send) -> None:
     try:
         file = await asyncio.to_thread(path.open, "rb")
     except OSError as error:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
 import msgspec
 
@@ -61,7 +61,7 @@ class _Selector:
     fields: tuple[tuple[str, str | None], ...]  # value None: the field must be there
     level: int
 
-    def matches(self, target: str, fields: Mapping[str, Any]) -> bool:
+    def matches(self, target: str, fields: Mapping[str, object]) -> bool:
         return (
             _covers(self.target, target)
             and (not self.span or fields.get("span_name") == self.span)
@@ -128,7 +128,7 @@ class LogFilter:
                 return level
         return self.default
 
-    def allows(self, target: str, level: int, fields: Mapping[str, Any] | None = None) -> bool:
+    def allows(self, target: str, level: int, fields: Mapping[str, object] | None = None) -> bool:
         """Return whether a record passes."""
         if level >= self.level_for(target) or _covers(ALWAYS_ENABLED, target):
             return True
@@ -233,10 +233,10 @@ def _from_toml(path: Path, base: LogFilter | None) -> LogFilter:
 # -- fields ---------------------------------------------------------------------------------------------------------------
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_SPAN: ContextVar[dict[str, Any] | None] = ContextVar("dynamo_log_span", default=None)
+_SPAN: ContextVar[dict[str, object] | None] = ContextVar("dynamo_log_span", default=None)
 
 
-def enter_log_span(name: str, fields: Mapping[str, Any]) -> None:
+def enter_log_span(name: str, fields: Mapping[str, object]) -> None:
     """Log the rest of the running task, and of the tasks it starts, with these fields: for tasks that serve one request.
 
     None values are left out. It costs a dict. The fields end with the task; `close_log_span` only reports the end.
@@ -246,7 +246,7 @@ def enter_log_span(name: str, fields: Mapping[str, Any]) -> None:
         _spans.info(SPAN_ENTRY)
 
 
-def enter_request_span(endpoint_fields: Mapping[str, Any], context: TracedRequest) -> None:
+def enter_request_span(endpoint_fields: Mapping[str, object], context: TracedRequest) -> None:
     """Log the rest of this task as the request `context` at an endpoint; `endpoint_fields` are made once for all.
 
     The engine's own records get the fields too: a traceback then names the request it belongs to.
@@ -263,7 +263,7 @@ def enter_request_span(endpoint_fields: Mapping[str, Any], context: TracedReques
         _spans.info(SPAN_ENTRY)
 
 
-def annotate_log_span(**fields: Any) -> None:
+def annotate_log_span(**fields: object) -> None:
     """Add fields to the span of the running task: what is known only later belongs to its last records, too."""
     span = _SPAN.get()
     if span is not None:
@@ -277,7 +277,7 @@ def close_log_span(seconds: float) -> None:
 
 
 @contextmanager
-def log_span(name: str, **fields: Any) -> Iterator[None]:
+def log_span(name: str, **fields: object) -> Iterator[None]:
     """Log a block with these fields. With `DYN_LOGGING_SPAN_EVENTS` its beginning and end are records of their own."""
     token = _SPAN.set(_span_fields(name, fields))
     began = time.monotonic()
@@ -296,7 +296,7 @@ def has_span_events() -> bool:
 
 
 @contextmanager
-def span_events(name: str, **fields: Any) -> Iterator[None]:
+def span_events(name: str, **fields: object) -> Iterator[None]:
     """Log the beginning and end of a block as those of a span; the records between keep the fields of the span around it."""
     own = {"span_name": name, **{key: value for key, value in fields.items() if value is not None}}
     _spans.info(SPAN_ENTRY, extra=own)
@@ -320,7 +320,7 @@ SPAN_CLOSE: Final = "SPAN_CLOSED"
 _spans: Final = logging.getLogger(ALWAYS_ENABLED)
 
 
-def _span_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _span_fields(name: str, fields: Mapping[str, object]) -> dict[str, object]:
     return {
         **(_SPAN.get() or {}),
         "span_name": name,
@@ -328,7 +328,7 @@ def _span_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
     """Return the fields of a record: those of its span, then its own `extra`."""
     own = {key: value for key, value in vars(record).items() if key not in _STANDARD and key[:1] != "_"}
     span = _SPAN.get()
@@ -372,7 +372,7 @@ def _safe_name(text: str) -> str:
     return one_line(text, MAX_NAME_CHARACTERS)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a field's value for a reader; in quotes where a bare one could be taken for two fields."""
     text = value if isinstance(value, str) else str(value)
     if text and _QUOTED.search(text) is None:
@@ -381,7 +381,7 @@ def _text(value: Any) -> str:
     return f'"{one_line(quoted, MAX_FIELD_CHARACTERS)}"'
 
 
-def _bounded(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _bounded(fields: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the fields of one record, of bounded number, under safe names."""
     for number, (key, value) in enumerate(fields.items()):
         if number == MAX_FIELDS:
@@ -390,7 +390,7 @@ def _bounded(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield one_line(key, MAX_NAME_CHARACTERS), value
 
 
-def _fields_text(fields: Mapping[str, Any]) -> str:
+def _fields_text(fields: Mapping[str, object]) -> str:
     """Return the fields of a record as ` key=value`, each safe and of bounded length.
 
     Nearly every record has short fields of plain words: then two searches through all of them together answer what would
@@ -424,7 +424,7 @@ def _trouble(record: logging.LogRecord) -> list[str]:
     return safe_lines("\n".join(parts)) if parts else []
 
 
-def _line(moment: str, levelno: int, name: str, message: str, fields: dict[str, Any], *, ansi: bool) -> str:
+def _line(moment: str, levelno: int, name: str, message: str, fields: dict[str, object], *, ansi: bool) -> str:
     """Return the first line of a readable record; `fields`, those of its span included, lose the span's name."""
     span = fields.pop("span_name", None)
     level = _LEVEL_NAMES.get(levelno) or _level_name(levelno)
@@ -458,7 +458,7 @@ def format_jsonl(record: logging.LogRecord, *, local_time: bool = False, prefix:
     Values are escaped as in a readable line: a program that prints them later need not escape them. Only `exception`
     keeps its line breaks.
     """
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "time": _time_text(record.created, local=local_time),
         "level": _level_name(record.levelno),
         "file": one_line(record.pathname, MAX_FIELD_CHARACTERS),
@@ -474,7 +474,7 @@ def format_jsonl(record: logging.LogRecord, *, local_time: bool = False, prefix:
     return msgspec.json.encode(values).decode()
 
 
-def _plain(key: str, value: Any) -> Any:
+def _plain(key: str, value: object) -> object:
     # Collectors read numbers as doubles, and an id or a u64 would lose its last digits.
     is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**53)
     if value is None or isinstance(value, bool) or (is_number and not key.endswith("_id")):
@@ -513,7 +513,7 @@ class LogHandler(logging.Handler):
             self.emit(record)
         return True
 
-    def write_plain(self, name: str, level: int, message: str, fields: Mapping[str, Any]) -> bool:
+    def write_plain(self, name: str, level: int, message: str, fields: Mapping[str, object]) -> bool:
         """Write what a record of the logger `name` with this message and these fields would be, without making the record.
 
         Return False, and write nothing, where only the record can decide what is to be written.

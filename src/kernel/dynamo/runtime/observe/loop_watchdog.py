@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import dynamo
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
@@ -157,7 +157,7 @@ class LoopWatchdog:
             return None
         return f"the event loop has been blocked for {LoopBlock(self._clock() - ticked_at, seen[1])}"
 
-    def describe_last_block(self) -> dict[str, Any] | None:
+    def describe_last_block(self) -> dict[str, object] | None:
         """Describe the last block for `/health`; None: there was none."""
         block = self.last_block
         return None if block is None else {"seconds": round(block.seconds, 3), "place": block.place}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from dynamo.runtime.base.settings import FromEnvironment
 from dynamo.settings.extras import install_command
@@ -87,17 +87,17 @@ class SpanProxy:
     span_id: str | None = None
     is_recording: bool = False
 
-    def set_attribute(self, key: str, value: Any) -> None:
+    def set_attribute(self, key: str, value: object) -> None:
         """Record one attribute; bool, int, float and str are kept, anything else becomes its repr."""
 
-    def add_event(self, name: str, attrs: dict[str, Any] | None = None) -> None:
+    def add_event(self, name: str, attrs: dict[str, object] | None = None) -> None:
         """Record a moment."""
 
     def set_status(self, status: str, description: str | None = None) -> None:
         """Mark the outcome. Raises ValueError for anything but "ok" and "error"."""
         check_status(status)
 
-    def child(self, name: str, attrs: dict[str, Any] | None = None) -> SpanProxy:
+    def child(self, name: str, attrs: dict[str, object] | None = None) -> SpanProxy:
         """Return a nested span."""
         return NO_SPAN
 
@@ -125,13 +125,13 @@ def check_status(status: str) -> None:
 
 
 NO_SPAN: Final = SpanProxy()
-NO_ATTRIBUTES: Final[Mapping[str, Any]] = MappingProxyType({})
+NO_ATTRIBUTES: Final[Mapping[str, object]] = MappingProxyType({})
 
 
 # -- spans that are exported ----------------------------------------------------------------------------------------------
 
 
-def coerce_attribute(value: Any) -> bool | int | float | str | tuple[str, ...]:
+def coerce_attribute(value: object) -> bool | int | float | str | tuple[str, ...]:
     """Return what a span keeps of a value."""
     if isinstance(value, bool | int | float | str):
         return value
@@ -154,10 +154,10 @@ class ExportedSpan(SpanProxy):
         self.trace_id = format(identity.trace_id, "032x")
         self.span_id = format(identity.span_id, "016x")
 
-    def set_attribute(self, key: str, value: Any) -> None:
+    def set_attribute(self, key: str, value: object) -> None:
         self._span.set_attribute(key, coerce_attribute(value))
 
-    def add_event(self, name: str, attrs: dict[str, Any] | None = None) -> None:
+    def add_event(self, name: str, attrs: dict[str, object] | None = None) -> None:
         self._span.add_event(name, {key: coerce_attribute(value) for key, value in (attrs or {}).items()})
 
     def set_status(self, status: str, description: str | None = None) -> None:
@@ -169,7 +169,7 @@ class ExportedSpan(SpanProxy):
         else:
             self._span.set_status(StatusCode.ERROR, description)
 
-    def child(self, name: str, attrs: dict[str, Any] | None = None) -> SpanProxy:
+    def child(self, name: str, attrs: dict[str, object] | None = None) -> SpanProxy:
         from opentelemetry.trace import set_span_in_context
 
         attributes = {key: coerce_attribute(value) for key, value in (attrs or {}).items()}
@@ -216,7 +216,7 @@ class RequestSpan(ExportedSpan):
         """Do nothing: only the framework ends this span, with `finish`."""
 
     def past_child(
-        self, name: str, began_ns: int, ended_ns: int, attributes: Mapping[str, Any] = NO_ATTRIBUTES
+        self, name: str, began_ns: int, ended_ns: int, attributes: Mapping[str, object] = NO_ATTRIBUTES
     ) -> None:
         """Record a part of this span that is over. Times are Unix nanoseconds."""
         from opentelemetry.trace import set_span_in_context
@@ -328,7 +328,7 @@ class Tracing:
         model: str,
         input_tokens: int,
         role: str,
-        link: Any = None,
+        link: object = None,
         name: str = "engine.generate",
     ) -> RequestSpan | None:
         """Open the request's span under the inbound one and attach it to `context`; None when it is not sampled.
@@ -351,14 +351,16 @@ class Tracing:
                 links.append(api.Link(api.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True)))
         return self._open(context, name, api.SpanKind.INTERNAL, attributes, links)
 
-    def start_server_span(self, context: TracedRequest, name: str, attributes: Mapping[str, Any]) -> RequestSpan | None:
+    def start_server_span(
+        self, context: TracedRequest, name: str, attributes: Mapping[str, object]
+    ) -> RequestSpan | None:
         """Open the span of an HTTP request; the same rules. What is sent to workers afterwards continues it."""
         from opentelemetry import trace as api
 
         return self._open(context, name, api.SpanKind.SERVER, attributes, ())
 
     def _open(
-        self, context: TracedRequest, name: str, kind: SpanKind, attributes: Mapping[str, Any], links: Sequence[Link]
+        self, context: TracedRequest, name: str, kind: SpanKind, attributes: Mapping[str, object], links: Sequence[Link]
     ) -> RequestSpan | None:
         from opentelemetry import trace as api
         from opentelemetry.context import Context as Ambient
@@ -467,7 +469,7 @@ def reset_tracing() -> None:
 
 
 def start_request_span(
-    context: TracedRequest, *, model: str, input_tokens: int, role: str, link: Any = None
+    context: TracedRequest, *, model: str, input_tokens: int, role: str, link: object = None
 ) -> RequestSpan | None:
     """Open the `engine.generate` span of one request, attached to `context`; None when nothing is exported.
 
@@ -490,7 +492,7 @@ def exports_content() -> bool:
     return found is not None and found.captures_content
 
 
-def start_server_span(context: TracedRequest, name: str, attributes: Mapping[str, Any]) -> RequestSpan | None:
+def start_server_span(context: TracedRequest, name: str, attributes: Mapping[str, object]) -> RequestSpan | None:
     """Open the span of one HTTP request, attached to `context`; None when nothing is exported. Call `finish()` on it."""
     found = _Process.tracing if _Process.ready else tracing()
     return None if found is None else found.start_server_span(context, name, attributes)

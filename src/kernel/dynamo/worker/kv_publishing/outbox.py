@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ fits is dropped and counted, and the gap in the event ids makes routers fetch a 
 class EventChannel(Protocol):
     """One topic of the event plane."""
 
-    def publish(self, payload: Any) -> None:
+    def publish(self, payload: object) -> None:
         """Send one message; called on the event loop, and must not wait."""
 
 
@@ -39,12 +39,12 @@ class Outbox:
         self._loop_thread = threading.get_ident()
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._waiting: deque[Any] = deque()
+        self._waiting: deque[object] = deque()
         self._is_scheduled = False
         self._is_closed = False
         self.dropped = 0
 
-    def put(self, payload: Any) -> None:
+    def put(self, payload: object) -> None:
         """Send one message soon; any thread. A message that finds the outbox full is dropped and counted."""
         with self._lock:
             if self._is_closed:

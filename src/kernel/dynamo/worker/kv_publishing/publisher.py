@@ -214,7 +214,7 @@ class KvEventPublisher:
         """Publish the blocks that the engine no longer holds."""
         self._send(_removed(block_hashes))
 
-    def publish_batch(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def publish_batch(self, events: Iterable[Mapping[str, object]]) -> None:
         """Several changes in order: `{"type": "stored" | "removed", ...}` with the arguments of the methods above.
 
         The whole list is checked first: ValueError for any of them publishes none of them.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -80,7 +80,7 @@ class KvRecovery:
             "name": self._endpoint.name,
         }
         worker_id, dp_rank = self._publisher.rank
-        target = msgspec.json.decode(instance, type=dict[str, Any])
+        target = msgspec.json.decode(instance, type=dict[str, object])
         target.pop("type", None)
         record = {
             "type": "EventSource",
@@ -96,12 +96,12 @@ class KvRecovery:
         }
         return msgspec.json.encode(record)
 
-    async def _handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+    async def _handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         # The answer is the whole item: on this endpoint the native system wraps nothing.
         sink.send_object(self._answer(body))
         sink.end()
 
-    def _answer(self, body: Any) -> dict[str, Any]:
+    def _answer(self, body: object) -> dict[str, object]:
         try:
             query = msgspec.convert(body, RecoveryQuery)
         except msgspec.ValidationError as error:

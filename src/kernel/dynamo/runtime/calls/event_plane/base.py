@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 from urllib.parse import quote
 
 from dynamo.runtime.observe.metrics import Counter, Family, MetricsRegistry
@@ -58,7 +58,7 @@ class EventScope:
         """As in subjects: `namespace.ns.component.c.endpoint.e`."""
         return ".".join(self._parts())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Encode the scope as in records."""
         match self.kind:
             case "namespace":

@@ -13,9 +13,9 @@ Promises, held by one set of contract tests over all planes:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Required, TypedDict
 
 import msgspec
 
@@ -43,7 +43,7 @@ class StreamItem(msgspec.Struct, array_like=True, gc=False):
     index: int  # choice index, or OBJECT_INDEX / END_INDEX
     offset: int  # number of tokens of this choice sent before this item; END: tokens sent over all choices
     token_ids: list[int]
-    finish_reason: Any = None  # str, {"error": message} or None; set on the terminal chunk only
+    finish_reason: object = None  # str, {"error": message} or None; set on the terminal chunk only
     extra: dict[str, Any] | None = None  # every other key of the engine's chunk
 
 
@@ -60,7 +60,7 @@ class ResponseSink(Protocol):
         self,
         token_ids: list[int],
         index: int = 0,
-        finish_reason: Any = None,
+        finish_reason: object = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
         """Queue one token chunk. The offset is counted here. Silently ignored after `end` or a kill."""
@@ -99,7 +99,7 @@ class RequestStream(AsyncIterator[Any]):
         """Leave; what still comes is dropped. Idempotent."""
 
 
-Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]
+Handler = Callable[[object, Context, ResponseSink], Awaitable[None]]
 """Serve one request: (decoded body, context, sink). Returning ends the stream cleanly; an exception ends it with that
 error. The server runs one task per request and cancels it only when the process shuts down or the handler requested it."""
 
@@ -183,7 +183,7 @@ class ResponseStream(Protocol):
 class RequestPlaneClient(Protocol):
     """The caller's side of a plane, shared by all endpoints of a process."""
 
-    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
+    async def open(self, instance: Instance, body: object, context: Context) -> ResponseStream:
         """Send `body` to one instance and return its stream; stop and kill of `context` are passed on.
 
         Raises `CannotConnect` when nothing was sent, `Overloaded` or `WorkerUnavailable` when the worker declined at
@@ -206,13 +206,22 @@ class RequestPlaneServer(Protocol):
     def unregister(self, path: str) -> None:
         """Decline new requests for `path` with `WorkerUnavailable`; streams in flight go on."""
 
-    def transport(self, path: str) -> Mapping[str, Any]:
+    def transport(self, path: str) -> TransportMembers:
         """Return the members of an instance record for reaching `path`: at least {"transport": {...}}; merged into
         the record.
         """
 
     async def close(self) -> None:
         """Stop listening and drop the connections; in-flight handlers see their context killed."""
+
+
+class TransportMembers(TypedDict, total=False):
+    """The members of an instance record that say how the instance is reached."""
+
+    transport: Required[dict[str, str]]
+    device_type: str | None
+    request_plane_codec: str | None
+    mux: int | None
 
 
 class Instance(msgspec.Struct, kw_only=True, omit_defaults=True):

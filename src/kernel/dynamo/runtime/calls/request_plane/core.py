@@ -13,7 +13,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from time import perf_counter
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from dynamo.errors import (
     Cancelled,
@@ -233,7 +233,7 @@ class ServerCore:
         self.stream_paths.discard(path)
 
     def dispatch(
-        self, path: str, body: Any, context: Context, sink: ResponseSink, connection: Hashable | None = None
+        self, path: str, body: object, context: Context, sink: ResponseSink, connection: Hashable | None = None
     ) -> None:
         """Start one request, or queue it; the sink receives the outcome.
 
@@ -353,7 +353,7 @@ class _Request:
     def __init__(
         self,
         handler: Handler,
-        body: Any,
+        body: object,
         context: Context,
         sink: ResponseSink,
         timer: asyncio.TimerHandle | None,

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.addresses import WILDCARDS, detect_host
@@ -17,7 +17,7 @@ from dynamo.runtime.base.listening import start_listening
 from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.runtime.base.tls import ServerTls
 from dynamo.runtime.base.tls_gate import TlsGate
-from dynamo.runtime.calls.request_plane.base import Handler
+from dynamo.runtime.calls.request_plane.base import Handler, TransportMembers
 from dynamo.runtime.calls.request_plane.core import ServerCore
 from dynamo.runtime.calls.request_plane.mux.frames import MAGIC, VERSION, Kind, frame, pack
 from dynamo.runtime.calls.request_plane.mux.server import MuxHost, MuxServerProtocol
@@ -190,7 +190,7 @@ class Listener:
         """Decline new requests for `path`; streams in flight go on."""
         self.core.unregister(path)
 
-    def transport(self, path: str) -> Mapping[str, Any]:
+    def transport(self, path: str) -> TransportMembers:
         """Return the members of an instance record for reaching `path`. Raises RuntimeError before `start`."""
         return {
             "transport": {"tcp": f"{self.address}/{path}"},

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -33,6 +32,7 @@ from dynamo.runtime.calls.request_plane.base import (
     Instance,
     OffsetCounter,
     StreamItem,
+    TransportMembers,
 )
 from dynamo.runtime.calls.request_plane.core import ServerCore
 from dynamo.runtime.calls.request_plane.sink_record import SinkRecord
@@ -93,7 +93,7 @@ class MemoryServer:
     def unregister(self, path: str) -> None:
         self.core.unregister(path)  # the path still leads here, so that callers receive the reason for a rejection
 
-    def transport(self, path: str) -> Mapping[str, Any]:
+    def transport(self, path: str) -> TransportMembers:
         return {"transport": {TRANSPORT: path}}
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class MemoryClient:
         self._streams: set[MemoryStream] = set()
         self._closed = False
 
-    async def open(self, instance: Instance, body: Any, context: Context) -> MemoryStream:
+    async def open(self, instance: Instance, body: object, context: Context) -> MemoryStream:
         loop = asyncio.get_running_loop()
         if self._closed:
             raise CannotConnect("the runtime is closed")
@@ -221,8 +221,8 @@ class MemorySink(SinkRecord):
         self,
         token_ids: list[int],
         index: int = 0,
-        finish_reason: Any = None,
-        extra: dict[str, Any] | None = None,
+        finish_reason: object = None,
+        extra: dict[str, object] | None = None,
     ) -> None:
         stream = self.stream
         if stream is None:
@@ -239,7 +239,7 @@ class MemorySink(SinkRecord):
         self.send_tokens([token_id])
         return self.stream is not None and self.has_credit()
 
-    def send_object(self, envelope: dict[str, Any]) -> None:
+    def send_object(self, envelope: dict[str, object]) -> None:
         stream = self.stream
         if stream is None:
             return

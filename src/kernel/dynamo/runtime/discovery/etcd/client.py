@@ -11,10 +11,10 @@ import logging
 import os
 import ssl
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -178,7 +178,7 @@ class EtcdClient:
     async def swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
         """Replace a key that has this value (None: that does not exist), under no lease; whether that was so."""
         name = key.encode()
-        compare: dict[str, Any] = {"key": name, "target": "VERSION", "version": 0}
+        compare: dict[str, object] = {"key": name, "target": "VERSION", "version": 0}
         if expected is not None:
             compare = {"key": name, "target": "VALUE", "value": expected}
         write = {"request_put": {"key": name, "value": value}}
@@ -259,7 +259,7 @@ class EtcdClient:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, path: str, body: dict[str, Any], kind: type[T], *, headers: dict[str, str] | None = None
+        self, path: str, body: dict[str, object], kind: type[T], *, headers: dict[str, str] | None = None
     ) -> T:
         """Send one request to the first endpoint that answers it, beginning with the endpoint that answered last."""
         import aiohttp
@@ -282,7 +282,7 @@ class EtcdClient:
         raise CannotConnect(f"no etcd answers ({'; '.join(failures)})")
 
     async def _ask(
-        self, where: str, path: str, body: dict[str, Any], kind: type[T], headers: dict[str, str] | None
+        self, where: str, path: str, body: dict[str, object], kind: type[T], headers: dict[str, str] | None
     ) -> T:
         for is_last in (False, True):
             token = await self._credentials(where)
@@ -325,7 +325,7 @@ class EtcdClient:
         return self._token
 
     async def _post(
-        self, where: str, path: str, body: dict[str, Any], headers: dict[str, str] | None
+        self, where: str, path: str, body: Mapping[str, object], headers: dict[str, str] | None
     ) -> aiohttp.ClientResponse:
         if self._session is None:
             raise CannotConnect("the etcd client is closed")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.settings import EtcdSettings
@@ -253,7 +253,7 @@ class EtcdDiscovery:
             with suppress(RuntimeError):  # it ends just now
                 self._home.call_soon_threadsafe(callback)
 
-    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _call(self, work: Coroutine[None, None, T]) -> T:
         """Run `work` in the thread and return its result."""
         if self._thread is None or self._home is None:
             work.close()

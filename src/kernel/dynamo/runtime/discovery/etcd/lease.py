@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.settings import EtcdSettings
@@ -105,7 +105,7 @@ class EtcdLease:
                 logger.exception("renewing the lease %x failed", self.id)
             await asyncio.sleep(delay)
 
-    async def run_under(self, request: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def run_under(self, request: Callable[[], Coroutine[None, None, T]]) -> T:
         """Send a request that needs the lease; if the lease is gone, take it again first."""
         try:
             return await request()

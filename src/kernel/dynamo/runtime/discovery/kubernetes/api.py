@@ -96,7 +96,7 @@ class KubernetesApi:
         answer = await self._answer("GET", path, _selected(selector))
         return answer.get("items") or [], _version(answer)
 
-    async def apply(self, name: str, body: Mapping[str, Any]) -> int:
+    async def apply(self, name: str, body: Mapping[str, object]) -> int:
         """Apply `body` to our resource, overriding other writers (server-side apply); return the new version."""
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
         return _version(await self._answer("PATCH", f"{self.resources}/{name}", query, body))
@@ -148,7 +148,11 @@ class KubernetesApi:
         return f"/api/v1/namespaces/{self._namespace}/pods"
 
     async def _answer(
-        self, method: str, path: str, query: list[tuple[str, str]] | None = None, body: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        query: list[tuple[str, str]] | None = None,
+        body: Mapping[str, object] | None = None,
     ) -> dict[str, Any]:
         import aiohttp
 
@@ -163,7 +167,7 @@ class KubernetesApi:
             raise self._unreachable(error) from error
 
     async def _send(
-        self, method: str, path: str, query: list[tuple[str, str]], body: Mapping[str, Any] | None
+        self, method: str, path: str, query: list[tuple[str, str]], body: Mapping[str, object] | None
     ) -> aiohttp.ClientResponse:
         if self._client is None:
             raise CannotConnect("the connection to the Kubernetes API server is closed")
@@ -213,7 +217,7 @@ def _declined(status: int, body: bytes) -> Exception:
     if status >= 500 or status == 429:
         return CannotConnect(f"the Kubernetes API server answers {status}")
     try:
-        message = str(msgspec.json.decode(body, type=dict[str, Any]).get("message") or "")
+        message = str(msgspec.json.decode(body, type=dict[str, object]).get("message") or "")
     except msgspec.MsgspecError:
         message = ""
     return KubernetesError(status, message or f"HTTP status {status}")

@@ -44,16 +44,16 @@ def check_record(key: str, value: bytes) -> None:
         raise InvalidArgument(f"discovery key {key!r}: the kubernetes store keeps JSON values ({error})") from error
 
 
-def spec_of(own: Mapping[str, bytes]) -> dict[str, Any]:
+def spec_of(own: Mapping[str, bytes]) -> dict[str, object]:
     """Build the `.spec` that holds these records."""
-    data: dict[str, dict[str, Any]] = {field: {} for field in FIELDS.values()}
+    data: dict[str, dict[str, object]] = {field: {} for field in FIELDS.values()}
     for key, value in own.items():
         bucket, inside = split_key(key)
         data[FIELDS[bucket]][inside] = msgspec.json.decode(value)
     return {"data": data}
 
 
-def resource(name: str, *, pod_name: str, pod_uid: str, own: Mapping[str, bytes]) -> dict[str, Any]:
+def resource(name: str, *, pod_name: str, pod_uid: str, own: Mapping[str, bytes]) -> dict[str, object]:
     """Build the whole resource to apply; it is deleted with its pod."""
     owner = {"apiVersion": "v1", "kind": "Pod", "name": pod_name, "uid": pod_uid, "controller": False}
     return {

@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from dynamo.runtime.observe.metrics.exposition import (
     Block,
@@ -204,6 +204,8 @@ def count_over(source: Gauge, target: Gauge) -> None:
 
 
 Metric = Counter | Gauge | Histogram
+N = TypeVar("N")
+T = TypeVar("T")
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 
@@ -422,7 +424,7 @@ class MetricsRegistry:
         """Whether a scrape runs foreign code (and so belongs in a thread)."""
         return bool(self._callbacks or self._typed)
 
-    def _ask(self, callback: Callable[[], Any], nothing: Any) -> Any:
+    def _ask(self, callback: Callable[[], T], nothing: N) -> T | N:
         try:
             return callback()
         except Exception:  # a broken vendor registry must not take the other metrics with it

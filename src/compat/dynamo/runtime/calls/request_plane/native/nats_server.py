@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dynamo.runtime.base.limits import Refused, uncounted
 from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.nats_connection import NatsConnection
-from dynamo.runtime.calls.request_plane.base import Handler
+from dynamo.runtime.calls.request_plane.base import Handler, TransportMembers
 from dynamo.runtime.calls.request_plane.core import ServerCore
 from dynamo.runtime.calls.request_plane.listener import detect_device_type
 from dynamo.runtime.calls.request_plane.native.server import NativeServer
@@ -78,7 +77,7 @@ class NatsServer:
         """
         self.core.unregister(path)
 
-    def transport(self, path: str) -> Mapping[str, Any]:
+    def transport(self, path: str) -> TransportMembers:
         """Return the members of an instance record for reaching `path`."""
         return {
             "transport": {TRANSPORT: subject_of(path)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -46,7 +46,7 @@ class MuxClient:
             greeted=lambda connection: connection.greeting.proven,
         )
 
-    async def open(self, instance: Instance, body: Any, context: Context) -> MuxStream:
+    async def open(self, instance: Instance, body: object, context: Context) -> MuxStream:
         if instance.mux is None or "tcp" not in instance.transport:
             raise CannotConnect(f"instance {instance} does not speak mux")
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Generator
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 import msgspec
 
@@ -41,7 +41,7 @@ class DecodedTooLarge(Exception):
     """A body that would take more memory than one request may."""
 
 
-def has_long_ids(body: Any) -> bool:
+def has_long_ids(body: object) -> TypeGuard[dict[str, Any]]:
     """Return whether encoding a body in one piece would take long."""
     if not isinstance(body, dict):
         return False

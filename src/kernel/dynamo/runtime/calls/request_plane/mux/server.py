@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import msgspec
 
@@ -146,7 +146,7 @@ class _Reading:
     host: MuxHost
     sink: MuxSink
     path: str
-    body: InSlices[Any]
+    body: InSlices[object]
 
     def go_on(self) -> None:
         """Decode the next slice, or start the request: nearly every one is decoded at once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -54,8 +54,8 @@ class MuxSink(SinkRecord):
         self,
         token_ids: list[int],
         index: int = 0,
-        finish_reason: Any = None,
-        extra: dict[str, Any] | None = None,
+        finish_reason: object = None,
+        extra: dict[str, object] | None = None,
     ) -> None:
         if self.ended:
             return
@@ -106,7 +106,7 @@ class MuxSink(SinkRecord):
         """Tokens sent so far, over all choices."""
         return self.offset if self._others is None else self.offset + sum(self._others.values())
 
-    def send_object(self, envelope: dict[str, Any]) -> None:
+    def send_object(self, envelope: dict[str, object]) -> None:
         if self.ended:
             return
         # Encoded here, so that a value that cannot travel is this stream's error and not the whole batch's.
