@@ -216,7 +216,7 @@ class RequestPlaneServer(Protocol):
 
 
 class TransportMembers(TypedDict, total=False):
-    """The members of an instance record that say how the instance is reached."""
+    """The members of an instance record with which a caller reaches it."""
 
     transport: Required[dict[str, str]]
     device_type: str | None
