@@ -14,9 +14,8 @@ import time
 from types import SimpleNamespace
 from typing import Any, Final
 
-from dynamo.frontend.pipeline.events import ChoiceOutput
+from dynamo.frontend.pipeline.events import ChoiceOutput, ParsingStage
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output
-from dynamo.frontend.pipeline.parsing_stage import ParsingStage
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.chat_options import chat_options
 from dynamo.protocol.openai.requests import decode_chat

@@ -25,9 +25,8 @@ import uvloop
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.http.event_stream import EventStream
-from dynamo.frontend.pipeline.delivery import StreamDelivery
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
-from dynamo.frontend.pipeline.generation import open_only_choice
+from dynamo.frontend.pipeline.generation_call import StreamDelivery, open_only_choice
 from dynamo.frontend.pipeline.plain import PlainOutput
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.protocol.openai.sse import ChatStream

@@ -32,8 +32,7 @@ from dynamo.frontend.args import INERT, ONE_VALUE, REFUSED
 from dynamo.frontend.base.metrics.buckets import LOG_BUCKETS
 from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.base.settings.media import MediaSettings
-from dynamo.frontend.base.settings.recording import RecordingSettings
-from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
+from dynamo.frontend.base.settings.recording import RecordingSettings, RequestTraceSettings
 from dynamo.frontend.http.settings import ROUTES
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.frontend.pipeline.settings import ApiLimits

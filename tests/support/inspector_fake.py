@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
-from dynamo.frontend.http.connection import render_rejection
+from dynamo.frontend.http.server import render_rejection
 from dynamo.frontend.parts.inspector.inspect_page import inspect_files
 from dynamo.frontend.pipeline.settings import ApiLimits
 from dynamo.protocol.inspector.views import (

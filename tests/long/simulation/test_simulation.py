@@ -13,7 +13,7 @@ import pytest
 from dynamo.frontend.admission import model as model_admission
 from dynamo.frontend.admission.model import ModelAdmission, Urgency
 from dynamo.frontend.http import inference_route
-from dynamo.frontend.pipeline.delivery import StreamDelivery
+from dynamo.frontend.pipeline.generation_call import StreamDelivery
 from dynamo.runtime.calls.request_plane.memory import MemorySink
 from dynamo.testing.simulation import ALL_KINDS, FaultKind, continuation, draw, run_scenario, shrink, simulate
 

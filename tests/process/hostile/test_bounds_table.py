@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.http.connection import LIMITS
+from dynamo.frontend.http.server import LIMITS
 from dynamo.frontend.settings import FrontendSettings
 from support.doc_pages import rows
 from support.frontend_cluster import Cluster, cluster

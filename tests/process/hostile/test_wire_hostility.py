@@ -506,7 +506,7 @@ async def test_answers_are_brought_to_the_networks_that_were_allowed() -> None:
 
 
 def test_the_limits_of_the_docs_are_those_of_the_listeners() -> None:
-    from dynamo.frontend.http.connection import LIMITS as FRONTEND
+    from dynamo.frontend.http.server import LIMITS as FRONTEND
     from dynamo.runtime.http.status_server import LIMITS as STATUS
 
     documented = Counter(name for row in rows("settings.md", "Limit", "What happens") for name in code(row[0]))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.http.adapters import ADAPTERS_PATH
+from dynamo.frontend.models.adapters import ADAPTERS_PATH
 from dynamo.frontend.parts.keys import line_file
 from dynamo.frontend.parts.keys.line_file import LineFile
 from support.access import bearer, closed_cluster, key, secret_of

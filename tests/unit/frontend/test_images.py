@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine
-from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES
+from dynamo.frontend.http.routes import NOT_BUILT_ROUTES
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink

@@ -16,8 +16,8 @@ from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.settings.keys import KeySources
-from dynamo.frontend.http.adapters import ADAPTERS_PATH
 from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst
+from dynamo.frontend.models.adapters import ADAPTERS_PATH
 from dynamo.frontend.parts.inspector.routes import TokenDoor
 from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.key_store import KeyStore

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.apis.chat import _ChatRenderer
-from dynamo.frontend.pipeline import delivery
+from dynamo.frontend.pipeline import generation_call
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import Logprobs
 from dynamo.protocol.openai.validation import MAX_SCORES
@@ -65,7 +65,7 @@ async def test_the_lists_of_completions_follow_one_another(tmp_path: Path) -> No
 
 
 async def test_others_have_a_turn_between_any_two_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "SCORES_AT_ONCE", 12)  # of one delta
+    monkeypatch.setattr(generation_call, "SCORES_AT_ONCE", 12)  # of one delta
     written: list[str] = []
     write = _ChatRenderer.write_scores
 

@@ -14,10 +14,10 @@ import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.frontend.models import directory as models
-from dynamo.frontend.models import endpoint_clients, loader, name_index
+from dynamo.frontend.models import endpoint_clients, loader, served
 from dynamo.frontend.models.cards import CardBook, GroupKey, Scope
 from dynamo.frontend.models.files import ChecksumMismatch, ModelFiles
-from dynamo.frontend.models.name_index import NameIndex
+from dynamo.frontend.models.served import NameIndex
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord
 from dynamo.router.workers.pool import WorkerClient
@@ -338,7 +338,7 @@ async def test_a_model_whose_only_worker_restarts_is_not_ready_and_not_unknown(
     assert (await house.client.get("/v1/models/m/ready")).status == 503
     assert (await house.client.get("/ready")).status == 503
     assert (await house.client.chat("hi", model="another")).status == 404
-    monkeypatch.setattr(name_index, "GONE_SECONDS", 0.0)  # as if it had left five minutes ago
+    monkeypatch.setattr(served, "GONE_SECONDS", 0.0)  # as if it had left five minutes ago
     assert (await house.client.chat("hi")).status == 404
     assert (await house.client.get("/v1/models/m/ready")).status == 404
 
@@ -346,13 +346,13 @@ async def test_a_model_whose_only_worker_restarts_is_not_ready_and_not_unknown(
 def test_names_that_left_are_bounded_and_one_that_comes_back_is_not_gone() -> None:
     now = [0.0]
     names = NameIndex(lambda: now[0])
-    for number in range(name_index.MAX_GONE + 1):
+    for number in range(served.MAX_GONE + 1):
         names.set({}, [str(number)])
     names.set({}, [])
     assert not names.is_expected("0")
     assert names.is_expected("1")
     names.set({}, ["1"])
-    now[0] = name_index.GONE_SECONDS
+    now[0] = served.GONE_SECONDS
     assert names.is_registered("1")
     names.set({}, [])
     assert (names.is_expected("1"), names.is_expected("2")) == (True, False)

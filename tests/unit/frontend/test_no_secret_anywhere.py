@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dynamo.frontend.base.settings.recording import RecordingSettings
-from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
+from dynamo.frontend.base.settings.recording import RecordingSettings, RequestTraceSettings
 from support.access import bearer, closed_cluster, key, secret_of
 from support.batch_client import FORM_HEADERS, chat_line, form, jsonl
 from support.frontend_cluster import fail, say

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.pipeline.structural_tags import structural_tag
+from dynamo.frontend.pipeline.parsing import structural_tag
 from dynamo.protocol.openai.chat_options import chat_options
 from dynamo.protocol.openai.requests import parse_chat
 from dynamo.protocol.records import ModelRuntimeConfig

@@ -22,7 +22,6 @@ from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.peers import Peers
 from dynamo.frontend.base.shares import Shares
-from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
 from dynamo.frontend.http.admin import (
     AdminElsewhere,
     SameSiteOnly,
@@ -30,9 +29,7 @@ from dynamo.frontend.http.admin import (
     rule_of_clients,
     serves_admin_with_api,
 )
-from dynamo.frontend.http.cors import with_cors
 from dynamo.frontend.http.inference_route import InferenceRoute
-from dynamo.frontend.http.not_built import NOT_BUILT_ROUTES, NotBuiltRoute, switched_off
 from dynamo.frontend.http.operations import (
     HealthRoute,
     LiveRoute,
@@ -43,16 +40,25 @@ from dynamo.frontend.http.operations import (
     SharesRoute,
 )
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
-from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst, PathDialects, Site, UnmatchedPath
+from dynamo.frontend.http.routes import (
+    NOT_BUILT_ROUTES,
+    GuardedRoute,
+    InferenceFirst,
+    NotBuiltRoute,
+    PathDialects,
+    Site,
+    UnmatchedPath,
+    switched_off,
+    with_cors,
+)
 from dynamo.frontend.http.settings import HttpSettings
-from dynamo.frontend.models.adapters import AdapterKeeper
+from dynamo.frontend.models.adapters import ADAPTERS_PATH, AdapterKeeper, AdaptersRoute
 from dynamo.frontend.models.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.parts.part import Part
 from dynamo.frontend.pipeline.generation_call import GenerationCall
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.result_api import ResultApi
-from dynamo.frontend.pipeline.results import ResultCall
-from dynamo.frontend.pipeline.token_count import TokenCountCall
+from dynamo.frontend.pipeline.results import ResultCall, TokenCountCall
 from dynamo.protocol.inspector.schema import inspector_json
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.schema import ApiDescription, openapi_json

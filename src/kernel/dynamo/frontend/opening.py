@@ -22,14 +22,14 @@ from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import Scope
 from dynamo.frontend.models.cluster_access import ClusterAccess
 from dynamo.frontend.models.directory import ModelDirectory
-from dynamo.frontend.models.text_models import TextModelLoader
+from dynamo.frontend.models.files import TextModelLoader
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.pipeline.api import MediaTaker
 from dynamo.frontend.pipeline.exchange import ExchangeRegister
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.pipeline.outcome import Hooks
 from dynamo.frontend.pipeline.preprocess import Preprocessor
-from dynamo.frontend.pipeline.reports import RequestCounts, RequestLog
+from dynamo.frontend.pipeline.request_records import RequestCounts, RequestLog
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.router.dispatch.stall_detector import StallDetector, StallPolicy
 

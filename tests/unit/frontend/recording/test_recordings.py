@@ -14,8 +14,7 @@ import pytest
 
 from dynamo.errors import InvalidArgument, Unknown
 from dynamo.frontend.base.redaction import load_redaction
-from dynamo.frontend.base.settings.recording import RecordingSettings
-from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
+from dynamo.frontend.base.settings.recording import RecordingSettings, RequestTraceSettings
 from dynamo.frontend.parts.recording.trace_writer import TraceWriter, open_sinks
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.content_key import content_key

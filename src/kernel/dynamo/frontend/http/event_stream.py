@@ -11,19 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from dynamo.frontend.base.asgi import Send
-from dynamo.frontend.pipeline.sink import SplicedEvents
+from dynamo.frontend.pipeline.sink import HeaderPairs, SplicedEvents
 from dynamo.protocol.openai.sse import KEEP_ALIVE
-from dynamo.runtime.http.cycle import PUSH_EXTENSION, SPLICE_EXTENSION
+from dynamo.runtime.http.cycle import CUT_MESSAGE, PUSH_EXTENSION, SPLICE_EXTENSION
 
-__all__ = ["PUSH_EXTENSION", "SPLICE_EXTENSION", "EventStream", "Push", "Splice"]
+__all__ = ["PUSH_EXTENSION", "SPLICE_EXTENSION", "ByteStream", "EventStream", "Push", "Splice"]
 
 Push = Callable[[bytes], bool]
 """The ASGI extension `dynamo.push` of our listener: write one body chunk now, or return False without writing anything.
 """
-
 Splice = Callable[[bytes, bytes], SplicedEvents]
 """The ASGI extension `dynamo.splice` of our listener: (opening, closing) to what pushes chunks with these ends."""
-
 _HEADERS: Final = (
     (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-cache"),
@@ -161,3 +159,54 @@ class EventStream:
             await self._start()
         self._last_write = self._loop.time()
         await self._send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+
+
+class ByteStream:
+    """An `AnswerStream`. Used by one task."""
+
+    __slots__ = ("_can_cut", "_head", "_is_cut", "_send", "can_push", "is_committed")
+
+    def __init__(self, send: Send, content_type: bytes, headers: HeaderPairs, *, can_cut: bool) -> None:
+        """`can_cut`: our own listener is below. Any other cuts an answer that is left without its end."""
+        self._send, self._can_cut = send, can_cut
+        self._head: Sequence[tuple[bytes, bytes]] = [(b"content-type", content_type), *headers]
+        self._is_cut = False
+        self.can_push = False
+        self.is_committed = False
+
+    async def write(self, data: bytes) -> None:
+        """Send `data`, the headers first if need be. Returns when the transport has room for more."""
+        if not data:
+            return
+        await self._begin()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def push(self, data: bytes, now: float) -> bool:
+        return False
+
+    def splicer(self, opening: bytes, closing: bytes) -> SplicedEvents | None:
+        return None
+
+    async def settle(self) -> None:
+        """Wait for nothing: nothing is sent but by `write` and `end`."""
+
+    async def end(self, data: bytes) -> None:
+        """Send the last bytes and end the answer; nothing once it was cut."""
+        if self._is_cut:
+            return
+        await self._begin()
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def cut(self) -> None:
+        """End the connection in place of the answer, so that a client cannot take what was sent for all of it."""
+        self._is_cut = True
+        if self.is_committed and self._can_cut:
+            await self._send({"type": CUT_MESSAGE})
+
+    def close(self) -> None:
+        """Stop nothing: there are no timers."""
+
+    async def _begin(self) -> None:
+        if not self.is_committed:
+            self.is_committed = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._head})

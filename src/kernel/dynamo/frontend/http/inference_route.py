@@ -22,8 +22,7 @@ from dynamo.frontend.base.asgi import (
 )
 from dynamo.frontend.base.request_id import HEADER as ID_HEADER
 from dynamo.frontend.base.request_id import client_request_id, request_id_note
-from dynamo.frontend.http.byte_stream import ByteStream
-from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
+from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, ByteStream, EventStream
 from dynamo.frontend.pipeline.exchange import ANSWER_HEADERS, Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs

@@ -1,21 +1,41 @@
-"""Routes by their paths: inference first, then the others in order."""
+"""Routes by their paths: inference first, then the others in order, those that are not served here, and pages of other origins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from dynamo.frontend.base.access import IDENTITY, Access, check_access
-from dynamo.frontend.base.asgi import reply
+from dynamo.frontend.base.asgi import Message, Receive, Scope, Send, reply, reply_rejected
 from dynamo.frontend.base.request_id import reject_route, with_request_id
 from dynamo.frontend.http.admin import reject_cross_site
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.protocol.dialect import OPENAI, Dialect
-from dynamo.protocol.openai.errors import RequestRejected, route_not_found
+from dynamo.protocol.openai.errors import (
+    NOT_BUILT_CODE,
+    RequestRejected,
+    not_built,
+    response_not_found,
+    route_not_found,
+)
 from dynamo.runtime.http.cross_site import SEND_JSON, SameSite, is_form
+from dynamo.runtime.http.cycle import RESPOND_EXTENSION
+
+RATE_HEADERS: Final = tuple(
+    [f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
+)
+
+NOT_BUILT_ROUTES: Final = {
+    "/v1/images/variations": "Varying images",
+    "/v1/videos/stream": "Streaming videos",
+    "/v1/videos/edits": "Editing videos",
+    "/v1/videos/extensions": "Extending videos",
+    "/v1/videos/characters": "Characters of videos",
+    "/v1/videos/{video_id}/remix": "Varying videos",
+}
 
 
 class InferenceFirst(Router):
@@ -151,3 +171,111 @@ class Site(NamedTuple):
 
     def _guarded(self) -> Sequence[GuardedRoute]:
         return [route for route in self.routes if isinstance(route, GuardedRoute)]
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return the app as browsers' pages of these origins may call it; unchanged where there are none."""
+    if not origins:
+        return app
+    from starlette.middleware.cors import CORSMiddleware
+
+    async def visible(scope: Scope, receive: Receive, send: Send) -> None:
+        # A whole answer that is written past `send` would miss the headers that the middleware adds there.
+        extensions = {name: it for name, it in (scope.get("extensions") or {}).items() if name != RESPOND_EXTENSION}
+        await app({**scope, "extensions": extensions}, receive, send)
+
+    any_origin = "*" in origins
+    cors = CORSMiddleware(
+        visible,
+        allow_origins=["*"] if any_origin else list(origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],  # client libraries add headers of their own
+        allow_credentials=not any_origin,
+        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms", "server-timing", *RATE_HEADERS],
+    )
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        # The middleware answers a preflight itself.
+        is_preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"
+        await cors(scope, receive, _without_body(with_request_id(scope, send)) if is_preflight else send)
+
+    return named
+
+
+def _without_body(send: Send) -> Send:
+    """Return a `send` that makes a 204 of the middleware's 200 to a preflight."""
+    is_accepted = False
+
+    async def sending(message: Message) -> None:
+        nonlocal is_accepted
+        if message["type"] == "http.response.start":
+            is_accepted = message["status"] == 200
+            if is_accepted:
+                kept = [pair for pair in message["headers"] if pair[0] not in (b"content-length", b"content-type")]
+                message = {**message, "status": 204, "headers": kept}
+        elif is_accepted:
+            message = {**message, "body": b""}
+        await send(message)
+
+    return sending
+
+
+class NotBuiltRoute:
+    """Answers every request with the 422 of what is not built; nothing of its body is read."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await reply_rejected(send, not_built(f"{self._what} is not in this version"))
+
+
+def switched_off(parts: Collection[str], responses_path: str) -> Iterator[GuardedRoute]:
+    """Give the routes of all parts that are not among `parts`."""
+    if "batches" not in parts:
+        for base, access in (("/v1/files", Access.FILES), ("/v1/batches", Access.BATCHES)):
+            for below in ("", "/{rest:path}"):
+                yield GuardedRoute(base + below, _files_are_off, "GET", "POST", "DELETE", access=access)
+    if "scaling" not in parts:
+        for below in ("", "/{model:path}"):
+            yield GuardedRoute("/autoscale/v1" + below, _autoscale_is_off, "GET", access=Access.METRICS)
+    if "keys" not in parts:
+        yield GuardedRoute("/admin/usage", _no_keys, "GET", access=Access.ADMIN)
+    if "stored_responses" not in parts:
+        one, nothing = responses_path + "/{response_id}", _NothingIsStored()
+        yield GuardedRoute(one, nothing, "GET", "DELETE", access=Access.INFERENCE)
+        yield GuardedRoute(one + "/input_items", nothing, "GET", access=Access.INFERENCE)
+        yield GuardedRoute(one + "/cancel", nothing, "POST", access=Access.INFERENCE)
+
+
+class _Refusing:
+    """Answers every request with one rejection."""
+
+    def __init__(self, rejected: RequestRejected, *headers: tuple[bytes, bytes]) -> None:
+        self._rejected, self._headers = rejected, headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await reply_rejected(send, self._rejected, self._headers)
+
+
+class _NothingIsStored:
+    """Answers as for a response that is not kept."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await reply_rejected(send, response_not_found(scope["path_params"]["response_id"]))
+
+
+_files_are_off = _Refusing(
+    RequestRejected(
+        501,
+        "Files and batches are switched off: start the frontend with --files-dir DIR (or DYN_FILES_DIR)",
+        stream_type="not_implemented",
+        code=NOT_BUILT_CODE,
+    ),
+    (b"x-should-retry", b"false"),
+    (b"connection", b"close"),
+)
+_autoscale_is_off = _Refusing(
+    RequestRejected(501, "autoscale signals are switched off: start the frontend with --autoscale (DYN_AUTOSCALE=1)")
+)
+_no_keys = _Refusing(RequestRejected(404, "no keys are in use: start the frontend with --keys FILE"))

@@ -7,7 +7,8 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -17,11 +18,15 @@ from starlette.types import ASGIApp
 from dynamo.errors import CannotConnect
 from dynamo.frontend.admission.process import Admission
 from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.base.request_id import client_request_id
 from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
-from dynamo.frontend.http.connection import render_rejection
 from dynamo.frontend.http.inspector_access import published_access
 from dynamo.frontend.http.settings import HttpSettings
+from dynamo.protocol.dialect import OPENAI
+from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
+from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.base.addresses import bound_socket, http_url
+from dynamo.runtime.base.http_limits import Rejection
 from dynamo.runtime.base.limits import within_descriptors
 from dynamo.runtime.base.tls import ServerTls, TlsFile
 from dynamo.runtime.base.tls_gate import TlsGate
@@ -30,13 +35,62 @@ from dynamo.runtime.http.service import HttpService
 
 logger = logging.getLogger(__name__)
 
+LIMITS: Final = (
+    "connections",
+    "header_size",
+    "header_count",
+    "header_time",
+    "body_size",
+    "body_time",
+    "body_framing",
+    "pending_bodies",
+    "pipeline",
+    "idle",
+    "write_stall",
+    "malformed",
+    "json_depth",
+    "json_containers",
+    "json_structure",
+    "json_members",
+    "body_tokens",
+    "json_items",
+    "messages",
+    "models",
+    "card_size",
+    "guided_brackets",
+    "guided_characters",
+    "guided_depth",
+    "guided_nodes",
+    "guided_references",
+    "guided_rules",
+    "handshakes",
+    "handshake_time",
+    "handshake",
+)
+"""The labels under which refusals are counted."""
+
 LISTEN_BACKLOG: Final = 2048
-
 CLOSE_SECONDS: Final = 1.0  # for answers under way when the listener closes
-
 LAST_WORDS_SECONDS: Final = 1.0  # for the error events of streams that were cut
-
 SPARE_DESCRIPTORS: Final = 128  # for connections to workers, files and logs, whatever clients do
+Connect = Callable[[socket.socket], Coroutine[Any, Any, None]]
+"""Makes an accepted connection one of the server's."""
+
+
+def render_rejection(
+    rejection: Rejection, request_headers: Sequence[tuple[bytes, bytes]]
+) -> tuple[Mapping[bytes, bytes], bytes]:
+    """Write a refusal of the listener in the form of the API's errors."""
+    rejected = RequestRejected(
+        rejection.status, rejection.text, retry_after_seconds=rejection.retry_after_seconds, limit=rejection.limit
+    )
+    given = dict(request_headers)
+    request_id = client_request_id(given) or str(uuid.uuid4())
+    # Of a refused request not even the path may be known; Anthropic's clients name the version of their API in a header.
+    dialect = MESSAGES if VERSION_HEADER in given else OPENAI
+    headers = {name.lower().encode(): value.encode() for name, value in rejected.headers().items()}
+    named = dict.fromkeys(dialect.id_headers, request_id.encode())
+    return {b"content-type": b"application/json", **named, **headers}, dialect.error_body(rejected, request_id)
 
 
 class PortInUse(Exception):
@@ -75,10 +129,6 @@ def bind_admin(settings: HttpSettings) -> socket.socket | None:
         raise CannotConnect(f"the admin routes cannot be served at {host} (DYN_ADMIN_HOST): {error}") from error
     logger.info("admin routes at %s", http_url(host, listener.getsockname()[1]))
     return listener
-
-
-Connect = Callable[[socket.socket], Coroutine[Any, Any, None]]
-"""Makes an accepted connection one of the server's."""
 
 
 class Connections(Protocol):

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.base.settings.keys import KeySettings
-from dynamo.frontend.base.settings.recording import RecordingSettings
-from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
+from dynamo.frontend.base.settings.recording import RecordingSettings, RequestTraceSettings
 from dynamo.frontend.pipeline.settings import PipelineSettings
 from dynamo.runtime.base.addresses import LOOPBACK
 from dynamo.runtime.base.settings import RuntimeSettings, discovery_store

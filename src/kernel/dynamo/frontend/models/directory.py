@@ -18,12 +18,11 @@ from dynamo.frontend.models.encode_pools import EncodePools
 from dynamo.frontend.models.endpoint_clients import Connect, EndpointClients
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.loader import CONCURRENT_LOADS, ClusterView, Load, ModelLoader
-from dynamo.frontend.models.name_index import NameIndex
 from dynamo.frontend.models.prefill_pools import PrefillPools
 from dynamo.frontend.models.readiness import DECODE, ENCODE, PREFILL, Readiness, unservable
 from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.frontend.models.reports import ModelReports
-from dynamo.frontend.models.served import ServedModel, ServedModels, ServingRules
+from dynamo.frontend.models.served import NameIndex, ServedModel, ServedModels, ServingRules
 from dynamo.kv.overlap import WorkerRank
 from dynamo.router.dispatch.query_of_death import QueriesOfDeath
 from dynamo.router.kv_events.rank_events import CacheEvents

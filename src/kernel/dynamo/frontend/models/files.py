@@ -2,8 +2,8 @@
 
 A file is taken from where it lies when the card names a local path, else downloaded into a cache that is keyed by content:
 `<cache>/<slug>/<fingerprint>/<file name>`. Nothing is used whose BLAKE3 does not match the card, so a card reveals no file
-whose content its writer does not know. Where files may come from is `file_policy`'s. Everything here blocks and runs in an
-executor.
+whose content its writer does not know. Where files may come from is `file_policy`'s. Everything but
+`TextModelLoader.load` blocks and runs in an executor.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
+from time import thread_time
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
+from dynamo.frontend.base.offload import Offload, ThreadOffload
 from dynamo.frontend.models.file_policy import FilePolicy, check_url, path_part
-from dynamo.protocol.records import FileRef, ModelCard
+from dynamo.frontend.models.settings import ModelSettings
+from dynamo.protocol.records import IMAGE_PROCESSOR, FileRef, ModelCard
 from dynamo.runtime.base.addresses import detect_host
-from dynamo.text.model import templates_by_name
+from dynamo.text.model import TextModel, load_text_model, templates_by_name
+from dynamo.text.template_sandbox import NO_CLOCK
 
 FILE_NAMES: Final = {
     "hf_config_json": "config.json",
@@ -39,9 +44,47 @@ FILE_NAMES: Final = {
     "hf_generation_config_json": "generation_config.json",
     "tik_token_model": "tiktoken.model",
 }
-
 SILENCE_SECONDS: Final = 30.0  # of a worker in the middle of a file; `FilePolicy.seconds` bounds the whole
 _BLOCK_BYTES: Final = 1024 * 1024
+
+
+class TextModelLoader:
+    """Loads in threads of its own: whatever a card names must not keep prompts waiting for a thread."""
+
+    def __init__(self, settings: ModelSettings, offload: Offload | None, *, now: Callable[[], datetime]) -> None:
+        """`offload`: in place of threads. `now` is the clock that chat templates may print."""
+        self._settings = settings
+        self._now = now
+        # CPU time of the rendering thread, so that a busy machine refuses nothing; none under virtual time.
+        self._template_clock = thread_time if offload is None else NO_CLOCK
+        self._offload: Offload = ThreadOffload(settings.concurrent_model_loads) if offload is None else offload
+        self._files = ModelFiles(settings.model_cache_dir, settings.model_files)
+
+    async def load(self, card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
+        """Return the text model of a card, with the files that `worker_hosts` may serve."""
+        return await self._offload(lambda: self._load(card, worker_hosts))
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._offload.close()
+
+    def _load(self, card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
+        sources = self._files.collect(card, worker_hosts)
+        template, named = sources.custom_template, sources.named_templates
+        if self._settings.custom_jinja_template is not None:
+            with open(self._settings.custom_jinja_template, encoding="utf-8") as file:
+                template, named = file.read(), {}
+        processor = card.runtime_config.runtime_data.get(IMAGE_PROCESSOR)
+        return load_text_model(
+            sources.directory,
+            custom_template=template,
+            named_templates=named,
+            now=self._now,
+            template_budget=self._settings.template_budget,
+            template_clock=self._template_clock,
+            tokenizer_cache_bytes=self._settings.tokenizer_cache_bytes,
+            image_processor=processor if isinstance(processor, Mapping) else None,
+        )
 
 
 class ChecksumMismatch(DynamoException):

@@ -326,7 +326,7 @@ class GenerationApi(Api[R]):
 
 
 class CountingApi(Api[R]):
-    """One whose requests are not answered: only the tokens of their prompts are counted (`pipeline/token_count.py`)."""
+    """One whose requests are not answered: only the tokens of their prompts are counted (`TokenCountCall`)."""
 
     @abstractmethod
     async def count(self, preprocessor: Preprocessor, request: R, model: ServedModel, timer: StageTimer) -> bytes:

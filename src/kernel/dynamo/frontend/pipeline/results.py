@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.base.stage_timer import PARSE
+from dynamo.frontend.pipeline.api import CountingApi
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
@@ -139,3 +140,23 @@ def object_of(item: StreamItem) -> Any:
     if envelope.get("event") == "error":
         raise revive(envelope.get("error") or {"message": "; ".join(envelope.get("comment") or ["unknown error"])})
     return envelope.get("data")
+
+
+class TokenCountCall(Call):
+    """Counts for one API whose requests are chats: parsed, rendered and tokenised as those that are answered.
+
+    A count takes a slot of the process and none of the model: it costs no worker anything.
+    """
+
+    def __init__(self, api: CountingApi[Any], pipeline: Pipeline) -> None:
+        super().__init__(api, pipeline)
+        self._counting = api
+
+    async def _serve(self, exchange: Exchange, opened: OpenAnswer) -> None:
+        resolved = await self._reader.read(exchange.arrival)
+        for began in self._pipeline.hooks.began:
+            began(exchange, resolved)
+        body = await self._counting.count(self._pipeline.preprocessor, resolved.request, resolved.model, exchange.timer)
+        exchange.model = resolved.model.name
+        exchange.end()
+        await opened.sink.reply(200, body)

@@ -5,17 +5,152 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
+from weakref import WeakKeyDictionary
 
 from dynamo.frontend.base.metrics.families import FrontendFamilies
-from dynamo.frontend.base.metrics.models import ModelMetrics
 from dynamo.frontend.base.metrics.requests import RequestSeries
-from dynamo.frontend.base.metrics.workers import WorkerGauges
+from dynamo.frontend.base.metrics.table import MODEL_FACTS
 from dynamo.router.dispatch.stall_detector import StallKind
 from dynamo.runtime.observe.metric_snapshots import absorb
-from dynamo.runtime.observe.metrics import Histogram, MetricsRegistry
+from dynamo.runtime.observe.metrics import Counter, Family, Gauge, Histogram, MetricsRegistry, Vector, set_each
+
+NO_RANK: Final = "none"  # as the native frontend labels what is not of one rank
+MAX_WORKERS: Final = 4096
+
+_LAST: Final = ("time_to_first_token_seconds", "input_sequence_tokens", "inter_token_latency_seconds")
+_LOAD: Final = ("active_decode_blocks", "active_prefill_tokens")
 
 STALL_SECONDS: Final = 0.1  # a loop turn this late is worth an alert: every stream of the process stood still
+LOOP_PROBE_SECONDS: Final = 1.0  # how often the loop's delay is measured; one timer a second costs nothing
+
+
+class WorkerGauges:
+    """Keeps the gauges of the workers that exist. `worker_id` is the instance id in lower-case hex."""
+
+    def __init__(self, registry: MetricsRegistry, families: Mapping[str, Family]) -> None:
+        """`families`: by name without prefix; those of `worker_...` are taken."""
+        self._registry = registry
+        self._families = {short: families[f"worker_{short}"] for short in _LOAD}
+        self._families |= {short: families[f"worker_last_{short}"] for short in _LAST}
+        self._gauges: dict[int, dict[tuple[str, str], Gauge]] = {}  # by worker, then (name, rank)
+        self._last: dict[int, tuple[Gauge, ...]] = {}  # by worker, those of `_LAST` in its order
+        self._roles: dict[int, str] = {}
+
+    def answered(self, worker_id: int, first_token_seconds: float, input_tokens: int, itl_seconds: float) -> None:
+        """Note the last request that a worker answered; `itl_seconds` is its mean time between tokens."""
+        last = self._last.get(worker_id)
+        if last is None:
+            found = [self._gauge(worker_id, short, NO_RANK) for short in _LAST]
+            last = tuple([gauge for gauge in found if gauge is not None])
+            if len(last) < len(_LAST):
+                return
+            self._last[worker_id] = last
+        set_each(last, (first_token_seconds, input_tokens, itl_seconds))
+
+    def loaded(self, worker_id: int, dp_rank: int, decode_blocks: int | None, prefill_tokens: int | None) -> None:
+        """Note the load that one rank reported."""
+        for short, value in zip(_LOAD, (decode_blocks, prefill_tokens), strict=True):
+            if value is not None and (gauge := self._gauge(worker_id, short, str(dp_rank))) is not None:
+                gauge.set(value)
+
+    def keep_only(self, roles: Mapping[int, str]) -> None:
+        """Learn the workers that exist and their roles; the gauges of the others go."""
+        for worker_id in self._gauges.keys() - roles.keys():
+            self._last.pop(worker_id, None)
+            for gauge in self._gauges.pop(worker_id).values():
+                self._registry.remove(gauge)
+        self._roles = dict(roles)
+
+    def _gauge(self, worker_id: int, short: str, dp_rank: str) -> Gauge | None:
+        role = self._roles.get(worker_id)
+        if role is None:
+            return None  # it has left, and its gauges with it
+        held = self._gauges.get(worker_id)
+        if held is None:
+            if len(self._gauges) >= MAX_WORKERS:
+                return None
+            held = self._gauges[worker_id] = {}
+        gauge = held.get((short, dp_rank))
+        if gauge is None:
+            # A worker that does both is a "decode" one on these gauges, as on 1.6.1's.
+            kind = "decode" if role == "aggregated" else role
+            labels = {"worker_id": f"{worker_id:x}", "dp_rank": dp_rank, "worker_type": kind}
+            gauge = held[short, dp_rank] = self._families[short].gauge(self._registry, labels)
+        return gauge
+
+
+class CacheTotals(Protocol):
+    """The running totals of a tokenizer's cache."""
+
+    hits: int
+    misses: int
+    cached_tokens: int
+    uncached_tokens: int
+
+
+class TokenizerCacheCounters:
+    """Turns the running totals of tokenizer caches into counters, which never fall when a model is loaded anew."""
+
+    def __init__(
+        self, hits: Counter, misses: Counter, cached_tokens: Vector[Counter], uncached_tokens: Vector[Counter]
+    ) -> None:
+        self._hits, self._misses = hits, misses
+        self._cached, self._uncached = cached_tokens, uncached_tokens
+        self._seen: WeakKeyDictionary[CacheTotals, tuple[int, int, int, int]] = WeakKeyDictionary()
+
+    def count(self, model: str, totals: CacheTotals) -> None:
+        """Count what was added to `totals` since the last call with the same object."""
+        now = (totals.hits, totals.misses, totals.cached_tokens, totals.uncached_tokens)
+        before = self._seen.get(totals, (0, 0, 0, 0))
+        counters = (self._hits, self._misses, self._cached.labels(model), self._uncached.labels(model))
+        for counter, total, known in zip(counters, now, before, strict=True):
+            counter.inc(max(0, total - known))
+        self._seen[totals] = now
+
+
+class ModelMetrics:
+    """The gauges and counters of models and their workers."""
+
+    def __init__(self, families: FrontendFamilies) -> None:
+        self.card_conflicts = families.counters("model_card_conflicts_total")
+        self.load_failures = families.counters("model_load_failures_total")
+        self.tokenizer_cache = TokenizerCacheCounters(
+            families.counter("tokenizer_cache_hits_total"),
+            families.counter("tokenizer_cache_misses_total"),
+            families.counters("tokenizer_cache_cached_tokens_total"),
+            families.counters("tokenizer_cache_uncached_tokens_total"),
+        )
+        self._encoder_requests = families.counters("encoder_requests_total")
+        self._encoder_fallbacks = families.counter("encoder_fallbacks_total")
+        self._facts = {short: families.gauges(f"model_{short}") for short in MODEL_FACTS}
+        self._workers = families.gauges("model_workers")
+        self._worker_counts: Mapping[tuple[str, str], int] = {}
+
+    def encoder_outcome(self, outcome: str) -> None:
+        """Count what became of one request to an encode worker, or a request that went on without one (`fallback`)."""
+        if outcome == "fallback":
+            self._encoder_fallbacks.inc()
+        else:
+            self._encoder_requests.labels(outcome).inc()
+
+    def forget(self, name: str) -> None:
+        """Show a model that is gone as not ready."""
+        self._facts["ready"].labels(name).set(0)
+
+    def describe(self, name: str, values: Mapping[str, float | None]) -> None:
+        """Set the `model_*` gauges; a key is the part after `model_`, None leaves a gauge alone."""
+        for short, value in values.items():
+            if value is not None:
+                self._facts[short].labels(name).set(value)
+
+    def count_workers(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """Set the gauge of workers by (model, role); what was counted before and is not counted now becomes 0."""
+        for key in self._worker_counts.keys() - counts.keys():
+            self._workers.labels(*key).set(0)
+        for key, count in counts.items():
+            self._workers.labels(*key).set(count)
+        self._worker_counts = counts
 
 
 class PreparationMetrics:
@@ -116,9 +251,6 @@ class FrontendMetrics:
         """Drop a model that is gone: its counters stay exposed, its gauges become 0, and nothing here keeps its name."""
         self.models.forget(name)
         self.requests.forget_model(name)
-
-
-LOOP_PROBE_SECONDS: Final = 1.0  # how often the loop's delay is measured; one timer a second costs nothing
 
 
 class LoopProbe:

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from dynamo.frontend.base.redaction import Redact
-from dynamo.frontend.base.settings.request_trace import RequestTraceSettings
+from dynamo.frontend.base.settings.recording import RequestTraceSettings
 
 logger = logging.getLogger(__name__)
 
