@@ -11,6 +11,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
+from dynamo.runtime.observe.known_failures import LOGGED
+
 # The same examples at every run, so that a red build is red for everybody. `HYPOTHESIS_PROFILE=explore` (or
 # --hypothesis-profile) looks further; what it finds becomes an @example.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -52,3 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.process)
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.property)
+
+
+@pytest.fixture(autouse=True)
+def _new_log() -> None:
+    """Have each test log its failures whole, whatever tests before it logged."""
+    LOGGED.forget()

@@ -761,7 +761,9 @@ async def test_a_frontend_says_that_it_leaves_before_it_declines_anything(house:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_does_not_finish_in_time_is_cut_with_an_error(house: Cluster, stream: bool) -> None:
+async def test_what_does_not_finish_in_time_is_cut_with_an_error(
+    house: Cluster, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = await house.worker(talk_forever)
     exchange = house.client.begin_chat("hi", stream=stream)
     await worker.started.wait()
@@ -775,6 +777,7 @@ async def test_what_does_not_finish_in_time_is_cut_with_an_error(house: Cluster,
     else:
         assert exchange.status == 503
     assert worker.contexts[0].is_killed()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]  # as the stop is planned
 
 
 # -- the edges of an answer ------------------------------------------------------------------------------------------------

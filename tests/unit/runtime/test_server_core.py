@@ -389,6 +389,24 @@ async def test_any_other_error_is_unknown_caused_by_it_and_logged_with_its_trace
     assert record.exc_info[1] is error
 
 
+async def test_a_handler_that_fails_as_its_stream_is_cut_is_no_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core, begun = limited(1, 0), asyncio.Event()
+
+    async def handle(body: Any, context: Context, sink: ResponseSink) -> None:
+        begun.set()
+        await context.async_killed_or_stopped()
+        raise RuntimeError("interrupted")
+
+    core.register(PATH, handle)
+    sink, _ = dispatch(core, None, Context("r-17"))
+    await begun.wait()
+    await core.close()
+    assert isinstance(await sink.outcome(), EngineShutdown)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 @pytest.mark.parametrize(("code", "kind"), [(418, InvalidArgument), (400, InvalidArgument), (503, Unknown)])
 async def test_an_asserted_status_travels_in_the_message(code: int, kind: type[DynamoException]) -> None:
     outcome = await failing(HttpError(code, "why"))

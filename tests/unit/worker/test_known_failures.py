@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 from dynamo.runtime.calls.context import Context
-from dynamo.runtime.observe.known_failures import first_sight
+from dynamo.runtime.observe.known_failures import LOGGED, MAX_KINDS, WHOLE_AGAIN_SECONDS, KnownFailures
 from dynamo.worker.engine_failures import log_failure, wrap_error
 
 REQUESTS = 50
@@ -52,14 +52,63 @@ def test_new_exceptions_from_the_same_death_are_a_line_each(caplog: pytest.LogCa
     assert "ValueError: request 49 cannot run" in caplog.text
 
 
-def test_failures_of_their_own_are_each_whole(caplog: pytest.LogCaptureFixture) -> None:
-    for number in range(3):
-        fail(RuntimeError(f"request {number}"))
-    assert whole(caplog) == [True] * 3
+def test_new_exceptions_of_one_kind_are_a_traceback_and_then_a_counted_line_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for number in range(REQUESTS):
+        fail(RuntimeError(f"request {number} cannot run"))
+    assert whole(caplog) == [True] + [False] * (REQUESTS - 1)
+    last = caplog.records[-1].getMessage()
+    assert "RuntimeError: request 49 cannot run (logged before with its traceback; number 50 of its kind)" in last
+
+
+def test_failures_of_another_class_or_from_another_line_are_each_whole(caplog: pytest.LogCaptureFixture) -> None:
+    fail(RuntimeError("of this line"))
+    fail(ValueError("of another class"))
+    try:
+        raise RuntimeError("of another line")
+    except RuntimeError as error:
+        log_failure(Context(), error, wrap_error(error))
+    for kind in (KeyError, IndexError):
+        try:
+            raise kind
+        except LookupError as cause:
+            try:
+                raise RuntimeError("from another cause") from cause
+            except RuntimeError as error:
+                log_failure(Context(), error, wrap_error(error))
+    assert whole(caplog) == [True] * 5
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as found:
+        return found
+
+
+def test_a_kind_is_whole_again_after_a_while() -> None:
+    now = [0.0]
+    known = KnownFailures(lambda: now[0])
+    seen = []
+    for at in (0.0, 1.0, WHOLE_AGAIN_SECONDS - 1, WHOLE_AGAIN_SECONDS, WHOLE_AGAIN_SECONDS + 1):
+        now[0] = at
+        seen.append(known.sighting(raised(RuntimeError())).whole is not None)
+    assert seen == [True, False, False, True, False]
+
+
+def test_the_kinds_that_are_remembered_are_bounded_and_those_seen_last_stay() -> None:
+    known = KnownFailures(lambda: 0.0)
+    kinds = [type(f"Kind{number}", (Exception,), {}) for number in range(2 * MAX_KINDS)]
+    for kind in kinds:
+        assert known.sighting(raised(kind())).whole is not None
+        assert known.sighting(raised(kinds[0]())).whole is None or kind is kinds[0]
+    assert len(known) == MAX_KINDS
+    assert known.sighting(raised(kinds[1]())).whole is not None
 
 
 def test_a_chain_of_causes_that_leads_back_to_itself_ends() -> None:
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first
-    assert first_sight(first) is first
-    assert first_sight(second) is None
+    assert LOGGED.sighting(first).whole is first
+    assert LOGGED.sighting(second).whole is None

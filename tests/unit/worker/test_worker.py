@@ -670,6 +670,44 @@ async def test_what_outlives_the_wait_is_cut_as_engine_shutdown_and_aborted_once
     assert "1 streams were still running and were cut" in caplog.text
 
 
+class Interrupted(Recorder):
+    """An engine whose processes end with the worker's: what runs raises then."""
+
+    ends: asyncio.Event
+
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        self.play("generate")
+        yield {"token_ids": [0], "index": 0}
+        await self.ends.wait()
+        raise RuntimeError("the core of the engine is gone")
+
+    async def abort(self, context: Context) -> None:
+        self.ends.set()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_what_a_planned_stop_interrupts_is_no_error_in_the_log(
+    is_cut: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = Interrupted()
+    engine.ends = asyncio.Event()
+    async with mem_runtime() as runtime:
+        worker = make(engine, times=ShutdownTimes(grace_seconds=0.0, timeout_seconds=5 if is_cut else 60))
+        async with running(worker) as task:
+            stream = await open_stream(runtime, tokens=6)
+            assert (await stream.next_batch())[0].token_ids == [0]
+            worker.request_stop()
+            if not is_cut:
+                engine.ends.set()
+            with pytest.raises(EngineShutdown if is_cut else Unknown):
+                await asyncio.wait_for(stream.next_batch(), PATIENCE_SECONDS)
+            stream.close()
+            await asyncio.wait_for(task, PATIENCE_SECONDS)
+    assert "was interrupted: RuntimeError: the core of the engine is gone" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
+
+
 async def test_failures_on_the_way_down_do_not_stop_it(caplog: pytest.LogCaptureFixture) -> None:
     engine = Recorder(fail={"drain": RuntimeError("no"), "cleanup": RuntimeError("no")})
     async with running(make(engine)):

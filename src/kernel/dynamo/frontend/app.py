@@ -15,12 +15,12 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.admission.process import Stage
 from dynamo.frontend.application import FrontendRoutes, RoutedParts
 from dynamo.frontend.base.metrics.process import LoopProbe
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.opening import PortGroup, open_kernel, open_parts
+from dynamo.frontend.pipeline.exchange import FrontendStopping
 from dynamo.frontend.settings import FrontendSettings
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Frontend:
 
     def cut(self) -> int:
         """End every request in flight with a 503 (or an error event); return how many there were."""
-        return self.exchanges.end_all(WorkerUnavailable("the frontend is stopping"))
+        return self.exchanges.end_all(FrontendStopping())
 
     def stopping(self) -> None:
         """Mark the process as neither ready nor alive: the listener is about to close."""

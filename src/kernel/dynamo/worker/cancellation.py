@@ -10,6 +10,7 @@ from typing import Final
 
 from dynamo.contract.engine import BaseEngine
 from dynamo.runtime.calls.context import Context, on_loop
+from dynamo.runtime.observe.known_failures import LOGGED
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +142,8 @@ async def _step_past_terminal(stream: AsyncGenerator[object, None], context: Con
         await anext(stream)
     except StopAsyncIteration:
         return
-    except Exception:
+    except Exception as error:
         # The answer is with the client, so nothing but this line reports the failure of the engine's bookkeeping.
-        fields = {"request_id": context.id()}
-        logger.exception("request %s: the engine failed after its last chunk", context.id(), extra=fields)
+        LOGGED.log_failure(logger, context.id(), error, what="request %s: the engine failed after its last chunk")
     else:
         logger.debug("request %s: dropped a chunk that followed the last one", context.id())

@@ -34,13 +34,13 @@ class EmbedServing:
     """Serves requests whose `token_ids` is a list of inputs, and leaves all others to `generate`."""
 
     def __init__(
-        self, engine: BaseEngine, generate: Handler, *, served_name: str, map_builtin_errors: bool = False
+        self, engine: BaseEngine, generate: Handler, *, served_name: str, errors: ErrorMapping | None = None
     ) -> None:
         """`engine` must override `embed`. `served_name`: what the answers call the model."""
         assert isinstance(engine, Embeds)
         self._engine, self._embeds, self._generate = engine, engine, generate
         self._served_name = served_name
-        self._errors = ErrorMapping(engine, map_builtin_errors=map_builtin_errors)
+        self._errors = errors or ErrorMapping(engine)
 
     async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         """Serve one request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dynamo.errors import (
@@ -20,7 +21,7 @@ from dynamo.errors import (
 from dynamo.runtime.base.tasks import is_being_cancelled, take_back_cancellation
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
-from dynamo.runtime.observe.known_failures import first_sight, summary
+from dynamo.runtime.observe.known_failures import LOGGED
 from dynamo.worker.cancellation import CancellationWatch
 
 if TYPE_CHECKING:
@@ -32,8 +33,20 @@ logger = logging.getLogger(__name__)
 class ErrorMapping:
     """Maps what leaves one engine to typed errors: the engine's own mapping first, then the rules of `wrap_error`."""
 
-    def __init__(self, engine: BaseEngine, *, map_builtin_errors: bool = False) -> None:
+    def __init__(
+        self,
+        engine: BaseEngine,
+        *,
+        map_builtin_errors: bool = False,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`map_builtin_errors`: give Python's own exceptions the categories the native system gives them
+        (DYN_BACKEND_MAP_BUILTIN_ERRORS); otherwise all but `TimeoutError` are `Unknown`, as the guide requires.
+
+        `is_stopping`: whether a stop of the worker was requested.
+        """
         self._engine = engine
+        self.is_stopping = is_stopping
         self._map_builtin_errors = map_builtin_errors
 
     def typed(self, error: BaseException) -> DynamoException:
@@ -78,8 +91,9 @@ def end_failed(
         failure.__cause__ = error
     else:
         failure = mapping.typed(error)
+    is_expected = sink.ended or mapping.is_stopping()
     sink.end(failure)
-    log_failure(context, error, failure)
+    log_failure(context, error, failure, is_expected=is_expected)
     return failure
 
 
@@ -127,14 +141,21 @@ def _native_kind(error: BaseException) -> type[DynamoException]:
             return Unknown
 
 
-def log_failure(context: Context, error: BaseException, failure: DynamoException) -> None:
-    """ERROR with id and traceback for what the engine did wrong, DEBUG for what a caller did."""
+def log_failure(context: Context, error: BaseException, failure: DynamoException, *, is_expected: bool = False) -> None:
+    """ERROR with id and traceback for what the engine did wrong, DEBUG for what a caller did.
+
+    `is_expected`: a line without either. The stream was cut, or a stop is planned, and what that interrupts may raise
+    anything.
+    """
     fields = {"request_id": context.id()}
     if isinstance(failure, InvalidArgument | Cancelled):
         logger.debug("request %s: %s", context.id(), failure, extra=fields)
-    elif isinstance(error, DynamoException) and error.__cause__ is None and not isinstance(error, Unknown):
+    elif (
+        not is_expected
+        and isinstance(error, DynamoException)
+        and error.__cause__ is None
+        and not isinstance(error, Unknown)
+    ):
         logger.error("request %s: %s: %s", context.id(), type(error).__name__, error, extra=fields)
     else:
-        first = first_sight(error)
-        said = summary(error, is_known=first is None)
-        logger.error("request %s failed in the engine%s", context.id(), said, exc_info=first, extra=fields)
+        LOGGED.log_failure(logger, context.id(), error, what="request %s failed in the engine", is_expected=is_expected)

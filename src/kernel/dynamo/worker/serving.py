@@ -78,19 +78,15 @@ class TokenServing:
         *,
         mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
         validate: bool = False,
-        map_builtin_errors: bool = False,
+        errors: ErrorMapping | None = None,
         start_span: SpanFactory | None = None,
         running: RunningRequests | None = None,
     ) -> None:
-        """`validate`: also fail streams that go on after their terminal chunk (DYN_BACKEND_VALIDATE).
-
-        `map_builtin_errors`: give Python's own exceptions the categories the native system gives them
-        (DYN_BACKEND_MAP_BUILTIN_ERRORS); otherwise all but `TimeoutError` are `Unknown`, as the guide requires.
-        """
+        """`validate`: also fail streams that go on after their terminal chunk (DYN_BACKEND_VALIDATE)."""
         self._engine = engine
         self._mode = mode
         self._validate = validate
-        self._errors = ErrorMapping(engine, map_builtin_errors=map_builtin_errors)
+        self._errors = errors or ErrorMapping(engine)
         self._start_span = start_span
         self._running = running
 
@@ -241,9 +237,9 @@ class TokenServing:
 class RawServing:
     """Serves requests with a `RawEngine`: objects pass verbatim, the end of the generator is the end."""
 
-    def __init__(self, engine: RawEngine, *, map_builtin_errors: bool = False) -> None:
+    def __init__(self, engine: RawEngine, *, errors: ErrorMapping | None = None) -> None:
         self._engine = engine
-        self._errors = ErrorMapping(engine, map_builtin_errors=map_builtin_errors)
+        self._errors = errors or ErrorMapping(engine)
 
     async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         """Serve one request."""

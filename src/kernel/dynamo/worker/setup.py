@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -24,6 +24,7 @@ from dynamo.runtime.observe.logging import has_span_events, span_events
 from dynamo.worker.adapters import AdapterRequests, adapter_uri
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
 from dynamo.worker.embedding import EmbedServing, offers_embeddings
+from dynamo.worker.engine_failures import ErrorMapping
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.hub import HUB_PREFIX
 from dynamo.worker.kv_publishing.lifecycle import Publishing
@@ -86,8 +87,10 @@ class Setup:
         config: WorkerConfig,
         endpoint: Endpoint,
         life: Lifecycle,
+        is_stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
+        self._is_stop_requested = is_stop_requested
         self._config = config
         self._runtime: DistributedRuntime = endpoint.runtime
         self._endpoint = endpoint
@@ -194,10 +197,9 @@ class Setup:
 
     def handler(self, chaos: WorkerFaults | None) -> Handler:
         engine = self._engine
-        map_errors = bool(MAP_BUILTIN_ERRORS.value(os.environ))
         if chaos is not None:
-            return chaos.handler(self._framed(self._plain_handler(chaos.engine(engine), map_errors)))
-        return self._framed(self._plain_handler(engine, map_errors))
+            return chaos.handler(self._framed(self._plain_handler(chaos.engine(engine))))
+        return self._framed(self._plain_handler(engine))
 
     def _framed(self, handler: Handler) -> Handler:
         """Return the handler with records of the beginning and end of `engine.generate`, where spans are records."""
@@ -220,10 +222,15 @@ class Setup:
 
         return framed
 
-    def _plain_handler(self, engine: BaseEngine, map_errors: bool) -> Handler:
+    def _plain_handler(self, engine: BaseEngine) -> Handler:
         config = self._config
+        errors = ErrorMapping(
+            engine,
+            map_builtin_errors=bool(MAP_BUILTIN_ERRORS.value(os.environ)),
+            is_stopping=self._is_stop_requested,
+        )
         if isinstance(self._engine, RawEngine):
-            return RawServing(cast(RawEngine, engine), map_builtin_errors=map_errors).handle
+            return RawServing(cast(RawEngine, engine), errors=errors).handle
         assert isinstance(self._engine, LLMEngine)  # _check_config lets no other kind pass
         loop, model, role = asyncio.get_running_loop(), self.parts.model, str(config.disaggregation_mode)
 
@@ -241,16 +248,13 @@ class Setup:
             cast(LLMEngine, engine),
             mode=config.disaggregation_mode,
             validate=bool(VALIDATE.value(os.environ)),
-            map_builtin_errors=map_errors,
+            errors=errors,
             start_span=start_span,
             running=self.parts.running,
         ).handle
         if not offers_embeddings(self._engine):
             return generate
-        serving = EmbedServing(
-            self._engine, generate, served_name=self.parts.served_name, map_builtin_errors=map_errors
-        )
-        return serving.handle
+        return EmbedServing(self._engine, generate, served_name=self.parts.served_name, errors=errors).handle
 
     async def canary_payload(self) -> dict[str, Any] | None:
         own: Any = None

@@ -213,7 +213,7 @@ class Worker:
 
     async def _live(self, endpoint: Endpoint) -> None:
         """Live from `start()` to `cleanup()`; raises what failed first, after the clean-up."""
-        setup = Setup(self._engine, self._config, endpoint, self._life)
+        setup = Setup(self._engine, self._config, endpoint, self._life, lambda: self._stop.is_set)
         down = Shutdown(self._engine, self._config, endpoint, self._life, self._stop, setup.parts)
         failure = await self._start_up(setup)
         if self._life.state is State.SERVING:

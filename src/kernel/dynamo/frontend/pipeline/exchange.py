@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct, field
 
-from dynamo.errors import Cancelled, DynamoException
+from dynamo.errors import Cancelled, DynamoException, WorkerUnavailable
 from dynamo.frontend.admission.model import AdmissionSlot
 from dynamo.frontend.base.access import Caller
 from dynamo.frontend.base.asgi import ClientGone, HeaderPairs
@@ -57,6 +57,13 @@ class RequestAborted(Cancelled):
     def __init__(self, reason: str) -> None:
         """`reason`: the operator's; the client reads it. Empty: none was given."""
         super().__init__("This request was aborted by an operator" + (f": {reason}" if reason else ""))
+
+
+class FrontendStopping(WorkerUnavailable):
+    """The request was cut, as the frontend is stopped and the request did not end in its time."""
+
+    def __init__(self) -> None:
+        super().__init__("the frontend is stopping")
 
 
 class Phase(enum.IntEnum):

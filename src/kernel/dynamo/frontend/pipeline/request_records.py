@@ -12,7 +12,7 @@ from dynamo.frontend.admission.model import Shed
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.metrics.requests import UNKNOWN_MODEL, RequestMetrics
 from dynamo.frontend.base.stage_timer import ROUTE
-from dynamo.frontend.pipeline.exchange import Exchange
+from dynamo.frontend.pipeline.exchange import Exchange, FrontendStopping
 from dynamo.frontend.pipeline.gen_ai import GenAi, content_attributes, output_messages, request_attributes
 from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
 from dynamo.frontend.pipeline.plan import Tally
@@ -308,7 +308,8 @@ class RequestLog(RequestListener):
         if why is not None and not isinstance(why, DynamoException | RequestRejected):
             logger.error("request %s failed inside the frontend", exchange.name, exc_info=why)
         elif outcome.reached is Reached.ADMITTED and status >= 500 and status != self._overload_status:
-            logger.error("request %s failed with %d: %s: %s", exchange.name, status, type(why).__name__, why)
+            level = logging.INFO if isinstance(why, FrontendStopping) else logging.ERROR
+            logger.log(level, "request %s failed with %d: %s: %s", exchange.name, status, type(why).__name__, why)
         if outcome.reached is Reached.ADMITTED:
             if exchange.counters is not None:
                 end_record(exchange, outcome.at, status, outcome.error_type, outcome.message)

@@ -23,7 +23,7 @@ from dynamo.errors import (
 from dynamo.runtime.base.tasks import is_being_cancelled, take_back_cancellation
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.runtime.calls.request_plane.base import Handler, RequestStream, ResponseSink
-from dynamo.runtime.observe.known_failures import first_sight, summary
+from dynamo.runtime.observe.known_failures import LOGGED
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,7 @@ def serve_python(handler: PythonHandler, *, cancel_grace_seconds: float = CANCEL
             if failure is error:
                 raise
             if not isinstance(error, DynamoException | HttpError):
-                first = first_sight(error)
-                logger.error(
-                    "request %s failed%s", context.id(), summary(error, is_known=first is None), exc_info=first
-                )
+                LOGGED.log_failure(logger, context.id(), error, is_expected=sink.ended)
             raise failure from error
         finally:
             closer.done()

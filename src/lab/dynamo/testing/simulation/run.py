@@ -14,6 +14,7 @@ from typing import Any, Final
 from dynamo.errors import DynamoException
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.request_plane.base import StreamItem
+from dynamo.runtime.observe.known_failures import LOGGED
 from dynamo.testing.simulation.client import Visit
 from dynamo.testing.simulation.cluster import (
     MODEL,
@@ -105,6 +106,7 @@ class _Run(logging.Handler):
 
     def __init__(self, scenario: Scenario, keep_trace: bool) -> None:
         super().__init__(logging.ERROR)
+        LOGGED.forget()  # what another run of this process logged must be a breach in this one, too
         self.record = RunRecord(scenario, keep_trace=keep_trace)
         self._pending: list[Fault] = list(scenario.faults)
         self._chores = Background()

@@ -29,7 +29,7 @@ from dynamo.errors import (
 from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.runtime.calls.request_plane.base import Handler, ResponseSink
-from dynamo.runtime.observe.known_failures import first_sight, summary
+from dynamo.runtime.observe.known_failures import LOGGED
 
 logger = logging.getLogger(__name__)
 
@@ -390,10 +390,7 @@ class _Request:
         except Exception as error:
             typed = typed_error(error)
             if not isinstance(error, DynamoException | HttpError):
-                first = first_sight(error)
-                logger.error(
-                    "request %s failed%s", self.context.id(), summary(error, is_known=first is None), exc_info=first
-                )
+                LOGGED.log_failure(logger, self.context.id(), error, is_expected=sink.ended)
             sink.end(typed)
         else:
             sink.end()
