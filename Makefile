@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 ARGS ?=
 # Compiled files are kept between runs also where the shell says not to: a third of the time of `make test` without them.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
-# What `make test` is: no plugins that no unit uses (1.5 s of imports for each process), and neighbours stay together.
-# Three processes for two processors: many tests wait for something.
-UNITS := -q -n 3 --dist worksteal -p no:schemathesis -p no:anyio -m "not process" --hypothesis-profile=quick
+# What `make test` is: no plugins that no unit uses (1.5 s of imports).
+UNITS := -q -p no:schemathesis -p no:anyio -m "not process" --hypothesis-profile=quick
+# Three processes for two processors: many tests wait for something. They are forked after one collection.
+FORKS := --forks 3 -p no:xdist
 
 .DEFAULT_GOAL := help
 
@@ -42,13 +43,13 @@ serve: $(VENV)/.run $(VENV)/.model ## a frontend and a worker on this machine (A
 	@$(BIN)/dynamo serve $(ARGS)
 
 test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 50 to 80 seconds, the first time three minutes
-	@$(PYTEST) $(UNITS) tests/unit tests/contract $(ARGS)
+	@$(PYTEST) $(UNITS) $(FORKS) tests/unit tests/contract $(ARGS)
 
 test-all: $(VENV)/.dev ## the rest: every example of the properties, processes, real servers, simulated clusters, hostile peers
 	@$(PYTEST) -q -n 2 -m "(process or property) and not browser" $(ARGS)
 
 coverage: $(VENV)/.dev ## the lines that make test runs, by file (ARGS="--cov-fail-under=90")
-	@$(PYTEST) $(UNITS) --cov=dynamo --cov-report=term:skip-covered tests/unit tests/contract $(ARGS)
+	@$(PYTEST) $(UNITS) -n 3 --dist worksteal --cov=dynamo --cov-report=term:skip-covered tests/unit tests/contract $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of the house
 	@$(BIN)/ruff format --check .

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from dynamo.runtime.observe.known_failures import LOGGED
+from support.forked_run import ForkedRun
 
 # The same examples at every run, so that a red build is red for everybody. `HYPOTHESIS_PROFILE=explore` (or
 # --hypothesis-profile) looks further; what it finds becomes an @example.
@@ -29,12 +30,20 @@ _HERE = Path(__file__).parent
 gc.disable()  # until everything is collected: a quarter of a million objects that all stay
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--forks", type=int, default=0, help="run the tests in this many processes that are forked after the collection"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have frontends write the tokens of their inspectors into a folder that goes with the tests, and no proxy between them.
 
     Clients of others, as that of Kubernetes, take a proxy from the environment also for servers of this machine.
     """
     folder = tempfile.TemporaryDirectory(prefix="tests-runtime-")
+    if config.getoption("--forks") > 1:
+        config.pluginmanager.register(ForkedRun(config.getoption("--forks")))
     os.environ["XDG_RUNTIME_DIR"] = folder.name  # also of the processes that tests start
     config.add_cleanup(folder.cleanup)
     for name in ("no_proxy", "NO_PROXY"):
