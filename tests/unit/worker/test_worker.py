@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import signal
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -326,6 +328,17 @@ async def test_a_configuration_that_does_not_fit_touches_nothing(engine: Any, me
     with pytest.raises(InvalidArgument):
         await make(engine, **members).run()
     assert getattr(engine, "calls", []) == []
+
+
+@each_case("name", ["tekken.json", "tokenizer.model"])
+async def test_a_tokenizer_that_is_not_read_is_refused_before_the_engine_starts(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name.partition(".")[0]
+    folder.mkdir()
+    (folder / name).touch()
+    engine = Recorder()
+    with pytest.raises(InvalidArgument, match=f"{re.escape(repr(str(folder)))} has its tokenizer in {name} alone"):
+        await make(engine, model_name=str(folder)).run()
+    assert engine.calls == []
 
 
 async def test_an_unknown_parser_is_told_those_there_are() -> None:

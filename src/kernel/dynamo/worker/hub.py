@@ -54,6 +54,20 @@ def check_tokenizer_form(directory: Path) -> None:
             )
 
 
+def check_tokenizer_of(name: str) -> None:
+    """Raise InvalidArgument for a model whose tokenizer is here, in a form that is not read. To be called before its engine starts."""
+    directory = local_path(name) or cached_copy(name.removeprefix(HUB_PREFIX))
+    if directory is not None and readable_tokenizer(directory) is None:
+        check_tokenizer_form(directory)
+
+
+def readable_tokenizer(directory: Path) -> tuple[str, Path] | None:
+    """Return the kind and the path of the tokenizer that is read; None: there is none."""
+    kinds = {directory / "tokenizer.json": "hf_tokenizer_json", directory / "tiktoken.model": "tik_token_model"}
+    kinds |= dict.fromkeys(sorted(directory.glob("*.tiktoken")), "tik_token_model")
+    return next(((kind, path) for path, kind in kinds.items() if path.is_file()), None)
+
+
 def served_name(model: str) -> str:
     """Return what a model is called that has no given name: a directory by its own name, one of the hub without `hub:`."""
     here = Path(model).expanduser()

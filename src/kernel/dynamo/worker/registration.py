@@ -36,7 +36,14 @@ from dynamo.protocol.records import (
     decode_card,
     slugify,
 )
-from dynamo.worker.hub import HUB_PREFIX, cached_copy, check_tokenizer_form, fetch_model, local_path
+from dynamo.worker.hub import (
+    HUB_PREFIX,
+    cached_copy,
+    check_tokenizer_form,
+    fetch_model,
+    local_path,
+    readable_tokenizer,
+)
 from dynamo.worker.settings import ALLOW_DOWNLOAD, SELF_HOST_METADATA
 
 __all__ = [
@@ -164,11 +171,9 @@ def _template(kind: str, path: Path, *, is_custom: bool) -> dict[str, object]:
 
 
 def _tokenizer_of(directory: Path) -> dict[str, object]:
-    if (directory / "tokenizer.json").is_file():
-        return {"hf_tokenizer_json": file_record(directory / "tokenizer.json")}
-    for path in (directory / "tiktoken.model", *sorted(directory.glob("*.tiktoken"))):
-        if path.is_file():
-            return {"tik_token_model": file_record(path)}
+    if (found := readable_tokenizer(directory)) is not None:
+        kind, path = found
+        return {kind: file_record(path)}
     check_tokenizer_form(directory)
     raise InvalidArgument(f"model directory {str(directory)!r} has neither tokenizer.json nor a tiktoken model")
 

@@ -39,6 +39,7 @@ from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.worker.embedding import offers_embeddings
 from dynamo.worker.engine_failures import ErrorMapping
 from dynamo.worker.hooks import await_hook
+from dynamo.worker.hub import check_tokenizer_of
 from dynamo.worker.lifecycle import Lifecycle, ShutdownTimes, State, WorkerEvent
 from dynamo.worker.registration import check_encoder_route
 from dynamo.worker.setup import Setup
@@ -339,6 +340,7 @@ def _check_config(engine: BaseEngine, config: WorkerConfig) -> None:
             raise InvalidArgument(
                 f"endpoint types {config.endpoint_types!r} need vectors, and {type(engine).__name__} does not override embed()"
             )
+        check_tokenizer_of(config.model_name)
     else:
         raise InvalidArgument(f"{type(engine).__name__} is neither an LLMEngine nor a RawEngine; subclass one of them")
     check_encoder_route(config.disaggregation_mode, config.route_to_encoder)
