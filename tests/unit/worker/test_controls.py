@@ -235,7 +235,7 @@ async def test_an_advertisement_under_way_lands_before_the_close_returns() -> No
     it = Fixture()
     it.record.hold = asyncio.Event()
     waking = asyncio.create_task(it.control("wake_up"))
-    while "wake_up" not in it.log or not it.admin._record_lock.locked():
+    while "wake_up" not in it.log or not it.admin._record._lock.locked():
         await asyncio.sleep(0)
     closing = asyncio.create_task(it.admin.close())
     await asyncio.sleep(0)

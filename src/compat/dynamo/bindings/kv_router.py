@@ -346,7 +346,7 @@ class ChunkStream(AsyncIterator[dict[str, Any]]):
 
     def __init__(self, answer: RoutedAnswer, block_size: int, *, received: float, received_at: float) -> None:
         self._answer, self._block_size = answer, block_size
-        self._items = ClientStream(answer, answer.context, False, _nothing)
+        self._items = ClientStream(answer, answer.request.context, False, _nothing)
         self._received, self._received_at, self._opened = received, received_at, time.monotonic()
         self._first: float | None = None
 

@@ -19,13 +19,13 @@ def _nothing_held(_: WorkerRank) -> int:
 class RankStates:
     """One `RankState` per known rank, in the order of the ranks. Bounded by the ranks."""
 
-    __slots__ = ("_held", "_load", "_positions", "_states", "_timing", "infos", "loads", "ranks", "some_are_busy")
+    __slots__ = ("_held", "_load", "_positions", "_states", "infos", "loads", "ranks", "some_are_busy", "timing")
 
     def __init__(
         self, load: ActiveLoad, timing: TimingLearner, held: Callable[[WorkerRank], int] | None = None
     ) -> None:
         """`held`: how many blocks a rank's cache holds, as far as an index knows."""
-        self._load, self._timing = load, timing
+        self._load, self.timing = load, timing
         self._held = held or _nothing_held
         self.infos: dict[WorkerRank, RankInfo] = {}
         self.ranks: tuple[WorkerRank, ...] = ()
@@ -42,7 +42,7 @@ class RankStates:
         self.ranks = tuple(self.infos)
         self.loads = tuple(self._load.of(rank) for rank in self.ranks)
         block_size = self._load.block_size
-        self._timing.keep({rank: (info.total_kv_blocks or 0) * block_size for rank, info in self.infos.items()})
+        self.timing.keep({rank: (info.total_kv_blocks or 0) * block_size for rank, info in self.infos.items()})
         for load, info in zip(self.loads, self.infos.values(), strict=True):
             load.prefill_pass.set_budget(info.max_num_batched_tokens)
             load.reuse.set_blocks(info.total_kv_blocks)
@@ -50,7 +50,7 @@ class RankStates:
         self._positions = {rank: at for at, rank in enumerate(self.ranks)}
         self._states = tuple(map(self._state, self.ranks, self.loads))
         self._load.changed.clear()
-        self._timing.moved.clear()
+        self.timing.moved.clear()
 
     def position(self, rank: WorkerRank) -> int | None:
         """Return where in `ranks` a rank is; None: it is not known."""
@@ -63,7 +63,7 @@ class RankStates:
 
     def current(self) -> tuple[RankState, ...]:
         """Return the record of every rank as it is now."""
-        changed, moved = self._load.changed, self._timing.moved
+        changed, moved = self._load.changed, self.timing.moved
         if moved:
             changed |= moved
             moved.clear()
@@ -102,5 +102,5 @@ class RankStates:
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_seqs=info.max_num_seqs,
             trust=info.trust,
-            timing=self._timing.timing(rank),
+            timing=self.timing.timing(rank),
         )

@@ -19,6 +19,8 @@ from dynamo.errors import CannotConnect
 from dynamo.runtime.base.addresses import LOCAL_STORES, LOOPBACK, bind_host
 from dynamo.runtime.base.settings import (
     DISCOVERY_BACKENDS,
+    EventPlaneSettings,
+    RequestPlaneSettings,
     RuntimeSettings,
     discovery_store,
 )
@@ -82,10 +84,22 @@ class PlaneParts:
     ) -> None:
         self.names, self.discovery, self.memory, self.metrics = names, discovery, memory, metrics
         self.loop, self.rng = loop, rng
-        self.caller_metrics = CallerMetrics(metrics)
-        self.settings, self.requests = settings, settings.requests
-        self.events = replace(settings.events, host=bind_host(names.store, settings.events.host, "") or None)
+        self.settings = settings
         self.made_nats: NatsConnection | None = None
+
+    @property
+    def requests(self) -> RequestPlaneSettings:
+        return self.settings.requests
+
+    @cached_property
+    def events(self) -> EventPlaneSettings:
+        """The settings of the event plane, with the address that suits the store."""
+        events = self.settings.events
+        return replace(events, host=bind_host(self.names.store, events.host, "") or None)
+
+    @cached_property
+    def caller_metrics(self) -> CallerMetrics:
+        return CallerMetrics(self.metrics)
 
     @cached_property
     def security(self) -> PlaneSecurity:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Final
 
@@ -22,6 +22,10 @@ STOP_GRACE_SECONDS: Final = 30.0  # a stop is graceful; an engine that ignores o
 CLOSE_SECONDS: Final = 5.0  # how long a generator's `finally` may take before we go on without it
 
 
+def _nothing() -> None:
+    pass
+
+
 class CancellationWatch:
     """Calls `engine.abort` exactly once when a request is cancelled, and never after it ended by itself.
 
@@ -34,31 +38,33 @@ class CancellationWatch:
         "_abort",
         "_context",
         "_deferred_kill",
-        "_done",
         "_engine",
         "_forget",
         "_metadata",
         "_task",
         "_timer",
         "deferring",
-        "forced",
     )
 
     def __init__(self, engine: BaseEngine, context: Context, *, defer: bool) -> None:
         self._engine = engine
         self._context = context
         self._metadata = context.metadata.copy() if context.has_metadata else None
-        self._task = asyncio.current_task()
+        self._task = asyncio.current_task()  # that serves the request; None: it was cancelled by force
         self._abort: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._deferred_kill: bool | None = None
-        self._done = False
         self.deferring = defer
-        self.forced = False
         loop = asyncio.get_running_loop()
         if defer:  # an engine may report it from the thread that moves the KV blocks
             context.on_first_token(partial(on_loop(loop, lambda _: self.first_token()), False))
+        self._forget: Callable[[], None] | None = _nothing  # None: the stream has ended
         self._forget = context.on_cancel(on_loop(loop, self._cancelled))
+
+    @property
+    def forced(self) -> bool:
+        """Whether the task that serves was cancelled, as the engine had not ended in time."""
+        return self._task is None
 
     def first_token(self) -> None:
         """Act on a cancellation that waited for the first token (or for the transfer that the engine reports)."""
@@ -66,11 +72,11 @@ class CancellationWatch:
             return
         self.deferring = False
         self._context.on_first_token(None)
-        if self._deferred_kill is not None and not self._done:
+        if self._deferred_kill is not None and self._forget is not None:
             self._cancelled(self._deferred_kill)
 
     def _cancelled(self, killed: bool) -> None:
-        if self._done:
+        if self._forget is None:
             return
         if self.deferring:
             self._deferred_kill = killed or bool(self._deferred_kill)
@@ -93,14 +99,15 @@ class CancellationWatch:
             logger.debug("abort of request %s failed", self._context.id(), exc_info=True)
 
     def _force(self) -> None:
-        if not self._done and self._task is not None:
-            self.forced = True
-            self._task.cancel()
+        if self._forget is not None and self._task is not None:
+            task, self._task = self._task, None
+            task.cancel()
 
     def finished(self) -> None:
         """Record the end of the stream: from here on a cancellation does not reach the engine. Idempotent."""
-        self._done = True
-        self._forget()
+        forget, self._forget = self._forget, None
+        if forget is not None:
+            forget()
         self._context.on_first_token(None)
         if self._timer is not None:
             self._timer.cancel()

@@ -76,6 +76,49 @@ def checked_names(kind: str, names: object) -> list[str]:
     return unique
 
 
+class _GuardedRecord:
+    """The instance in discovery: whether controls may change it, and one change after the other."""
+
+    def __init__(self, gate: Callable[[], AdminGate]) -> None:
+        self._gate = gate
+        self._record: InstanceRecord | None = None
+        self._lock = asyncio.Lock()  # held only while discovery is written
+        self._writes = Background()
+        self.is_closed = False
+
+    def attach(self, record: InstanceRecord) -> None:
+        self._record = record
+
+    def refusal(self) -> Body | None:
+        """Return the answer to a call that cannot be served now; None: it can."""
+        gate = AdminGate.CLOSED if self.is_closed else self._gate()
+        if gate is AdminGate.OPEN and self._record is None:
+            gate = AdminGate.STARTING  # the instance is still on its way into discovery
+        return None if gate is AdminGate.OPEN else _unavailable(gate)
+
+    async def write(self, verb: str) -> Body | None:
+        """Withdraw or advertise; a body instead when the worker is shutting down. Never cut half-way."""
+
+        async def write() -> Body | None:
+            async with self._lock:
+                refusal = self.refusal()
+                if refusal is not None:
+                    return refusal
+                assert self._record is not None  # else the call was refused
+                await (self._record.withdraw() if verb == "withdraw" else self._record.advertise())
+                return None
+
+        # A cancelled control must not leave a write in flight that overtakes the final withdrawal: the write holds the
+        # lock, which close() takes.
+        return await asyncio.shield(self._writes.start(write(), f"discovery record: {verb}", is_awaited=True))
+
+    async def close(self) -> None:
+        """Refuse every change from here on."""
+        async with self._lock:  # an advertisement under way lands before, never after, the final withdrawal
+            self.is_closed = True
+        await self._writes.wait()
+
+
 class AdminRoutes:
     """The admin routes of one worker. Usable on the event loop only."""
 
@@ -92,17 +135,14 @@ class AdminRoutes:
         self._engine = engine
         self._controls = tuple(controls)
         self._updates = tuple(updates)
-        self._gate = gate
         self._set_taints = set_taints
-        self._record: InstanceRecord | None = None
+        self._record = _GuardedRecord(gate)
         self._exclusive = asyncio.Lock()  # held through a pausing or resuming control, the engine's part included
-        self._record_lock = asyncio.Lock()  # held only while discovery is written
-        self._closed = False
-        self._running, self._writes = Background(), Background()
+        self._running = Background()
 
     def attach(self, record: InstanceRecord) -> None:
         """Attach the instance that pausing controls withdraw; call it before the gate opens."""
-        self._record = record
+        self._record.attach(record)
 
     def routes(self) -> dict[str, Route]:
         """Route name below `/engine/` -> handler taking the decoded JSON body, whatever it is."""
@@ -117,9 +157,7 @@ class AdminRoutes:
 
         When this returns no control can advertise the instance again. Idempotent.
         """
-        async with self._record_lock:  # an advertisement under way lands before, never after, the final withdrawal
-            self._closed = True
-        await self._writes.wait()
+        await self._record.close()
         for task in await self._running.close(CANCEL_SECONDS):
             logger.warning("%s ignores its cancellation; shutting down without it", task.get_name())
 
@@ -130,7 +168,7 @@ class AdminRoutes:
         return handle
 
     async def _call(self, kind: str, name: str, body: object) -> Body:
-        refusal = self._refusal()
+        refusal = self._record.refusal()
         if refusal is not None:
             return refusal
         if not isinstance(body, dict):
@@ -140,7 +178,7 @@ class AdminRoutes:
         try:
             return await self._running.run(self._work(kind, name, body), f"engine {kind} {name}")
         except asyncio.CancelledError:
-            if self._closed and not is_being_cancelled():
+            if self._record.is_closed and not is_being_cancelled():
                 return _unavailable(AdminGate.CLOSED)
             raise  # the caller is gone, and its control with it
 
@@ -163,7 +201,7 @@ class AdminRoutes:
             if verdict is not None:
                 return verdict
             try:
-                await self._write_record("withdraw")
+                await self._record.write("withdraw")
             except Exception as error:  # the boundary: becomes the answer
                 logger.warning("engine control %s: discovery unregister failed: %s", name, error)
                 return _error(f"engine control {name}: the instance could not be unregistered, try again ({error})")
@@ -188,29 +226,13 @@ class AdminRoutes:
             if _failed(answer) or (isinstance(answer, Mapping) and answer.get("is_sleeping") is True):
                 return answer
             try:
-                refusal = await self._write_record("advertise")
+                refusal = await self._record.write("advertise")
             except Exception as error:  # the boundary: becomes the answer
                 logger.warning("engine control %s: discovery registration failed: %s", name, error)
                 return _error(
                     f"engine control {name} ran, but the instance could not be registered again; retry ({error})"
                 )
             return answer if refusal is None else refusal
-
-    async def _write_record(self, verb: str) -> Body | None:
-        """Withdraw or advertise; a body instead when the worker is shutting down. Never cut half-way."""
-
-        async def write() -> Body | None:
-            async with self._record_lock:
-                refusal = self._refusal()
-                if refusal is not None:
-                    return refusal
-                assert self._record is not None  # else the call was refused
-                await (self._record.withdraw() if verb == "withdraw" else self._record.advertise())
-                return None
-
-        # A cancelled control must not leave a write in flight that overtakes the final withdrawal: the write holds the
-        # record lock, which close() takes.
-        return await asyncio.shield(self._writes.start(write(), f"discovery record: {verb}", is_awaited=True))
 
     async def _validate(self, name: str, body: Body) -> Body | None:
         hook = getattr(self._engine, "validate_engine_control", None)
@@ -221,12 +243,6 @@ class AdminRoutes:
         taints = checked_taints(body.get("taints"))
         await self._set_taints(taints)
         return {"status": "ok", "taints": taints}
-
-    def _refusal(self) -> Body | None:
-        gate = AdminGate.CLOSED if self._closed else self._gate()
-        if gate is AdminGate.OPEN and self._record is None:
-            gate = AdminGate.STARTING  # the instance is still on its way into discovery
-        return None if gate is AdminGate.OPEN else _unavailable(gate)
 
 
 def _error(message: str) -> Body:

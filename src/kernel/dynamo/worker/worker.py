@@ -97,7 +97,6 @@ class Worker:
         self._entered = False
         self._stop = StopRequest(times or shutdown_times())
         self._serving = asyncio.Event()
-        self._has_faults = False  # of a chaos plan
 
     @property
     def state(self) -> State:
@@ -135,7 +134,6 @@ class Worker:
             chaos = self._runtime_settings.chaos
             if chaos.plan is not None:  # a larger process is not to be killed for one of its workers
                 injection().check(chaos)
-                self._has_faults = True
             with Deadline(self._stop.times.deadline_seconds, force_exit=self._force_exit) as deadline:
                 self._stop.deadline = deadline
                 guard.listen(self._on_signal, at_once=deadline.arm)
@@ -278,8 +276,9 @@ class Worker:
             payload = await setup.canary_payload()
             if self._life.is_stopping:
                 return None
-            if self._has_faults:
-                parts.chaos = injection().worker_faults(self._runtime_settings.chaos, endpoint.runtime.discovery)
+            chaos = self._runtime_settings.chaos
+            if chaos.plan is not None and not self._is_embedded:
+                parts.chaos = injection().worker_faults(chaos, endpoint.runtime.discovery)
             parts.served = served = await endpoint.start_serving(
                 setup.handler(parts.chaos),
                 metrics_labels=config.metrics_labels,

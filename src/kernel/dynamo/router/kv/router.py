@@ -85,7 +85,6 @@ class KvRouter:
         "_policy",
         "_rng",
         "_states",
-        "_timing",
         "indexes",
         "load",
         "observer",
@@ -116,8 +115,7 @@ class KvRouter:
             tracks_output_blocks=self._options.tracks_output_blocks,
             expiry_seconds=self._options.expiry_seconds,
         )
-        self._timing = TimingLearner()
-        self._states = RankStates(self.load, self._timing, self.indexes.held)
+        self._states = RankStates(self.load, TimingLearner(), self.indexes.held)
         self.observer: BookingObserver | None = None
         self._own_blocks = _OWN_BLOCKS  # the last name of a block that is not shared
 
@@ -207,7 +205,7 @@ class KvRouter:
         load = self.load.of(booked.rank)
         passes = load.prefill_pass.take_finished()
         if passes is not None:
-            self._timing.prefilled(booked.rank, load, passes, now)
+            self._states.timing.prefilled(booked.rank, load, passes, now)
         if self.observer is not None:
             self.observer.prefill_completed(request_id, booked.rank)
 
@@ -220,7 +218,7 @@ class KvRouter:
         booked = self.load.free(request_id, now)
         if booked is None:
             return None
-        self._timing.ended(booked, self.load.of(booked.rank), now)
+        self._states.timing.ended(booked, self.load.of(booked.rank), now)
         if self.observer is not None:
             self.observer.freed(request_id, booked.rank)
         return booked

@@ -48,6 +48,26 @@ def _uncounted(_: str) -> None:
     return
 
 
+class _Refusals:
+    """What is not tried: counted, and reported from time to time, as the sender of such events may send many."""
+
+    def __init__(self, count: Callable[[str], None]) -> None:
+        self.count = count
+        self._next_warning = 0.0
+
+    def report(self, reason: str, message: Event, error: Exception) -> None:
+        """Count a message that is not read, and log why."""
+        self.count(reason)
+        now = asyncio.get_running_loop().time()
+        level = logging.WARNING if now >= self._next_warning else logging.DEBUG
+        if level == logging.WARNING:
+            self._next_warning = now + WARN_SECONDS
+        traceback = error if reason == FAILED else None
+        logger.log(
+            level, "a KV event message of publisher %x is not read: %s", message.publisher_id, error, exc_info=traceback
+        )
+
+
 class KvEventFeed:
     """`async with KvEventFeed(endpoint, sink): ...` follows until the block is left."""
 
@@ -66,14 +86,14 @@ class KvEventFeed:
         `is_live`: whether a rank is there; `ranks_changed` is to be called when that changes. `on_refused`: called with one
         of `REFUSALS` for each event, or message, that is not tried.
         """
-        self._endpoint, self._is_live, self._on_refused = endpoint, is_live, on_refused
+        self._endpoint, self._is_live = endpoint, is_live
+        self._refusals = _Refusals(on_refused)
         self._clients = SourceClients(endpoint.runtime, slots)
         self._ranks = RankEvents(
             sink, self._clients, lambda work, name: self._group.create_task(work, name=name), on_trust
         )
         self._early = EarlyEvents()
         self._sources: dict[str, tuple[WorkerRank, RecoveryTarget]] = {}  # by key of the record
-        self._next_warning = 0.0
         self._stack = AsyncExitStack()
 
     @property
@@ -138,13 +158,13 @@ class KvEventFeed:
             try:
                 parts = split_events(message.payload)
             except BadEvents as error:
-                self._refuse(UNREADABLE, message, error)
+                self._refusals.report(UNREADABLE, message, error)
                 continue
             for part in parts:
                 try:
                     event = read_event(part)
                 except BadEvents as error:
-                    self._refuse(UNREADABLE, message, error)
+                    self._refusals.report(UNREADABLE, message, error)
                     continue
                 self._take(event, message)
                 await turns.spend(event)
@@ -153,25 +173,13 @@ class KvEventFeed:
         rank = WorkerRank(event.worker_id, event.event.dp_rank)
         if rank not in self._ranks and not self._is_live(rank):
             if not self._early.put(rank, event, asyncio.get_running_loop().time()):
-                self._on_refused(UNKNOWN_RANK)
+                self._refusals.count(UNKNOWN_RANK)
             return
         try:
             self._ranks.take(event)
         except Exception as error:  # the boundary: one event must not end the feed
             self._ranks.drop(rank)
-            self._refuse(FAILED, message, error)
-
-    def _refuse(self, reason: str, message: Event, error: Exception) -> None:
-        """Count what is not tried, and report it from time to time: the sender of such events may send many."""
-        self._on_refused(reason)
-        now = asyncio.get_running_loop().time()
-        level = logging.WARNING if now >= self._next_warning else logging.DEBUG
-        if level == logging.WARNING:
-            self._next_warning = now + WARN_SECONDS
-        traceback = error if reason == FAILED else None
-        logger.log(
-            level, "a KV event message of publisher %x is not read: %s", message.publisher_id, error, exc_info=traceback
-        )
+            self._refusals.report(FAILED, message, error)
 
     # -- sources -----------------------------------------------------------------------------------------------------
 

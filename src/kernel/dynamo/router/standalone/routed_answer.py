@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -42,24 +42,31 @@ _OPENING: Final = CourseState.OPENING
 _READING: Final = CourseState.READING
 
 
+class RoutedRequest(NamedTuple):
+    """One request to the router."""
+
+    body: Mapping[str, object]
+    context: Context
+    query: KvQuery
+
+
 class RoutedAnswer:
     """The items of one answer, from whichever worker serves it. The booking ends with the answer, or with `close`."""
 
     __slots__ = (
-        "_body",
         "_booked",
         "_endpoint",
         "_given",
-        "_query",
         "_session",
         "_stream",
-        "context",
         "course",
+        "request",
         "selection",
     )
 
     def __init__(self, endpoint: RoutedEndpoint, body: Mapping[str, object], context: Context, query: KvQuery) -> None:
-        self._endpoint, self._body, self.context, self._query = endpoint, body, context, query
+        self._endpoint = endpoint
+        self.request = RoutedRequest(body, context, query)
         pinned = query.pinned_worker_id is not None
         self.course = Course(
             CourseRules(
@@ -74,10 +81,10 @@ class RoutedAnswer:
 
     async def start(self) -> None:
         """Wait for a turn where all workers have too much to prefill, then `begin`; do nothing when cancelled meanwhile."""
-        (gate, sessions), context = self._endpoint.pre_dispatch, self.context
+        (gate, sessions), context = self._endpoint.pre_dispatch, self.request.context
         try:
-            if sessions is not None and (session_id := session_id_of(self._body)) is not None:
-                own = self._query
+            if sessions is not None and (session_id := session_id_of(self.request.body)) is not None:
+                own = self.request.query
                 self._session = await sessions.hold(
                     session_id, context, pinned_worker_id=own.pinned_worker_id, pinned_dp_rank=own.pinned_dp_rank
                 )
@@ -101,7 +108,7 @@ class RoutedAnswer:
 
     def _select(self) -> tuple[Selection, KvQuery]:
         """Choose a worker: that of the session where it is bound. Return the choice and its query."""
-        query, bound = self._query, None if self._session is None else self._session.rank
+        query, bound = self.request.query, None if self._session is None else self._session.rank
         info = None if bound is None else self._endpoint.router.ranks.get(bound)
         if bound is not None and query.pinned_worker_id is None and info is not None and not info.is_busy:
             query = msgspec.structs.replace(query, pinned_worker_id=bound.worker_id, pinned_dp_rank=bound.dp_rank)
@@ -114,7 +121,7 @@ class RoutedAnswer:
 
     async def choose(self, order: Choose) -> Event:
         """Choose a rank that has not declined."""
-        self._query.excluded = declined = {worker_id for _, worker_id in order.excluded}
+        self.request.query.excluded = declined = {worker_id for _, worker_id in order.excluded}
         if order.last is not None and declined.issuperset(each.worker_id for each in self._endpoint.router.ranks):
             return Failed(order.last)
         try:
@@ -144,7 +151,7 @@ class RoutedAnswer:
         assert self.selection is not None
         logger.info(
             "request %s: worker %x failed before its first token (%s: %s)",
-            self.context.id(),
+            self.request.context.id(),
             self.selection.rank.worker_id,
             type(error).__name__,
             error,
@@ -157,13 +164,15 @@ class RoutedAnswer:
 
     async def _open_at(self, selection: Selection) -> None:
         endpoint, rank = self._endpoint, selection.rank
-        self._booked = endpoint.booking_id(self.context.id())
+        self._booked = endpoint.booking_id(self.request.context.id())
         endpoint.router.book(self._booked, selection, _now(), expires=False)
-        routing = self._body.get("routing")
+        routing = self.request.body.get("routing")
         hints = {**(routing if isinstance(routing, dict) else {}), "dp_rank": rank.dp_rank}
         try:
             instance = endpoint.client.named(rank.worker_id)
-            self._stream = await endpoint.client.open(instance, {**self._body, "routing": hints}, self.context)
+            self._stream = await endpoint.client.open(
+                instance, {**self.request.body, "routing": hints}, self.request.context
+            )
         except BaseException:
             self._unbook()
             raise

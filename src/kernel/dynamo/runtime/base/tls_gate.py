@@ -10,7 +10,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynamo.runtime.base.limits import Refused, uncounted
 from dynamo.runtime.base.tasks import Background
@@ -23,6 +23,13 @@ PAUSE_SECONDS: Final = 0.1  # when no descriptor is left
 COMPLAINT_SECONDS: Final = 1.0  # between two lines about failed handshakes: a port scanner must not fill the log
 
 Make = Callable[[], asyncio.Protocol]
+
+
+class HandshakeLimits(NamedTuple):
+    """What handshakes may take."""
+
+    timeout_seconds: float  # each
+    at_once: int
 
 
 class TlsGate:
@@ -40,7 +47,7 @@ class TlsGate:
         """`make` makes a protocol when a handshake is over. At most `limit` handshakes at once, each of at most
         `timeout_seconds`; `refused` counts under "handshakes" (too many), "handshake_time" and "handshake" (failed)."""
         self._tls, self._make = tls, make
-        self._timeout, self._limit, self._refused = timeout_seconds, limit, refused
+        self._limits, self._refused = HandshakeLimits(timeout_seconds, limit), refused
         self._loop = asyncio.get_running_loop()
         self._listener: socket.socket | None = None
         self._pause: asyncio.TimerHandle | None = None
@@ -78,7 +85,7 @@ class TlsGate:
         if self._shakes.is_closed:
             connection.close()
             return None
-        if len(self._shakes) >= self._limit:
+        if len(self._shakes) >= self._limits.at_once:
             self._refused("handshakes")
             connection.close()
             return None
@@ -122,10 +129,12 @@ class TlsGate:
         try:
             # Both asyncio and uvloop set TCP_NODELAY.
             await self._loop.connect_accepted_socket(
-                self._make, connection, ssl=self._tls.context(), ssl_handshake_timeout=self._timeout
+                self._make, connection, ssl=self._tls.context(), ssl_handshake_timeout=self._limits.timeout_seconds
             )
         except (OSError, TimeoutError) as error:  # SSLError is an OSError
-            is_late = not isinstance(error, ssl.SSLError) and self._loop.time() - began >= self._timeout * 0.9
+            is_late = (
+                not isinstance(error, ssl.SSLError) and self._loop.time() - began >= self._limits.timeout_seconds * 0.9
+            )
             if isinstance(error, ssl.SSLError) or is_late:
                 self._refused("handshake_time" if is_late else "handshake")
                 self._complain(error)

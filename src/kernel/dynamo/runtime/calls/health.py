@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from dynamo.runtime.base.settings import CanarySettings
 from dynamo.runtime.base.tasks import Background
@@ -16,6 +17,15 @@ from dynamo.runtime.calls.request_plane.base import Handler
 logger = logging.getLogger(__name__)
 
 MAX_ENDPOINTS: Final = 1024
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    """How one endpoint is."""
+
+    is_ready: bool
+    reason: str  # why it is not
+    is_probed: bool  # by a canary
 
 
 class HealthState:
@@ -42,9 +52,7 @@ class HealthState:
         self._canary_enabled = canary_enabled
         self._clock = clock
         self._began = clock()
-        self._ready: dict[str, bool] = {}  # by path
-        self._reasons: dict[str, str] = {}  # by path: why it is not
-        self._probed: set[str] = set()
+        self._endpoints: dict[str, _Endpoint] = {}  # by path
         self._shutting_down = False
         self._troubles: list[Callable[[], str | None]] = []
         self._details: dict[str, Callable[[], Mapping[str, object] | None]] = {}
@@ -57,32 +65,22 @@ class HealthState:
         """Register an endpoint ("ns.comp.ep") that serves from now on: ready, unless a canary must see it answer
         first.
         """
-        if path not in self._ready and len(self._ready) >= MAX_ENDPOINTS:
+        if path not in self._endpoints and len(self._endpoints) >= MAX_ENDPOINTS:
             raise ValueError(f"more than {MAX_ENDPOINTS} endpoints in one process")
-        if has_payload:
-            self._probed.add(path)
-        else:
-            self._probed.discard(path)
-        self._set(path, not (has_payload and self._canary_enabled), "the health check has not seen it answer yet")
+        is_ready = not (has_payload and self._canary_enabled)
+        reason = f"{path}: the health check has not seen it answer yet"
+        self._endpoints[path] = _Endpoint(is_ready, reason, has_payload)
 
     def unregister(self, path: str) -> None:
         """Mark an endpoint as taking no more requests; it stays listed as notready."""
-        if path in self._ready:
-            self._set(path, False, "it takes no requests now")
+        self.set_ready(path, False, "it takes no requests now")
 
     def set_ready(self, path: str, ready: bool, reason: str = "it was reported so") -> None:
         """Set an endpoint's readiness as a canary or real traffic observed it. An endpoint that is not registered is
         ignored.
         """
-        if path in self._ready:
-            self._set(path, ready, reason)
-
-    def _set(self, path: str, ready: bool, reason: str) -> None:
-        self._ready[path] = ready
-        if ready:
-            self._reasons.pop(path, None)
-        else:
-            self._reasons[path] = f"{path}: {reason}"
+        if (endpoint := self._endpoints.get(path)) is not None:
+            endpoint.is_ready, endpoint.reason = ready, f"{path}: {reason}"
 
     def add_trouble(self, trouble: Callable[[], str | None]) -> None:
         """Make the process not ready while `trouble()` returns a reason; it is called at every probe, in any thread."""
@@ -93,7 +91,8 @@ class HealthState:
         self._details[name] = detail
 
     def is_ready(self, path: str) -> bool:
-        return self._ready.get(path, False)
+        endpoint = self._endpoints.get(path)
+        return endpoint is not None and endpoint.is_ready
 
     def set_health_status(self, ready: bool) -> None:
         """Set the worker's own status for the whole process (rule 2)."""
@@ -114,11 +113,12 @@ class HealthState:
         for trouble in self._troubles:
             if (found := trouble()) is not None:
                 return found
-        if self._probed or self._told is None:
-            if not self._ready:
+        endpoints = tuple(self._endpoints.values())
+        probed = [each for each in endpoints if each.is_probed]
+        if probed or self._told is None:
+            if not endpoints:
                 return "no endpoint is served yet"
-            deciding = tuple(self._probed or self._ready)
-            return next((self._reasons[path] for path in deciding if not self._ready[path]), None)
+            return next((each.reason for each in probed or endpoints if not each.is_ready), None)
         return None if self._told else "the process was reported not ready, or has not been reported ready yet"
 
     def body(self) -> dict[str, object]:
@@ -126,9 +126,9 @@ class HealthState:
         one shows.
         """
         endpoints: dict[str, bool] = {}
-        for path, ready in tuple(self._ready.items()):
+        for path, endpoint in tuple(self._endpoints.items()):
             name = path.rpartition(".")[2]
-            endpoints[name] = endpoints.get(name, True) and ready
+            endpoints[name] = endpoints.get(name, True) and endpoint.is_ready
         uptime = self._clock() - self._began
         seconds = int(uptime)
         reason = self.reason()
@@ -153,6 +153,14 @@ DRAIN_SECONDS: Final = 60.0  # a probe is one short request; one that still talk
 CANCEL_SECONDS: Final = 1.0  # for a cancelled handler to unwind; an engine that swallows it is left behind, and named
 
 
+class _Probed(NamedTuple):
+    """What a canary calls."""
+
+    path: str
+    handler: Handler
+    payload: dict[str, object]
+
+
 class Canary:
     """Requests one small answer of an idle endpoint, through its own handler, and writes the result into `HealthState`.
 
@@ -170,9 +178,7 @@ class Canary:
         health: HealthState,
         settings: CanarySettings,
     ) -> None:
-        self._path = path
-        self._handler = handler
-        self._payload = dict(payload)
+        self._probed = _Probed(path, handler, dict(payload))
         self._health = health
         self._settings = settings
         self._last_success = float("-inf")  # loop time
@@ -186,7 +192,7 @@ class Canary:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._last_success = self._loop.time()
-            self._work.keep(self._run, f"canary {self._path}")
+            self._work.keep(self._run, f"canary {self._probed.path}")
 
     async def close(self) -> None:
         """Stop probing; a probe under way is cancelled. Idempotent."""
@@ -196,8 +202,8 @@ class Canary:
         """Record a good item, or a good end, of a real request. Cheap: call it once per wake-up or per request."""
         if self._loop is not None:
             self._last_success = self._loop.time()
-            if not self._health.is_ready(self._path):
-                self._health.set_ready(self._path, True)
+            if not self._health.is_ready(self._probed.path):
+                self._health.set_ready(self._probed.path, True)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -212,21 +218,23 @@ class Canary:
             reason = await self._probe()
             self._failed = reason is not None
             if reason is None:
-                self._health.set_ready(self._path, True)
+                self._health.set_ready(self._probed.path, True)
             elif self._last_success < began:
-                if self._health.is_ready(self._path):
-                    logger.warning("health check of %s failed: %s", self._path, reason)
-                self._health.set_ready(self._path, False, f"the health check failed: {reason}")
+                if self._health.is_ready(self._probed.path):
+                    logger.warning("health check of %s failed: %s", self._probed.path, reason)
+                self._health.set_ready(self._probed.path, False, f"the health check failed: {reason}")
             due = loop.time() + wait
 
     async def _probe(self) -> str | None:
         """Send one request; return None when it went well, else what was wrong. Marks ready at the first good item."""
         self._probes += 1
-        context = Context(f"health-check-{self._path}-{self._probes}")
+        context = Context(f"health-check-{self._probed.path}-{self._probes}")
         sink = _ProbeSink()
         loop = asyncio.get_running_loop()
         request = Background()
-        request.start(_serve(self._handler, dict(self._payload), context, sink), f"probe {self._path}")
+        request.start(
+            _serve(self._probed.handler, dict(self._probed.payload), context, sink), f"probe {self._probed.path}"
+        )
         began = loop.time()
         try:
             while True:
@@ -236,17 +244,17 @@ class Canary:
                 if sink.failure is not None:
                     return sink.failure
                 if sink.items and not self._failed:  # after a failure only a whole answer counts, or it would flap
-                    self._health.set_ready(self._path, True)
+                    self._health.set_ready(self._probed.path, True)
                 if sink.ended:
                     return None if sink.items else "the stream ended without an item"
                 if loop.time() - began > DRAIN_SECONDS:
-                    logger.warning("health check of %s still runs after %s s: cut", self._path, DRAIN_SECONDS)
+                    logger.warning("health check of %s still runs after %s s: cut", self._probed.path, DRAIN_SECONDS)
                     return None
         finally:
             if request:
                 context.kill()
             if await request.close(CANCEL_SECONDS):
-                logger.error("the handler of %s ignores its cancellation", self._path)
+                logger.error("the handler of %s ignores its cancellation", self._probed.path)
 
 
 async def _serve(handler: Handler, body: object, context: Context, sink: _ProbeSink) -> None:

@@ -1,4 +1,4 @@
-"""What was reported to the watchers of one bucket, and which part may be missing only because the store was. No I/O.
+"""What was reported to the watchers of one bucket, and which part may be missing only because the store was.
 
 A store that was frozen, restarted or wiped comes back without the records of workers that are alive and well: their
 leases ran out while no process could renew them. For one lease period after such a loss nothing that is missing counts as
@@ -7,14 +7,18 @@ gone; a process that lives has put its records again by then.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from dynamo.runtime.discovery.base import Change, Delete, Put, matches
 
 
 class LastView:
-    """Takes the changes of the store and returns the changes to report to its watchers. `now` is any monotonic clock, in seconds."""
+    """Takes the changes of the store and returns the changes to report to its watchers. No I/O.
+
+    `now` is any monotonic clock, in seconds.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -67,3 +71,26 @@ class LastView:
         for key in gone:
             del self._values[key]
         return [Delete(key) for key in gone]
+
+
+class SettlingView(LastView):
+    """A view whose owner is called when what is missing counts as gone. `now` is the time of the loop that it is used on."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        super().__init__()
+        self._settle = settle
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_stopped = False
+
+    def arm(self) -> None:
+        """Set the timer for what is missing now. Call it after every change."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (at := self.settles_at) is not None and not self._is_stopped:
+            self._timer = asyncio.get_running_loop().call_at(at, self._settle)
+
+    def stop(self) -> None:
+        """Set no timer any more."""
+        self._is_stopped = True
+        self.arm()

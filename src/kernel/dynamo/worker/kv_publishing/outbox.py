@@ -40,7 +40,6 @@ class Outbox:
         self._capacity = capacity
         self._lock = threading.Lock()
         self._waiting: deque[object] = deque()
-        self._is_scheduled = False
         self._is_closed = False
         self.dropped = 0
 
@@ -55,8 +54,7 @@ class Outbox:
             else:
                 is_first = False
                 self._waiting.append(payload)
-                if not self._is_scheduled:
-                    self._is_scheduled = True
+                if len(self._waiting) == 1:  # else the loop is to send it already
                     is_here = threading.get_ident() == self._loop_thread  # then no thread has to be woken
                     try:
                         (self._loop.call_soon if is_here else self._loop.call_soon_threadsafe)(self._flush)
@@ -78,7 +76,6 @@ class Outbox:
         with self._lock:
             batch = list(self._waiting)
             self._waiting.clear()
-            self._is_scheduled = False
         for payload in batch:
             try:
                 self._channel.publish(payload)

@@ -84,6 +84,19 @@ class WatchEvent:
     revision: int
 
 
+class _Login:
+    """The user of etcd, and the token that etcd has given for it."""
+
+    def __init__(self, settings: EtcdSettings) -> None:
+        """Raises InvalidArgument for a user without a password, and the other way round."""
+        if (settings.username is None) != (settings.password is None):
+            missing = "ETCD_AUTH_USERNAME" if settings.username is None else "ETCD_AUTH_PASSWORD"
+            raise InvalidArgument(f"{missing} is not set; etcd needs a user and a password, or neither")
+        self.user, self.password = settings.username, settings.password  # None: etcd needs none
+        self.token: str | None = None
+        self.lock = asyncio.Lock()  # held while a token is fetched
+
+
 class EtcdClient:
     """Methods raise `CannotConnect` when no endpoint answered, and `EtcdError` when one declined."""
 
@@ -91,15 +104,10 @@ class EtcdClient:
         """`attempt_seconds` bounds one request to one endpoint, but for those that check a password. Raises InvalidArgument naming a variable that is wrong."""
         self.endpoints = parse_endpoints(settings)
         self._tls = tls_context(settings) if self.endpoints[0].startswith("https:") else None
-        if (settings.username is None) != (settings.password is None):
-            missing = "ETCD_AUTH_USERNAME" if settings.username is None else "ETCD_AUTH_PASSWORD"
-            raise InvalidArgument(f"{missing} is not set; etcd needs a user and a password, or neither")
-        self._username, self._password = settings.username, settings.password
+        self._login = _Login(settings)
         self._attempt_seconds = attempt_seconds
         self._session: aiohttp.ClientSession | None = None
         self._current = 0  # the endpoint that answered last
-        self._token: str | None = None
-        self._authenticating = asyncio.Lock()
         self._streams: dict[asyncio.Timeout, int] = {}  # open watches and the endpoint of each
 
     def open(self) -> None:
@@ -291,18 +299,18 @@ class EtcdClient:
             if response.status == 200:
                 return msgspec.json.decode(answer, type=kind, strict=False)
             error = self._declined(response.status, answer)
-            if is_last or self._username is None or not _is_stale(error):
+            if is_last or self._login.user is None or not _is_stale(error):
                 raise error
-            if self._token == token:
-                self._token = None  # tokens end after minutes, and with a server that restarts
+            if self._login.token == token:
+                self._login.token = None  # tokens end after minutes, and with a server that restarts
         raise AssertionError("unreachable")
 
     async def _credentials(self, where: str) -> str | None:
-        if self._username is None or self._token is not None:
-            return self._token
-        async with self._authenticating:
-            if self._token is None:
-                body = {"name": self._username, "password": self._password}
+        if self._login.user is None or self._login.token is not None:
+            return self._login.token
+        async with self._login.lock:
+            if self._login.token is None:
+                body = {"name": self._login.user, "password": self._login.password}
                 async with (
                     asyncio.timeout(max(self._attempt_seconds, AUTHENTICATE_SECONDS)),
                     await self._post(where, "auth/authenticate", body, None) as response,
@@ -315,14 +323,14 @@ class EtcdClient:
                     if "not enabled" not in str(error):
                         raise EtcdError(
                             UNAUTHENTICATED,
-                            f"etcd at {where} declines the user {self._username!r} of ETCD_AUTH_USERNAME and "
+                            f"etcd at {where} declines the user {self._login.user!r} of ETCD_AUTH_USERNAME and "
                             f"ETCD_AUTH_PASSWORD: {error}",
                         )
                     logger.warning("ETCD_AUTH_USERNAME is set, but etcd at %s has authentication disabled", where)
-                    self._username = None
+                    self._login.user = None
                 else:
-                    self._token = msgspec.json.decode(answer, type=_Authenticated, strict=False).token
-        return self._token
+                    self._login.token = msgspec.json.decode(answer, type=_Authenticated, strict=False).token
+        return self._login.token
 
     async def _post(
         self, where: str, path: str, body: Mapping[str, object], headers: dict[str, str] | None
@@ -330,8 +338,8 @@ class EtcdClient:
         if self._session is None:
             raise CannotConnect("the etcd client is closed")
         sent = {"Content-Type": "application/json", **(headers or {})}
-        if self._token is not None:
-            sent["Authorization"] = self._token
+        if self._login.token is not None:
+            sent["Authorization"] = self._login.token
         return await self._session.post(
             f"{where}/v3/{path}",
             data=msgspec.json.encode(body),  # bytes become base64, as the gateway requires

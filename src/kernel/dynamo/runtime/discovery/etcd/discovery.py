@@ -101,6 +101,54 @@ class EtcdStore:
 T = TypeVar("T")
 
 
+class _StoreThread:
+    """The thread of one store, with an event loop of its own, and the loop of the process that started it."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the process
+        self._home: asyncio.AbstractEventLoop | None = None  # of the thread
+        self._thread: threading.Thread | None = None
+
+    @property
+    def home(self) -> asyncio.AbstractEventLoop | None:
+        """The loop of the thread; None: the thread does not run."""
+        return None if self._thread is None else self._home
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._home = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(self._home,), name="discovery-etcd", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _run(home: asyncio.AbstractEventLoop) -> None:
+        try:
+            home.run_forever()
+            home.run_until_complete(home.shutdown_asyncgens())
+        finally:
+            home.close()  # without waiting for a name that is still being looked up
+
+    async def end(self, leave: Callable[[], Coroutine[None, None, None]]) -> None:
+        """End the thread after `leave`, which stops its loop; idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._home is None:
+            return
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leave(), self._home))
+        thread.join()  # it has nothing left to do
+
+    def on_loop(self, callback: Callable[[], None]) -> None:
+        """Call from the thread: run `callback` on the loop of the process."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop was closed without closing this store: no watcher is left
+            self._loop.call_soon_threadsafe(callback)
+
+    def in_thread(self, callback: Callable[[], None]) -> None:
+        """Call from the process: run `callback` in the thread, where it runs."""
+        if (home := self.home) is not None:
+            with suppress(RuntimeError):  # it ends just now
+                home.call_soon_threadsafe(callback)
+
+
 class EtcdDiscovery:
     """`base.Discovery` on an etcd that the native system's `etcd` backend can share.
 
@@ -117,9 +165,7 @@ class EtcdDiscovery:
         self._feeds: dict[ChangeFeed, str] = {}  # -> its prefix; owned by the thread, as is the next one
         self._opening: dict[ChangeFeed, asyncio.Task[None]] = {}
         self._work = Background()  # in the thread
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the process
-        self._home: asyncio.AbstractEventLoop | None = None  # of the thread
-        self._thread: threading.Thread | None = None
+        self._thread = _StoreThread()
         self._closed = False
 
     @property
@@ -132,16 +178,13 @@ class EtcdDiscovery:
     async def start(self) -> None:
         if self._closed:
             raise RuntimeError("this discovery store is closed")
-        if self._thread is not None:
+        if self._thread.home is not None:
             return
-        self._loop = asyncio.get_running_loop()
-        self._home = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(self._home,), name="discovery-etcd", daemon=True)
         self._thread.start()
         try:
             await self._call(self._store.open())
         except BaseException:
-            await self._end()
+            await self._thread.end(self._leave)
             self._store = EtcdStore(self._settings, lease_id=self._lease_id, tell=self._tell)  # for another try
             self._work = Background()
             raise
@@ -177,40 +220,24 @@ class EtcdDiscovery:
             await self._call(self._subscribe(feed, prefix))
             yield feed
         finally:
-            self._in_thread(partial(self._unsubscribe, feed))
+            self._thread.in_thread(partial(self._unsubscribe, feed))
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        await self._end()
+        await self._thread.end(self._leave)
 
-    async def _end(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is None or self._home is None:
-            return
-        ended = asyncio.run_coroutine_threadsafe(self._leave(), self._home)
-        await asyncio.wrap_future(ended)
-        thread.join()  # it has nothing left to do
-
-    # -- the thread ----------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _run(home: asyncio.AbstractEventLoop) -> None:
-        try:
-            home.run_forever()
-            home.run_until_complete(home.shutdown_asyncgens())
-        finally:
-            home.close()  # without waiting for a name that is still being looked up
+    # -- in the thread -------------------------------------------------------------------------------------------
 
     async def _leave(self) -> None:
         home = asyncio.get_running_loop()
         try:
             await self._store.close()
             for feed in self._feeds:
-                self._on_loop(feed.close)
+                self._thread.on_loop(feed.close)
             for feed in self._opening:
-                self._on_loop(feed.close)
+                self._thread.on_loop(feed.close)
             self._feeds.clear()
             await self._work.close()
             waiting = asyncio.all_tasks() - {asyncio.current_task()}
@@ -228,7 +255,7 @@ class EtcdDiscovery:
     async def _open(self, feed: ChangeFeed, prefix: str) -> None:
         try:
             found = await self._store.views.view(prefix)
-            self._on_loop(partial(feed.open, found))
+            self._thread.on_loop(partial(feed.open, found))
             self._feeds[feed] = prefix
         finally:
             self._opening.pop(feed, None)
@@ -241,25 +268,16 @@ class EtcdDiscovery:
     def _tell(self, bucket: str, changes: list[Change]) -> None:
         for feed, prefix in self._feeds.items():
             if wanted := [change for change in changes if matches(prefix, change.key)]:
-                self._on_loop(partial(feed.post, wanted))
-
-    def _on_loop(self, callback: Callable[[], None]) -> None:
-        assert self._loop is not None
-        with suppress(RuntimeError):  # the loop was closed without closing this store: no watcher is left
-            self._loop.call_soon_threadsafe(callback)
-
-    def _in_thread(self, callback: Callable[[], None]) -> None:
-        if self._thread is not None and self._home is not None:
-            with suppress(RuntimeError):  # it ends just now
-                self._home.call_soon_threadsafe(callback)
+                self._thread.on_loop(partial(feed.post, wanted))
 
     async def _call(self, work: Coroutine[None, None, T]) -> T:
         """Run `work` in the thread and return its result."""
-        if self._thread is None or self._home is None:
+        home = self._thread.home
+        if home is None:
             work.close()
             raise RuntimeError("this discovery store is closed" if self._closed else "call start() first")
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise

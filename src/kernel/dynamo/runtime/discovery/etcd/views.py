@@ -12,7 +12,7 @@ from dynamo.runtime.discovery.base import Change, Delete, Put
 from dynamo.runtime.discovery.etcd.client import Compacted, EtcdClient, EtcdError, WatchEvent
 from dynamo.runtime.discovery.etcd.health import EtcdHealth
 from dynamo.runtime.discovery.keys import split_bucket
-from dynamo.runtime.discovery.last_view import LastView
+from dynamo.runtime.discovery.last_view import LastView, SettlingView
 from dynamo.runtime.discovery.retry import Delays
 
 logger = logging.getLogger(__name__)
@@ -70,16 +70,14 @@ class _FollowedBucket:
     """One bucket that is followed: read as a whole, then watched, for good."""
 
     def __init__(self, name: str, client: EtcdClient, health: EtcdHealth, *, tell: Tell) -> None:
-        self.view = LastView()
+        self.view = SettlingView(self._settle)
         self.is_known = asyncio.Event()  # the store was read at least once
         self._name = name
-        self._prefix = f"{name}/"
         self._client = client
         self._health = health
         self._tell = tell
         self._revision = 0  # everything up to here is in the view
         self._reading = asyncio.Lock()
-        self._settle_timer: asyncio.TimerHandle | None = None
         self._work = Background()
 
     async def refresh(self) -> None:
@@ -95,7 +93,7 @@ class _FollowedBucket:
         while True:
             try:
                 revision = await self._read(is_start=True)
-                async with self._client.watch(self._prefix, revision + 1) as batches:
+                async with self._client.watch(f"{self._name}/", revision + 1) as batches:
                     delays = Delays()
                     async for events in batches:
                         if any(event.value is None for event in events):
@@ -117,9 +115,9 @@ class _FollowedBucket:
     async def _read(self, *, is_start: bool) -> int:
         """Read the bucket; the revision it has then. `is_start`: no watch runs, and what is read is the truth."""
         async with self._reading:
-            found, revision = await self._client.range(self._prefix)
+            found, revision = await self._client.range(f"{self._name}/")
             self._health.on_answer()
-            if any(key not in found for key in self.view.read(self._prefix)):
+            if any(key not in found for key in self.view.read(f"{self._name}/")):
                 await self._health.check_space()
             # A watch that runs may have been faster than this answer. A store that was wiped counts anew, so at the
             # start a lower number is as good as a higher one.
@@ -144,14 +142,9 @@ class _FollowedBucket:
     def _publish(self, changes: list[Change]) -> None:
         if changes:
             self._tell(self._name, changes)
-        if self._settle_timer is not None:
-            self._settle_timer.cancel()
-            self._settle_timer = None
-        if (at := self.view.settles_at) is not None and not self._work.is_closed:
-            self._settle_timer = asyncio.get_running_loop().call_at(at, self._settle)
+        self.view.arm()
 
     def _settle(self) -> None:
-        self._settle_timer = None
         self._work.start(self._settle_when_sure(), f"etcd: settle {self._name}")
 
     async def _settle_when_sure(self) -> None:
@@ -160,8 +153,7 @@ class _FollowedBucket:
         self._publish(self.view.settle(_now()))
 
     async def close(self) -> None:
-        if self._settle_timer is not None:
-            self._settle_timer.cancel()
+        self.view.stop()
         await self._work.close()
 
 

@@ -145,6 +145,16 @@ class _Entry:
     signature: tuple[int, int, int]  # inode, mtime_ns, size: the value is read again only when it changed
 
 
+@dataclass(slots=True)
+class _Due:
+    """When a bucket is looked at next, by the monotonic clock."""
+
+    confirm_at: float = math.inf
+    restore_at: float = -math.inf  # when a record of ours that was overwritten may be written again at once
+    scan_at: float = -math.inf
+    keep_until: float = -math.inf  # after a loss of the store: until then nothing that is missing counts as gone
+
+
 class FileBucket:
     """One directory as last seen, and when to scan again although it seems unchanged (monotonic seconds).
 
@@ -159,10 +169,7 @@ class FileBucket:
         self._entries: dict[str, _Entry] = {}  # by file name
         self._stamp: tuple[int, int] | None = None  # inode, mtime_ns of the directory
         self._handle: int | None = None  # holds the directory, or its inode might be that of the one made after it
-        self._confirm_at = math.inf
-        self._restore_at = -math.inf  # when a record of ours that was overwritten may be written again at once
-        self._scan_at = -math.inf
-        self._keep_until = -math.inf  # after a loss of the store: until then nothing that is missing counts as gone
+        self._due = _Due()
 
     def read(self, prefix: str) -> dict[str, bytes]:
         """Return what counts as there, sorted by key."""
@@ -183,16 +190,16 @@ class FileBucket:
         if stamp != self._stamp:
             if self._stamp is None or stamp[0] != self._stamp[0]:
                 if self._stamp is not None:
-                    self._keep_until = now + self._clocks.ttl_seconds  # another process recreated the directory
+                    self._due.keep_until = now + self._clocks.ttl_seconds  # another process recreated the directory
                 self._hold()
             self._stamp = stamp
             coarse = found.st_mtime_ns % 1_000_000_000 == 0
-            self._confirm_at = now + (COARSE_CONFIRM_SECONDS if coarse else CONFIRM_SECONDS)
-        elif now >= self._confirm_at:
-            self._confirm_at = math.inf
-        elif now < self._scan_at and not look:
+            self._due.confirm_at = now + (COARSE_CONFIRM_SECONDS if coarse else CONFIRM_SECONDS)
+        elif now >= self._due.confirm_at:
+            self._due.confirm_at = math.inf
+        elif now < self._due.scan_at and not look:
             return
-        self._scan_at = -math.inf  # until the scan has succeeded
+        self._due.scan_at = -math.inf  # until the scan has succeeded
         self._scan(now, changes)
 
     def restore(self, name: str, value: bytes, why: str = "was removed by another process") -> None:
@@ -246,9 +253,9 @@ class FileBucket:
         # Nothing can expire before its TTL is over, so that is when to scan next. The floor bounds the work while a
         # file is past its time but not trusted to be dead.
         ttl = self._clocks.ttl_seconds
-        self._scan_at = now + max(oldest + ttl - wall + 0.05, ttl / 10)
-        if now < self._keep_until:
-            self._scan_at = min(self._scan_at, self._keep_until)
+        self._due.scan_at = now + max(oldest + ttl - wall + 0.05, ttl / 10)
+        if now < self._due.keep_until:
+            self._due.scan_at = min(self._due.scan_at, self._due.keep_until)
 
     def _look(self, name: str, key: str, found: os.stat_result, changes: list[Change]) -> None:
         own, now = self._own.get(key), self._clocks.monotonic()
@@ -260,8 +267,10 @@ class FileBucket:
             value = (self.directory.path / name).read_bytes()
         except FileNotFoundError:
             return  # gone again: the directory's time has changed, and the next scan finds it
-        if own is not None and own != value and now >= self._restore_at:
-            self._restore_at = now + self._clocks.renew_seconds  # two owners of one key must not fight at every poll
+        if own is not None and own != value and now >= self._due.restore_at:
+            self._due.restore_at = (
+                now + self._clocks.renew_seconds
+            )  # two owners of one key must not fight at every poll
             self.restore(name, own, "was overwritten by another process")
             return  # the next scan finds it
         self._entries[name] = _Entry(key, value, signature)
@@ -273,7 +282,7 @@ class FileBucket:
         entry = self._entries[name]
         if (value := self._own.get(entry.key)) is not None:
             self.restore(name, value)
-        elif now >= self._keep_until and not (self.directory.path / name).exists() and self._is_whole(now):
+        elif now >= self._due.keep_until and not (self.directory.path / name).exists() and self._is_whole(now):
             del self._entries[name]
             changes.append(Delete(entry.key))
 
@@ -304,7 +313,7 @@ class FileBucket:
         except FileNotFoundError:
             is_same = False
         if not is_same:
-            self._keep_until = now + self._clocks.ttl_seconds
+            self._due.keep_until = now + self._clocks.ttl_seconds
         return is_same
 
     def _rebuild(self, now: float) -> None:
@@ -312,7 +321,7 @@ class FileBucket:
         path = self.directory.path
         if self._stamp is not None:
             logger.warning("file discovery store: %s vanished; making it again", path)
-            self._keep_until = now + self._clocks.ttl_seconds
+            self._due.keep_until = now + self._clocks.ttl_seconds
         path.mkdir(parents=True, exist_ok=True)
         for key, value in self._own.items():
             name, inside = split_key(key)

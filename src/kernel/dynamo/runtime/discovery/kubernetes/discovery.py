@@ -30,7 +30,7 @@ from dynamo.runtime.discovery.kubernetes.records import (
     ready_by_slices,
     records_of,
 )
-from dynamo.runtime.discovery.last_view import LastView
+from dynamo.runtime.discovery.last_view import SettlingView
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,9 @@ class KubernetesView:
         self._ready = ready
         self._health = health
         self._debounce_seconds = debounce_seconds
-        self._view = LastView()
+        self._view = SettlingView(self._settle)
         self._feeds: dict[ChangeFeed, str] = {}  # -> its prefix
         self._publish_timer: asyncio.TimerHandle | None = None
-        self._settle_timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def read(self, prefix: str) -> dict[str, bytes]:
@@ -102,18 +101,14 @@ class KubernetesView:
             for feed, prefix in self._feeds.items():
                 if wanted := [change for change in changes if matches(prefix, change.key)]:
                     feed.post(wanted)
-        if self._settle_timer is not None:
-            self._settle_timer.cancel()
-            self._settle_timer = None
-        if (at := self._view.settles_at) is not None and not self._closed:
-            self._settle_timer = asyncio.get_running_loop().call_at(at, self._settle)
+        self._view.arm()
 
     def stop(self) -> None:
         """Set no timer any more."""
         self._closed = True
-        for timer in (self._publish_timer, self._settle_timer):
-            if timer is not None:
-                timer.cancel()
+        self._view.stop()
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
 
     def close(self) -> None:
         """End every watch."""
@@ -171,14 +166,13 @@ class KubernetesDiscovery:
             health,
             debounce_seconds=debounce_seconds,
         )
-        self._lease_id = instance_id_of(self._own.name)
         self._work = Background()
         self._is_started = False
         self._closed = False
 
     @property
     def lease_id(self) -> int:
-        return self._lease_id
+        return instance_id_of(self._own.name)
 
     # -- life ----------------------------------------------------------------------------------------------------
 

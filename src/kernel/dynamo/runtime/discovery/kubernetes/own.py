@@ -38,8 +38,7 @@ class OwnResource:
         self._resources = resources
         self._health = health
         self._own: dict[str, bytes] = {}
-        self._applied_version = 0  # of our resource as we wrote it last
-        self._is_written = False
+        self._applied_version: int | None = None  # of our resource as we wrote it last; None: we never wrote it
         self._writing = asyncio.Lock()
         self._repair_wanted = asyncio.Event()
 
@@ -95,7 +94,7 @@ class OwnResource:
 
     async def remove(self) -> None:
         """Delete the resource, if it was ever written. Raises `CannotConnect` and `KubernetesError`."""
-        if self._is_written:
+        if self._applied_version is not None:
             await self._api.delete(self.name)
 
     async def _is_held_by_others(self, key: str) -> bool:
@@ -111,7 +110,7 @@ class OwnResource:
                 pod_uid=self._settings.pod_uid or "",
                 own=self._own,
             )
-            self._is_written = True
+            self._applied_version = self._applied_version or 0  # it may be written, whatever the answer is
             self._applied_version = await self._api.apply(self.name, body)
         self._health.on_answer()
         self.check()  # it may have been removed while we wrote
@@ -120,7 +119,7 @@ class OwnResource:
 
     def check(self) -> None:
         """Request a repair when the resource, or records in it, were removed."""
-        if not self._own or self._writing.locked() or self._resources.version < self._applied_version:
+        if not self._own or self._writing.locked() or self._resources.version < (self._applied_version or 0):
             return  # what was seen last is older than what we wrote last
         found = records_of(self._resources.objects.get(self.name, {}))
         if not self._own.keys() <= found.keys():
