@@ -147,7 +147,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Due:
-    """When a bucket is looked at next, by the monotonic clock."""
+    """When each step of a bucket is due, by the monotonic clock."""
 
     confirm_at: float = math.inf
     restore_at: float = -math.inf  # when a record of ours that was overwritten may be written again at once
