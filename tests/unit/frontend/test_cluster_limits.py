@@ -249,23 +249,23 @@ async def test_the_record_of_a_key_that_no_frontend_has_keeps_what_was_spent_and
                     if holds(page):
                         return
                     one.limits._seen.touch()
-                    one.limits._wake.set()
+                    one.limits._seen.has_news.set()
                     await asyncio.sleep(0.01)
 
         spend(one.quotas, one.identity, 100)
         await record_is(lambda page: page["key k total tokens budget"].spent_beside("") == 100)
         for other in both:
-            other.limits._identities = list  # its key file has no key any more
+            other.limits._slices._identities = list  # its key file has no key any more
         await record_is(lambda page: bool(page) and page["key k total tokens budget"].unused_since > 0)
         await record_is(lambda page: page["key k total tokens budget"].spent == 100)
         for other, identity in zip(both, identities, strict=True):
-            other.limits._identities = [identity].copy
+            other.limits._slices._identities = [identity].copy
         await record_is(lambda page: not page["key k total tokens budget"].unused_since)
         await record_is(lambda page: len(page["key k total tokens budget"].members) == 2)
         await record_is(lambda page: page["key k total tokens budget"].spent == 100)
         assert both[1].begin(901) is None
         for other in both:
-            other.limits._identities = list
+            other.limits._slices._identities = list
         await record_is(lambda page: page["key k total tokens budget"].unused_since > 0)
         one.quotas.wall_clock = lambda: time.time() + 41 * 86_400
         await record_is(lambda page: not page)

@@ -182,7 +182,7 @@ async def test_one_process_runs_a_directory_and_the_other_takes_over(tmp_path: P
         batches = [await begin(house, [chat_line("a")]) for house in (first, second)]
         for batch in batches:
             assert (await poll(second, batch["id"]))["status"] == "completed"
-        runners = [house.frontend.parts["batches"].service._directory.is_runner for house in (first, second)]
+        runners = [house.frontend.parts["batches"].service._room.directory.is_runner for house in (first, second)]
         assert sorted(runners) == [False, True]
         runner, other = (first, second) if runners[0] else (second, first)
         await runner.frontend.parts["batches"].service.aclose()

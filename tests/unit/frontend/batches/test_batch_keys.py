@@ -158,7 +158,7 @@ async def test_no_line_begins_with_a_key_that_was_taken_away(tmp_path: Path, mon
             await house.frontend.parts["keys"].store.refresh()
             released.set()
             run = service._conductor._conducted[batch["id"]]
-            while run.backlog != 2 or service._room.lines.used:
+            while run.progress.backlog != 2 or service._room.lines.used:
                 await asyncio.sleep(0.01)
         service._look()
         found = await ended(house, "bob", batch["id"])

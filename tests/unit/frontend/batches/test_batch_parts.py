@@ -290,7 +290,7 @@ async def test_a_line_that_cannot_be_read_again_loses_neither_its_place_nor_itse
     assert found is not None
     assert (found.number, gate.in_flight) == (0, 1)
     gate.left()
-    assert queue.try_again(0, LineAnswer(500, b"", Fate.RETRY, 0.0), -1000.0)
+    assert queue.retries.add(0, LineAnswer(500, b"", Fate.RETRY, 0.0), -1000.0)
     lines.refusals = 1
     with pytest.raises(OSError, match="the disk refuses"):
         await queue.next_line()

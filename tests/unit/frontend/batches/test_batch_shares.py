@@ -46,7 +46,7 @@ def refusal(exchange: Exchange) -> tuple[int | None, str]:
 
 
 async def test_one_project_leaves_batches_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.frontend.parts.batches.service.MAX_OPEN_BATCHES", 8)
+    monkeypatch.setattr("dynamo.frontend.parts.batches.room.MAX_OPEN_BATCHES", 8)
     async with closed_cluster(tmp_path, *RECORDS, files_dir=tmp_path / "files") as house:  # no worker: none ends
         mine = (await upload(house, "alice", jsonl([chat_line("a")]), "batch")).json["id"]
         made = [(await make_batch(house, name, mine)).status for name in ("alice", "bob") * 3]
@@ -59,7 +59,7 @@ async def test_one_project_leaves_batches_to_the_others(tmp_path: Path, monkeypa
 
 
 async def test_a_project_that_is_alone_has_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.frontend.parts.batches.service.MAX_OPEN_BATCHES", 8)
+    monkeypatch.setattr("dynamo.frontend.parts.batches.room.MAX_OPEN_BATCHES", 8)
     async with closed_cluster(tmp_path, *RECORDS[:2], files_dir=tmp_path / "files") as house:
         file = (await upload(house, "alice", jsonl([chat_line("a")]), "batch")).json["id"]
         made = [(await make_batch(house, "alice", file)).status for _ in range(9)]

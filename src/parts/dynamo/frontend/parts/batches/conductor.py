@@ -12,14 +12,12 @@ from typing import Final
 
 import msgspec
 
-from dynamo.frontend.parts.batches.directory import BatchDirectory
 from dynamo.frontend.parts.batches.finishing import Step, publish, result_file_id, seal
-from dynamo.frontend.parts.batches.index import BatchIndex
-from dynamo.frontend.parts.batches.input_check import InputChecks, LineReader, has_places
+from dynamo.frontend.parts.batches.input_check import LineReader, has_places
 from dynamo.frontend.parts.batches.journal import ResultJournal
 from dynamo.frontend.parts.batches.records import BatchRecord
+from dynamo.frontend.parts.batches.room import BatchRoom
 from dynamo.frontend.parts.batches.run import BatchRun, RunParts
-from dynamo.frontend.parts.batches.stored_files import StoredFiles
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.protocol.batches.objects import BatchErrorEntry, BatchErrors
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
@@ -39,17 +37,13 @@ class BatchConductor:
 
     def __init__(
         self,
-        directory: BatchDirectory,
-        index: BatchIndex,
-        files: StoredFiles,
+        room: BatchRoom,
         parts: RunParts,
         *,
-        checks: InputChecks,
         now: Callable[[], float],
         after_step: Step,
     ) -> None:
-        self._directory, self._index, self._files, self._parts = directory, index, files, parts
-        self._checks, self._now, self._after_step = checks, now, after_step
+        self._room, self._parts, self._now, self._after_step = room, parts, now, after_step
         self._conducted: dict[str, BatchRun | None] = {}  # None: it does not execute lines now
         self._stuck: dict[str, str] = {}  # of batches that cannot go on for now: why
         self._look = asyncio.Event()
@@ -74,13 +68,15 @@ class BatchConductor:
     async def run(self) -> None:
         """Run until cancelled."""
         disk = self._parts.disk
-        while not await disk(self._directory.try_lock):
+        while not await disk(self._room.directory.try_lock):
             await asyncio.sleep(LOOK_SECONDS)
-        logger.info("this process runs the batches of %s", self._directory.root)
+        logger.info("this process runs the batches of %s", self._room.directory.root)
         await self._sweep()
         async with Background() as background:
             background.keep(partial(self._repeat, SHOW_SECONDS, self._show), "batches: their counts")
-            background.keep(partial(self._repeat, REAP_SECONDS, self._files.remove_expired), "batches: expired files")
+            background.keep(
+                partial(self._repeat, REAP_SECONDS, self._room.files.remove_expired), "batches: expired files"
+            )
             await forever(partial(self._look_around, background), "batches: those that begin and end")
 
     async def _look_around(self, background: Background) -> None:
@@ -97,10 +93,10 @@ class BatchConductor:
 
     async def _follow(self, background: Background) -> None:
         """Begin the batches that are new, and end those that were cancelled or have expired."""
-        for record in await self._parts.disk(self._index.open_batches):
+        for record in await self._parts.disk(self._room.index.open_batches):
             id = record.batch.id
             if record.status in CANCELLABLE and record.ending is None and self._parts.is_revoked(record.key_id):
-                await self._parts.disk(self._index.change_batch, id, self._revoke)
+                await self._parts.disk(self._room.index.change_batch, id, self._revoke)
                 self._look.set()
                 continue
             if id not in self._conducted:
@@ -158,7 +154,7 @@ class BatchConductor:
 
     async def _carry_out(self, id: str) -> BatchRecord | None:
         disk = self._parts.disk
-        record: BatchRecord | None = await disk(self._index.batch, id)
+        record: BatchRecord | None = await disk(self._room.index.batch, id)
         if record is None or record.status.is_final:
             return None
         if record.ending is None:
@@ -168,15 +164,15 @@ class BatchConductor:
             record = await self._execute(record)
             if record is None:
                 return None
-        return await disk(publish, self._directory, self._index, record, self._now(), self._after_step)
+        return await disk(publish, self._room.directory, self._room.index, record, self._now(), self._after_step)
 
     async def _check(self, record: BatchRecord) -> BatchRecord | None:
         """Check the input of a batch that is new; return the record as it is then."""
-        batch, work = record.batch, self._directory.work(record.batch.id)
+        batch, work = record.batch, self._room.directory.work(record.batch.id)
         if record.status is not BatchStatus.VALIDATING:
             return record
-        source = self._directory.blob(batch.input_file_id)
-        found = await self._checks.run(record, source, work)
+        source = self._room.directory.blob(batch.input_file_id)
+        found = await self._room.checks.run(record, source, work)
         self._after_step("checked")
 
         def change(current: BatchRecord) -> BatchRecord:
@@ -190,15 +186,15 @@ class BatchConductor:
                     current.enter(BatchStatus.IN_PROGRESS, self._now())
             return current
 
-        return await self._parts.disk(self._index.change_batch, batch.id, change)
+        return await self._parts.disk(self._room.index.change_batch, batch.id, change)
 
     async def _execute(self, record: BatchRecord) -> BatchRecord | None:
         """Execute what has no result yet, and seal the batch; return the record as it is then."""
         batch, disk = record.batch, self._parts.disk
-        work = self._directory.work(batch.id)
+        work = self._room.directory.work(batch.id)
         if not await disk(has_places, work):  # cancelled before its input was checked
-            return await disk(seal, self._index, batch.id, None, BatchStatus.CANCELLED, self._now())
-        reader: LineReader = await disk(LineReader, self._directory.blob(batch.input_file_id), work)
+            return await disk(seal, self._room.index, batch.id, None, BatchStatus.CANCELLED, self._now())
+        reader: LineReader = await disk(LineReader, self._room.directory.blob(batch.input_file_id), work)
         try:
             journal: ResultJournal = await disk(ResultJournal, work, len(reader))
             try:
@@ -208,7 +204,7 @@ class BatchConductor:
                     run.end(early)
                 ending = await run.execute()
                 self._conducted[batch.id] = None
-                return await disk(seal, self._index, batch.id, (journal, reader), ending, self._now())
+                return await disk(seal, self._room.index, batch.id, (journal, reader), ending, self._now())
             finally:
                 self._conducted[batch.id] = None
                 journal.close()
@@ -220,12 +216,12 @@ class BatchConductor:
     async def _sweep(self) -> None:
         """Remove what a crashed runner left of batches that have ended, and of files that never were."""
         disk = self._parts.disk
-        open_ids = {record.batch.id for record in await disk(self._index.open_batches)}
-        for id in await disk(self._directory.working):
+        open_ids = {record.batch.id for record in await disk(self._room.index.open_batches)}
+        for id in await disk(self._room.directory.working):
             if id not in open_ids:
-                await disk(self._directory.discard_work, id)
+                await disk(self._room.directory.discard_work, id)
         results = frozenset(result_file_id(id, kind) for id in open_ids for kind in ("output", "error"))
-        await disk(self._files.sweep, results)
+        await disk(self._room.files.sweep, results)
 
     async def _repeat(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -240,20 +236,20 @@ class BatchConductor:
         self._parts.note_models()
         runs = [run for run in self._conducted.values() if run is not None]
         for run in runs:
-            if run.has_news():  # a batch that waits costs the disk nothing
-                await self._parts.disk(self._index.change_batch, run.record.batch.id, partial(_take_counts, run))
-        counts = await self._parts.disk(self._index.status_counts)
-        oldest = min((run.record.batch.created_at for run in runs if run.backlog), default=None)
+            if run.progress.has_news():  # a batch that waits costs the disk nothing
+                await self._parts.disk(self._room.index.change_batch, run.record.batch.id, partial(_take_counts, run))
+        counts = await self._parts.disk(self._room.index.status_counts)
+        oldest = min((run.record.batch.created_at for run in runs if run.progress.backlog), default=None)
         self._parts.metrics.show(
             counts,
-            backlog=sum(run.backlog for run in runs),
+            backlog=sum(run.progress.backlog for run in runs),
             oldest_seconds=0.0 if oldest is None else max(0.0, self._now() - oldest),
             paused=sum(run.trouble is not None for run in runs),
-            file_bytes=sum((await self._parts.disk(self._index.file_bytes)).values()),
+            file_bytes=sum((await self._parts.disk(self._room.index.file_bytes)).values()),
         )
 
 
 def _take_counts(run: BatchRun, record: BatchRecord) -> None:
     if record.ending is None and not record.status.is_final:
-        record.batch.request_counts, record.batch.usage = run.journal.counts, run.journal.usage
-        record.models = sorted(run.seen_models)
+        record.batch.request_counts, record.batch.usage = run.progress.journal.counts, run.progress.journal.usage
+        record.models = sorted(run.progress.seen_models)

@@ -25,7 +25,8 @@ from dynamo.frontend.http.multipart import FilePiece, read_form
 from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.parts.batches.line_call import check_endpoint
 from dynamo.frontend.parts.batches.metrics import FAMILIES
-from dynamo.frontend.parts.batches.service import BatchService, BatchSettings
+from dynamo.frontend.parts.batches.room import BatchSettings
+from dynamo.frontend.parts.batches.service import BatchService
 from dynamo.frontend.parts.batches.stored_files import FileLimits, StoredFiles, Upload
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.pipeline.inference import Call

@@ -7,7 +7,7 @@ import heapq
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -52,6 +52,39 @@ class NextLine(NamedTuple):
     gate: ModelGate
 
 
+class _Retries:
+    """The lines that have failed, and come again after a pause."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._due: list[tuple[float, int]] = []  # (when, line), the earliest first
+        self._attempts: dict[int, int] = {}  # of the lines that have failed before
+
+    def add(self, number: int, answer: LineAnswer, now: float) -> bool:
+        """Let a failed line come again after a pause; False: it has failed often enough."""
+        attempts = self._attempts.get(number, 0) + 1
+        if answer.fate is Fate.RETRY and attempts >= MAX_ATTEMPTS:
+            return False
+        self._attempts[number] = attempts
+        pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 16))
+        pause = max(pause * self._rng.uniform(0.5, 1.0), answer.retry_after_seconds or 0.0)
+        heapq.heappush(self._due, (now + pause, number))
+        return True
+
+    def first(self, now: float) -> tuple[float, int] | None:
+        """Return the entry of the line that may come again now; None: there is none."""
+        return self._due[0] if self._due and self._due[0][0] <= now else None
+
+    def remove(self, entry: tuple[float, int]) -> None:
+        """Take away an entry that `first` has returned; another may have come before it meanwhile."""
+        self._due.remove(entry)
+        heapq.heapify(self._due)
+
+    def forget(self, number: int) -> None:
+        """Forget how often a line has failed: it has its result."""
+        self._attempts.pop(number, None)
+
+
 class LineQueue:
     """The lines of one batch that have no result and do not run. It holds their numbers, and a window of the file."""
 
@@ -64,12 +97,11 @@ class LineQueue:
         rng: random.Random,
     ) -> None:
         """`enter` takes a place for a line of a model, and returns its gate; None: there is none now."""
-        self._journal, self._reader, self._disk, self._enter, self._rng = journal, reader, disk, enter, rng
+        self._journal, self._reader, self._disk, self._enter = journal, reader, disk, enter
         self._cursor = 0  # the first line that was not read yet
         self._read: deque[tuple[int, BatchLine]] = deque()
         self._deferred: OrderedDict[str, deque[int]] = OrderedDict()  # lines that wait for room, by model
-        self._retries: list[tuple[float, int]] = []  # (when, line), the earliest first
-        self._attempts: dict[int, int] = {}  # of the lines that have failed before
+        self.retries = _Retries(rng)
 
     async def next_line(self) -> NextLine | None:
         """Return a line that can go now; None: no line can."""
@@ -79,28 +111,12 @@ class LineQueue:
         """Let a line wait until its model has room."""
         self._deferred.setdefault(model, deque()).append(number)
 
-    def try_again(self, number: int, answer: LineAnswer, now: float) -> bool:
-        """Let a failed line come again after a pause; False: it has failed often enough."""
-        attempts = self._attempts.get(number, 0) + 1
-        if answer.fate is Fate.RETRY and attempts >= MAX_ATTEMPTS:
-            return False
-        self._attempts[number] = attempts
-        pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 16))
-        pause = max(pause * self._rng.uniform(0.5, 1.0), answer.retry_after_seconds or 0.0)
-        heapq.heappush(self._retries, (now + pause, number))
-        return True
-
-    def forget(self, number: int) -> None:
-        """Forget how often a line has failed: it has its result."""
-        self._attempts.pop(number, None)
-
     async def _next_retry(self) -> NextLine | None:
-        if not self._retries or self._retries[0][0] > asyncio.get_running_loop().time():
+        first = self.retries.first(asyncio.get_running_loop().time())
+        if first is None:
             return None
-        first = self._retries[0]
         line = await self._disk(self._reader.read, first[1])  # which may fail: then the line is still there
-        self._retries.remove(first)  # another may have come before it meanwhile
-        heapq.heapify(self._retries)
+        self.retries.remove(first)
         return self._admit(first[1], line)
 
     async def _next_deferred(self) -> NextLine | None:
@@ -181,27 +197,46 @@ class RunParts:
         return self.models.is_registered(model) or model in self.known_models or not self.knows_cluster()
 
 
+class Progress:
+    """How far one batch has come."""
+
+    def __init__(self, journal: ResultJournal, seen_models: Iterable[str]) -> None:
+        self.journal = journal
+        self.seen_models = set(seen_models)
+        """Models that were served when a line named them."""
+        self._shown = (-1, 0)  # what was to be written down at the last call of `has_news`
+
+    @property
+    def backlog(self) -> int:
+        """How many lines have no result yet."""
+        counts = self.journal.counts
+        return counts.total - counts.completed - counts.failed
+
+    def has_news(self) -> bool:
+        """Return whether there is something to write down that was not there at the last call."""
+        news = self.backlog, len(self.seen_models)
+        is_new, self._shown = news != self._shown, news
+        return is_new
+
+
 class BatchRun:
     """Executes the lines of one batch that have no result yet."""
 
     def __init__(self, record: BatchRecord, journal: ResultJournal, reader: LineReader, parts: RunParts) -> None:
-        self.record, self.journal, self.reader = record, journal, reader
-        self._parts = parts
+        self.record, self._parts = record, parts
+        self.progress = Progress(journal, record.models)
         self._wake = asyncio.Event()
-        self._told = (-1, 0)  # what was to be written down at the last call of `has_news`
         self._commit = GroupCommit(journal, parts.disk, record.batch.id, self._wake.set)
         self._queue = LineQueue(journal, reader, parts.disk, self._entered, parts.rng)
         self._running: dict[int, str] = {}  # request ids by line
         self.ending: BatchStatus | None = None
         """Why no further line is begun; None: the batch goes on."""
-        self.seen_models: set[str] = set(record.models)
-        """Models that were served when a line named them."""
 
     async def execute(self) -> BatchStatus:
         """Run until every line has a durable result, or the batch was ended; return how the batch ends."""
         async with Background() as background:
             background.keep(self._commit.run, "batch: results to the disk")
-            while self.ending is None and not self._is_complete():
+            while self.ending is None and self.progress.backlog:
                 if not await self._begin_line(background):
                     await self._wait()
             while self._running or (self._commit and self._commit.trouble is None):
@@ -216,25 +251,10 @@ class BatchRun:
                 self._parts.calls.stop(request_id)
             self._wake.set()
 
-    def has_news(self) -> bool:
-        """Return whether there is something to write down that was not there at the last call."""
-        news = self.backlog, len(self.seen_models)
-        is_new, self._told = news != self._told, news
-        return is_new
-
-    @property
-    def backlog(self) -> int:
-        """How many lines have no result yet."""
-        counts = self.journal.counts
-        return counts.total - counts.completed - counts.failed
-
     @property
     def trouble(self) -> str | None:
         """Why the batch is paused; None: it is not."""
         return self._commit.trouble
-
-    def _is_complete(self) -> bool:
-        return not self.backlog
 
     async def _wait(self) -> None:
         try:
@@ -285,11 +305,11 @@ class BatchRun:
         gate = self._parts.gates.of(model)
         served = models.lookup(model)
         if served is not None:
-            for seen in (self.seen_models, self._parts.known_models):
+            for seen in (self.progress.seen_models, self._parts.known_models):
                 if len(seen) < MAX_SEEN_MODELS:
                     seen.add(model)
             return gate if gate.enter(now, served.admission, served.workers) else None
-        if model in self.seen_models or self._parts.may_come_back(model):
+        if model in self.progress.seen_models or self._parts.may_come_back(model):
             # A line that names a model that was never served fails instead.
             if gate.enter(now, None, 0):
                 gate.refused(now, None)
@@ -323,9 +343,9 @@ class BatchRun:
             self._queue.defer(next_line.model, number)
             return
         gate.answered()
-        if answer.fate is not Fate.DONE and self._queue.try_again(number, answer, now):
+        if answer.fate is not Fate.DONE and self._queue.retries.add(number, answer, now):
             return
-        self._queue.forget(number)
+        self._queue.retries.forget(number)
         is_success = 200 <= answer.status < 300
         parts.metrics.line_ended(is_success=is_success, seconds=now - began)
         written = result_line(request_id, line.custom_id, answer.status, request_id, answer.body)

@@ -6,35 +6,27 @@ import asyncio
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Final, ParamSpec, TypeVar
+from typing import Final
 
 import msgspec
-from msgspec import Struct
 
 from dynamo.frontend.admission.process import OPEN
 from dynamo.frontend.base.access import Caller, CallerLookup
 from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.parts.batches.conductor import BatchConductor
-from dynamo.frontend.parts.batches.directory import BatchDirectory
 from dynamo.frontend.parts.batches.fair_slots import FairSlots
 from dynamo.frontend.parts.batches.finishing import Step
-from dynamo.frontend.parts.batches.index import BatchIndex
-from dynamo.frontend.parts.batches.input_check import InputChecks
 from dynamo.frontend.parts.batches.line_call import LineCalls
 from dynamo.frontend.parts.batches.line_pace import LinePace
 from dynamo.frontend.parts.batches.metrics import BatchMetrics
 from dynamo.frontend.parts.batches.model_gate import ModelGates
 from dynamo.frontend.parts.batches.records import BatchRecord
-from dynamo.frontend.parts.batches.repair import check_index
+from dynamo.frontend.parts.batches.room import MAX_OPEN_BATCHES, BatchRoom, BatchSettings
 from dynamo.frontend.parts.batches.run import RunParts
-from dynamo.frontend.parts.batches.stored_files import FileLimits, FileRoom, StoredFiles, no_such_file
+from dynamo.frontend.parts.batches.stored_files import StoredFiles, no_such_file
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.outcome import Outcome, RequestListener
-from dynamo.frontend.pipeline.settings import PipelineSettings
 from dynamo.protocol.batches.objects import BatchObject
 from dynamo.protocol.batches.requests import CreateBatch, PageQuery
 from dynamo.protocol.batches.status import CANCELLABLE, BatchStatus
@@ -42,57 +34,14 @@ from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.runtime.base.steady_wall import steady_wall
 from dynamo.runtime.base.tasks import Background
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 WINDOW_SECONDS: Final = 24 * 3600
-THREADS: Final = 4
-CHECKS: Final = 2  # of inputs at once: one takes seconds of a thread
-MAX_OPEN_BATCHES: Final = 256  # that have not ended; each holds a window of its lines
-CONCURRENCY_SHARE: Final = 4  # of the requests in flight, batches may have one in so many
 CANCEL: Final = "Cannot cancel a batch with status '{status}'."
-
-
-class BatchSettings(Struct, frozen=True):
-    """Where files and batches lie, and what they may cost."""
-
-    directory: Path
-    limits: FileLimits
-    allow_network: bool = False
-    concurrency: int | None = None  # lines at once; None: a quarter of the requests in flight
-    model_wait_seconds: float = (
-        30.0  # after the start: until then a model that is not there may not have been found yet
-    )
 
 
 def no_such_batch(id: str) -> RequestRejected:
     """Return the 404 for a batch."""
     text = f"No batch found with id '{id[:128]}'."
     return RequestRejected(404, text, param="batch_id", stream_type="invalid_request_error")
-
-
-class BatchRoom:
-    """The threads of one directory, and the bounds that all owners of its files and batches share."""
-
-    def __init__(self, settings: BatchSettings, pipeline: PipelineSettings, index: BatchIndex, shares: Shares) -> None:
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dynamo-batches")
-        count = partial(self.disk, index.open_batches_of_owners)
-        self.batches = shares.bound("batches", MAX_OPEN_BATCHES, count=count)
-        concurrency = settings.concurrency or max(1, pipeline.max_requests_in_flight // CONCURRENCY_SHARE)
-        self.lines = shares.bound("batch lines", concurrency, weight=None)
-        longest = pipeline.limits.body_limit_bytes
-        self.checks = InputChecks(shares.bound("input checks", CHECKS), max_line_bytes=longest)
-        self.files = FileRoom(settings.limits, shares)
-        shares.show("files", None, settings.limits.owner_bytes, partial(self.disk, index.file_bytes))
-
-    async def disk(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Run what waits for the disk in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
-
-    def close(self) -> None:
-        """Wait for what runs. Idempotent."""
-        self._threads.shutdown()
-        self.checks.close()
 
 
 class BatchService(RequestListener):
@@ -114,14 +63,15 @@ class BatchService(RequestListener):
         """
         self._settings, self._pipeline, self._keys = settings, pipeline, keys
         self._now, self._after_step = now, after_step
-        self._directory = BatchDirectory(settings.directory, allow_network=settings.allow_network)
-        check_index(self._directory)
-        self._index = BatchIndex(self._directory.index)
-        self._room = BatchRoom(settings, pipeline.settings, self._index, Shares() if shares is None else shares)
-        self.files = StoredFiles(self._directory, self._index, self._room.disk, self._room.files, now=now)
+        self._room = BatchRoom(settings, pipeline.settings, Shares() if shares is None else shares, now)
         self._work = Background()
         self._calls: Mapping[str, Call] = {}
         self._conductor: BatchConductor | None = None  # None: it has not started
+
+    @property
+    def files(self) -> StoredFiles:
+        """The files of clients, and the results of their batches."""
+        return self._room.files
 
     def serve(self, calls: Mapping[str, Call]) -> None:
         """Execute lines by these calls, by endpoint. Called once, before `start`."""
@@ -150,15 +100,7 @@ class BatchService(RequestListener):
             self._is_revoked,
             rng,
         )
-        self._conductor = BatchConductor(
-            self._directory,
-            self._index,
-            self.files,
-            parts,
-            checks=self._room.checks,
-            now=self._now,
-            after_step=self._after_step,
-        )
+        self._conductor = BatchConductor(self._room, parts, now=self._now, after_step=self._after_step)
         self._work.keep(self._conductor.run, "batches")
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
@@ -171,8 +113,6 @@ class BatchService(RequestListener):
         if not self._work.is_closed:
             await self._work.close()
             self._room.close()
-            self._index.close()
-            self._directory.unlock()
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -192,7 +132,7 @@ class BatchService(RequestListener):
         record = BatchRecord(
             batch=batch, owner=owner, key_id=key_id, output_expires_seconds=request.output_expires_seconds
         )
-        problem = await self._room.disk(self._index.add_batch, record, now, self._room.batches.admits)
+        problem = await self._room.disk(self._room.index.add_batch, record, now, self._room.batches.admits)
         if problem == "missing":
             raise no_such_file(request.input_file_id)
         if problem == "full":
@@ -206,14 +146,14 @@ class BatchService(RequestListener):
 
     async def get(self, id: str, owner: str) -> BatchObject:
         """Return a batch. Raises RequestRejected."""
-        record: BatchRecord | None = await self._room.disk(self._index.batch, id, owner)
+        record: BatchRecord | None = await self._room.disk(self._room.index.batch, id, owner)
         if record is None:
             raise no_such_batch(id)
         return self._shown(record)
 
     async def page(self, owner: str, query: PageQuery) -> tuple[list[BatchObject], bool]:
         """Return one page of the batches, the newest first, and whether there are more. Raises RequestRejected."""
-        found = await self._room.disk(self._index.list_batches, owner, query)
+        found = await self._room.disk(self._room.index.list_batches, owner, query)
         if found is None:
             raise RequestRejected(400, f"after names no batch: {query.after}", param="after")
         return [self._shown(record) for record in found[0]], found[1]
@@ -221,7 +161,7 @@ class BatchService(RequestListener):
     async def cancel(self, id: str, owner: str) -> BatchObject:
         """Cancel a batch; one that is being cancelled stays so. Raises RequestRejected: 409 when it has ended."""
         await self.get(id, owner)
-        record: BatchRecord | None = await self._room.disk(self._index.change_batch, id, self._cancel)
+        record: BatchRecord | None = await self._room.disk(self._room.index.change_batch, id, self._cancel)
         if record is None:
             raise no_such_batch(id)
         self._look()

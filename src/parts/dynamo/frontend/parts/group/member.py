@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.process import Admission
@@ -30,6 +30,7 @@ from dynamo.frontend.parts.group.messages import (
     GroupAnswers,
     MemberAnswer,
     MemberQuestion,
+    Message,
     Ready,
     Share,
     Shared,
@@ -116,6 +117,40 @@ class Deliveries:
         self._report()  # before the parent learns that it was taken: it must see the connection somewhere
 
 
+class _Parent:
+    """The way to the parent: messages, and those that it answers by their numbers."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._number = 0
+
+    def send(self, message: Message) -> None:
+        write(self._writer, message)
+
+    async def ask(self, make: Callable[[int], Message]) -> Message:
+        """Send the message of a new number, and return its answer. Raises TimeoutError."""
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            self.send(make(number))
+            async with asyncio.timeout(GATHER_SECONDS):
+                return await answer
+        finally:
+            del self._waiting[number]
+
+    def answered(self, number: int, message: Message) -> None:
+        """Take an answer. One that comes too late is dropped."""
+        waiting = self._waiting.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class GroupPeers:
     """The rest of the group as this process sees it: its parent, and through it the others."""
 
@@ -128,14 +163,11 @@ class GroupPeers:
         row: int,
         metrics: MetricsRegistry,
     ) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader, self._parent = reader, _Parent(writer)
         self._places, self._row = places, row
         self._metrics = metrics
-        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._answer: Callable[[bytes], bytes] | None = None  # to requests of other members
-        self._told: dict[int, asyncio.Future[None]] = {}
         self._takers: list[Callable[[str, bytes], None]] = []
-        self._number = 0
         self.standing = Standing(0, places.rows)
         self.is_orphaned = asyncio.Event()
 
@@ -150,44 +182,23 @@ class GroupPeers:
     async def gather(self) -> list[bytes]:
         """Gather the metrics of the whole group, this process's own first. Raises TimeoutError."""
         own = snapshot(self._metrics)
-        self._number += 1
-        number = self._number
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        try:
-            write(self._writer, Gather(number, own))
-            async with asyncio.timeout(GATHER_SECONDS):
-                return [own, *await answer]
-        finally:
-            del self._asked[number]
+        gathered = await self._parent.ask(lambda number: Gather(number, own))
+        assert isinstance(gathered, Gathered)
+        return [own, *gathered.snapshots]
 
     async def ask(self, question: bytes) -> tuple[list[bytes], list[str]]:
         """Return the answers of the others, and the names of those that gave none. Raises TimeoutError."""
-        self._number += 1
-        number = self._number
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        try:
-            write(self._writer, MemberQuestion(number, question))
-            async with asyncio.timeout(GATHER_SECONDS):
-                found: tuple[list[bytes], list[str]] = await answer
-                return found
-        finally:
-            del self._asked[number]
+        found = await self._parent.ask(lambda number: MemberQuestion(number, question))
+        assert isinstance(found, GroupAnswers)
+        return found.answers, found.silent
 
     def on_asked(self, answer: Callable[[bytes], bytes]) -> None:
-        """MemberAnswer the questions of the others with what `answer` returns."""
+        """Answer the questions of the others with what `answer` returns."""
         self._answer = answer
 
     async def share(self, key: str, value: bytes) -> None:
         """Report to the others, and to those that start later. Raises TimeoutError."""
-        self._number += 1
-        number = self._number
-        told = self._told[number] = asyncio.get_running_loop().create_future()
-        try:
-            write(self._writer, Share(number, key, value))
-            async with asyncio.timeout(GATHER_SECONDS):
-                await told
-        finally:
-            del self._told[number]
+        await self._parent.ask(lambda number: Share(number, key, value))
 
     def on_shared(self, take: Callable[[str, bytes], None]) -> None:
         """Call `take(key, value)` for what others share."""
@@ -199,7 +210,7 @@ class GroupPeers:
 
     def ready(self) -> None:
         """Report to the parent that connections are welcome."""
-        write(self._writer, Ready())
+        self._parent.send(Ready())
 
     async def run(self) -> None:
         """Listen to the parent; ends when it is gone."""
@@ -207,32 +218,22 @@ class GroupPeers:
             while (message := await read(self._reader)) is not None:
                 match message:
                     case Take(number):
-                        write(self._writer, Snapshot(number, snapshot(self._metrics)))
-                    case Gathered(number, snapshots):
-                        waiting = self._asked.get(number)
-                        if waiting is not None and not waiting.done():
-                            waiting.set_result(snapshots)
+                        self._parent.send(Snapshot(number, snapshot(self._metrics)))
+                    case Gathered(number) | GroupAnswers(number) | Shared(number):
+                        self._parent.answered(number, message)
                     case MemberQuestion(number, question):
                         if self._answer is not None:
-                            write(self._writer, MemberAnswer(number, self._answer(question)))
-                    case GroupAnswers(number, answers, silent):
-                        waiting = self._asked.get(number)
-                        if waiting is not None and not waiting.done():
-                            waiting.set_result((answers, silent))
+                            self._parent.send(MemberAnswer(number, self._answer(question)))
                     case Share(_, key, value):
                         for take in self._takers:
                             take(key, value)
-                    case Shared(number):
-                        told = self._told.get(number)
-                        if told is not None and not told.done():
-                            told.set_result(None)
                     case Standing():
                         self.standing = message
                     case _:
                         raise RuntimeError(f"a parent does not say {message!r}")
         finally:
             self.is_orphaned.set()
-            self._writer.close()
+            self._parent.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -53,6 +53,29 @@ class SharedStore(Discovery, SharedRecords, Protocol):
     """A discovery store that can hold the records."""
 
 
+class _Slices:
+    """The slices of the limits of all keys in service."""
+
+    def __init__(self, quotas: Quotas, identities: Callable[[], Iterable[Identity]]) -> None:
+        self._quotas, self._identities = quotas, identities
+        self.by_id: dict[str, Slice] = {}
+
+    def take_over_keys(self) -> None:
+        """Add a slice for each limit that is new, and drop those of limits that are gone."""
+        gates = self._quotas.book.all(self._identities())
+        if gates.keys() == self.by_id.keys() and all(self.by_id[id].gate is gate for id, gate in gates.items()):
+            return
+        now = asyncio.get_running_loop().time()
+        for id, gate in gates.items():
+            known = self.by_id.get(id)
+            if known is None:
+                self.by_id[id] = Slice(gate, self._quotas, now)
+            else:
+                known.gate = gate
+        for id in self.by_id.keys() - gates.keys():
+            del self.by_id[id]
+
+
 class ClusterLimits:
     """The part that this frontend has of every limit. Used on the event loop."""
 
@@ -67,13 +90,11 @@ class ClusterLimits:
         """`identities` returns the keys in service. `scope`: the namespaces that the frontends serve which divide limits
         with this one; others of the same store have limits of their own.
         """
-        self._quotas, self._identities, self._store = quotas, identities, store
-        self._root = f"{SHARED_LIMITS}/{scope}"
+        self._quotas, self._store = quotas, store
         at = quotas.table.record(_IDENTITY, value=float(secrets.randbits(52) | 1))
         self.member = f"{int(quotas.table.value(at)):013x}"
-        self._slices: dict[str, Slice] = {}
-        self._seen = _Seen(self._root)
-        self._wake = asyncio.Event()
+        self._slices = _Slices(quotas, identities)
+        self._seen = _Seen(f"{SHARED_LIMITS}/{scope}")
         self._leads = False
         self._lost_at: float | None = None
         self._work = Background()
@@ -82,7 +103,7 @@ class ClusterLimits:
     @property
     def member_key(self) -> str:
         """The record by which the others know this frontend."""
-        return f"{self._root}/{MEMBERS}/{self.member}"
+        return f"{self._seen.root}/{MEMBERS}/{self.member}"
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -109,10 +130,9 @@ class ClusterLimits:
 
     async def _follow(self, known: set[str]) -> None:
         changes: AsyncGenerator[list[Change], None]
-        async with aclosing(follow(self._store, self._root, known)) as changes:
+        async with aclosing(follow(self._store, self._seen.root, known)) as changes:
             async for batch in changes:
                 self._seen.apply(batch)
-                self._wake.set()
 
     async def _run(self) -> None:
         while True:
@@ -123,8 +143,8 @@ class ClusterLimits:
                     logger.warning("the limits of the cluster cannot be divided now: %s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
-                    await self._wake.wait()
-            self._wake.clear()
+                    await self._seen.has_news.wait()
+            self._seen.has_news.clear()
 
     async def _tick(self, pages: Mapping[int, _Page]) -> None:
         table = self._quotas.table
@@ -136,7 +156,7 @@ class ClusterLimits:
             self._leads = True
             logger.info("this process (pid %d) divides the limits of its frontend with other frontends", os.getpid())
         table.set_value(self._quotas.book.frontends_at, float(len(self._alive())))
-        self._take_over_keys()
+        self._slices.take_over_keys()
         if self._is_lost():
             return
         if await self._take_turns(pages):
@@ -144,20 +164,6 @@ class ClusterLimits:
 
     def _alive(self) -> set[str]:
         return self._seen.members | {self.member}
-
-    def _take_over_keys(self) -> None:
-        gates = self._quotas.book.all(self._identities())
-        if gates.keys() == self._slices.keys() and all(self._slices[id].gate is gate for id, gate in gates.items()):
-            return
-        now = asyncio.get_running_loop().time()
-        for id, gate in gates.items():
-            known = self._slices.get(id)
-            if known is None:
-                self._slices[id] = Slice(gate, self._quotas, now)
-            else:
-                known.gate = gate
-        for id in self._slices.keys() - gates.keys():
-            del self._slices[id]
 
     def _is_lost(self) -> bool:
         """Return whether the store does not answer, and fall back to an equal part of each limit then."""
@@ -177,7 +183,7 @@ class ClusterLimits:
             )
         may_grow = now - self._lost_at > LOST_SECONDS
         with self._quotas.table.locked():
-            for one in self._slices.values():
+            for one in self._slices.by_id.values():
                 one.fall_back(len(self._alive()), may_grow=may_grow)
         self._has_begun.set()
         return True
@@ -187,7 +193,7 @@ class ClusterLimits:
     async def _take_turns(self, pages: Mapping[int, _Page]) -> bool:
         """Take this frontend's turn on each page on which something has changed; whether it has all of its shares."""
         by_page: dict[int, list[Slice]] = {}
-        for one in self._slices.values():
+        for one in self._slices.by_id.values():
             by_page.setdefault(one.page, []).append(one)
         is_complete = True
         for number in sorted(by_page.keys() | pages.keys()):
@@ -216,7 +222,7 @@ class ClusterLimits:
         if is_news:
             value = msgspec.json.encode(after)
             if not await self._store.swap(
-                f"{self._root}/{PAGES}/{number:02}", None if page is None else page.value, value
+                f"{self._seen.root}/{PAGES}/{number:02}", None if page is None else page.value, value
             ):
                 for one in slices:
                     one.look_again()
@@ -232,7 +238,7 @@ class ClusterLimits:
         after, today = {}, int(self._quotas.wall_clock() // SECONDS_OF_A_DAY)
         is_news = False
         for id, one in before.items():
-            kept = one if id in self._slices else without(one, self.member, alive, today)
+            kept = one if id in self._slices.by_id else without(one, self.member, alive, today)
             is_news = is_news or kept is not one
             if kept is not None:
                 after[id] = kept
@@ -252,7 +258,8 @@ class _Seen:
     """What the store holds, as far as it was read."""
 
     def __init__(self, root: str) -> None:
-        self._root = root
+        self.root = root
+        self.has_news = asyncio.Event()
         self.members: set[str] = set()
         self.pages: dict[int, _Page] | None = None
         """None: nothing was read yet."""
@@ -261,7 +268,7 @@ class _Seen:
         """Take over what has changed."""
         pages = self.pages = {} if self.pages is None else self.pages
         for change in batch:
-            kind, _, name = change.key.removeprefix(f"{self._root}/").partition("/")
+            kind, _, name = change.key.removeprefix(f"{self.root}/").partition("/")
             if kind == MEMBERS:
                 (self.members.add if isinstance(change, Put) else self.members.discard)(name)
                 self.touch()
@@ -271,6 +278,7 @@ class _Seen:
                     pages.pop(number, None)
                 elif number not in pages or pages[number].value != change.value:
                     self.put(number, change.value, _decoded(change), is_new=True)
+        self.has_news.set()
 
     def put(self, number: int, value: bytes, divisions: dict[str, Division], *, is_new: bool = False) -> None:
         """Note a page."""

@@ -31,21 +31,24 @@ class RateGate:
     """One rate of a scope, and its record. All but the constructor is called under the table's lock."""
 
     __slots__ = (
-        "_cells", "_granted", "_value_at", "at", "counts_input", "counts_output", "id", "limit", "name", "rate", "scope",
-        "whole",
+        "_cells", "_granted", "at", "counts_input", "counts_output", "name", "rate", "scope", "whole",
     )  # fmt: skip
 
     def __init__(self, name: str, scope: str, rate: Rate, table: LimitTable, at: int) -> None:
-        self.name, self.scope, self.at, self.id = name, scope, at, f"{scope} {name}"
+        self.name, self.scope, self.at = name, scope, at
         self.whole = rate
-        self.limit = int(rate.limit)
         """The whole limit, as answers show it."""
         self.rate = rate
         """What of it was granted to this frontend."""
         self._granted = UNDIVIDED  # the grant that `rate` was made for
         self.counts_input = name != "output_tokens_per_minute"
         self.counts_output = name != "input_tokens_per_minute"
-        self._cells, self._value_at = table.cells, at + VALUE
+        self._cells = table.cells
+
+    @property
+    def id(self) -> str:
+        """The name of its record."""
+        return f"{self.scope} {self.name}"
 
     def units(self, input: int, output: int) -> int:
         """Return what tokens take of it."""
@@ -68,28 +71,28 @@ class RateGate:
         """Return how long a use has to wait, and remember it for the other frontends; 0.0: it may come now."""
         cells, granted = self._cells, self._cells[self.at + GRANTED]
         rate = self.rate if granted == self._granted else self.fit(granted)
-        wait = rate.wait_seconds(cells[self._value_at], units, now)
+        wait = rate.wait_seconds(cells[self.at + VALUE], units, now)
         if wait > 0.0 and units > cells[self.at + REFUSED]:
             cells[self.at + REFUSED] = units
         return wait
 
     def is_used_up(self, now: float) -> bool:
         """Return whether not even one unit may come now, as far as is known without the lock."""
-        return self.rate.wait_seconds(self._cells[self._value_at], 1, now) > 0.0
+        return self.rate.wait_seconds(self._cells[self.at + VALUE], 1, now) > 0.0
 
     def take(self, units: int, now: float) -> None:
         """Use units that `wait_seconds` has found to be free."""
-        cells, at = self._cells, self._value_at
+        cells, at = self._cells, self.at + VALUE
         cells[at] = self.rate.after(cells[at], units, now)
 
     def settle(self, reserved: int, used: int, now: float) -> None:
         """Give back what was taken and not used, or take what was used beyond it."""
-        cells, at, more = self._cells, self._value_at, used - reserved
+        cells, at, more = self._cells, self.at + VALUE, used - reserved
         cells[at] = self.rate.after(cells[at], more, now) if more > 0 else cells[at] + more * self.rate.interval
 
     def room(self, now: float) -> tuple[int, float]:
         """Return how many units may come at once now, and in how many seconds the whole burst may. Needs no lock."""
-        return self.rate.remaining(self._cells[self._value_at], now)
+        return self.rate.remaining(self._cells[self.at + VALUE], now)
 
 
 class PlaceGate:
@@ -118,12 +121,12 @@ class PlaceGate:
 class BudgetGate:
     """The budget of a scope, and its record. Its methods are called under the table's lock."""
 
-    __slots__ = ("_table", "at", "budget", "counts_money", "id", "is_hard", "name", "period", "scope", "units")
+    __slots__ = ("_table", "at", "budget", "counts_money", "id", "name", "scope", "units")
 
     def __init__(self, name: str, scope: str, budget: Budget, table: LimitTable, at: int) -> None:
         """`name`: by which what it has given is stored."""
         self.name, self.scope, self.at, self.id = name, scope, at, f"{name} budget"
-        self.budget, self.units, self.period, self.is_hard = budget, units_of(budget), budget.period, budget.hard
+        self.budget, self.units = budget, units_of(budget)
         self.counts_money = budget.tokens is None
         self._table = table
 
@@ -187,7 +190,7 @@ _UNLIMITED: Final = Gates()
 _NO_PERIOD: Final = (math.inf, math.inf, 0)
 
 
-class _Generation:
+class Generation:
     """The records that the gates of one version of the key file use, and the charges that were opened under it."""
 
     __slots__ = ("charges", "records")
@@ -195,6 +198,18 @@ class _Generation:
     def __init__(self) -> None:
         self.charges = 0
         self.records: set[int] = set()
+
+
+class _Made:
+    """The gates that were made since the key file last changed, by key, and by key and model."""
+
+    __slots__ = ("by_key", "by_model", "generation", "ring")
+
+    def __init__(self, ring: KeyRing | None) -> None:
+        self.ring = ring  # None: nothing was made yet
+        self.by_key: dict[str, tuple[Identity, Gates]] = {}
+        self.by_model: dict[tuple[str, str], tuple[Identity, Gates]] = {}
+        self.generation = Generation()
 
 
 class GateBook:
@@ -212,40 +227,35 @@ class GateBook:
         self.ring, self.table, self.wall_clock = ring, table, wall_clock
         self.frontends_at = table.record(FRONTENDS)
         self._spent = dict(spent or {})
-        self._known: dict[str, tuple[Identity, Gates]] = {}
-        self._by_model: dict[tuple[str, str], tuple[Identity, Gates]] = {}
         self._periods: dict[Period, tuple[float, float, int]] = {}
-        self._known_ring: KeyRing | None = None
-        self._current = _Generation()
-        self._past: list[_Generation] = []  # a charge of each is still open, or its records have not been released yet
+        self._made = _Made(None)
+        self._past: list[Generation] = []  # a charge of each is still open, or its records have not been released yet
 
     def of(self, identity: Identity) -> Gates:
         """Return the limits of a key and its project."""
-        known = self._known.get(identity.id)
+        known = self._made.by_key.get(identity.id)
         if known is not None and known[0] is identity:  # a file that is read again makes new ones of all
             return known[1]
         ring = self.ring()
-        if ring is not self._known_ring:
-            self._known_ring = ring
-            self._known.clear()
-            self._by_model.clear()
-            self._past.append(self._current)
-            self._current = _Generation()
+        if ring is not self._made.ring:
+            self._past.append(self._made.generation)
+            self._made = _Made(ring)
         record, gates = identity.record, _UNLIMITED
         if record.limits is not None or record.budget is not None:
             gates += self._make(f"key {record.id}", record.limits, record.budget)
         project = None if record.project is None else ring.projects.get(record.project)
         if project is not None:
             gates += self._make(f"project {record.project}", project.limits, project.budget)
-        self._known[identity.id] = identity, gates
+        self._made.by_key[identity.id] = identity, gates
         return gates
 
-    def begin_charge(self) -> _Generation:
+    def begin_charge(self) -> Generation:
         """Count a charge that was opened: the records of its gates stay until `end_charge`."""
-        self._current.charges += 1
-        return self._current
+        generation = self._made.generation
+        generation.charges += 1
+        return generation
 
-    def end_charge(self, generation: _Generation) -> None:
+    def end_charge(self, generation: Generation) -> None:
         """Count off a charge that has ended, and release the records of older key files that no charge uses any more."""
         generation.charges -= 1
         if self._past and not generation.charges:
@@ -255,13 +265,13 @@ class GateBook:
         """Release the records that only older versions of the key file name, once their charges have ended."""
         over = [each for each in self._past if not each.charges]
         self._past = [each for each in self._past if each.charges]
-        still = self._current.records.union(*(each.records for each in self._past))
+        still = self._made.generation.records.union(*(each.records for each in self._past))
         for at in set().union(*(each.records for each in over)) - still:
             self.table.release(at)
 
     def _record(self, name: str, *, value: float = 0.0, period: int = 0, granted: float = UNDIVIDED) -> int:
         at = self.table.record(name, value=value, period=period, granted=granted)
-        self._current.records.add(at)
+        self._made.generation.records.add(at)
         return at
 
     def with_model(self, identity: Identity, gates: Gates, model: str) -> Gates:
@@ -270,11 +280,11 @@ class GateBook:
         return gates if found is None else self._with_pattern(identity, gates, *found)
 
     def _with_pattern(self, identity: Identity, gates: Gates, pattern: str, limits: LimitSet) -> Gates:
-        known = self._by_model.get((identity.id, pattern))
+        known = self._made.by_model.get((identity.id, pattern))
         if known is not None and known[0] is identity:
             return known[1]
         made = gates + self._make(f"key {identity.id} with {pattern}", limits, None)
-        self._by_model[identity.id, pattern] = identity, made
+        self._made.by_model[identity.id, pattern] = identity, made
         return made
 
     def all(self, identities: Iterable[Identity]) -> dict[str, RateGate | PlaceGate | BudgetGate]:
@@ -328,7 +338,7 @@ class GateBook:
 
     def turn(self, gate: BudgetGate) -> int:
         """Begin a new period where one has come; return its number. A clock that goes back begins none."""
-        wall, period = self.wall_clock(), gate.period
+        wall, period = self.wall_clock(), gate.budget.period
         begin, end, now = self._periods.get(period, _NO_PERIOD)
         if not begin <= wall < end:
             now, later = period_number(period, wall), period_end(period, wall)

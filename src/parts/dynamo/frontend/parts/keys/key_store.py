@@ -13,10 +13,10 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.access import Caller
@@ -167,6 +167,16 @@ class _KeyFile:
             logger.error("%s; the keys that were read before stay in service", trouble)
 
 
+class _InService(NamedTuple):
+    """What the files hold at one moment."""
+
+    by_hash: Mapping[bytes, tuple[bytes, Identity]]
+    by_id: Mapping[str, Identity]
+    cuts: bool
+    """Whether any key, now or a moment ago, takes its running requests with it."""
+    owners: int
+
+
 class KeyStore:
     """The keys of one frontend process. Used on the event loop only, but for the reading of files."""
 
@@ -177,11 +187,7 @@ class KeyStore:
         self._clients = None if sources.file is None else _KeyFile(sources.file)
         self._admins = None if sources.admin_file is None else _KeyFile(sources.admin_file)
         self._fixed: Sequence[Identity] = () if sources.key is None else (_environment_identity(sources.key),)
-        self._by_hash: dict[bytes, tuple[bytes, Identity]] = {}
-        self._cuts = False
-        self.owners = 1
-        """How many owners the requests of clients may have; keys of operators are not counted."""
-        self._by_id: dict[str, Identity] = {}
+        self._keys = _InService({}, {}, cuts=False, owners=1)
         self._work = Background()
         self.protects_admin = sources.admin_file is not None
         """Whether an admin key exists, or existed: then the admin routes need one, on every port."""
@@ -197,16 +203,21 @@ class KeyStore:
     @property
     def identities(self) -> Iterable[Identity]:
         """Every key in service, each once."""
-        return self._by_id.values()
+        return self._keys.by_id.values()
+
+    @property
+    def owners(self) -> int:
+        """How many owners the requests of clients may have; keys of operators are not counted."""
+        return self._keys.owners
 
     def identity(self, id: str) -> Identity | None:
         """Return the key with this id: for work that runs for a key without a connection. None once it was removed."""
-        return self._by_id.get(id)
+        return self._keys.by_id.get(id)
 
     def authenticate(self, presented: bytes) -> Identity | None:
         """Return the key that a client sent; None for one that is not known. It takes as long for either."""
         digest = hashlib.sha256(presented).digest()
-        stored, identity = self._by_hash.get(digest, _NOBODY)
+        stored, identity = self._keys.by_hash.get(digest, _NOBODY)
         return identity if hmac.compare_digest(digest, stored) else None
 
     def is_revoked(self, key_id: str) -> bool:
@@ -218,7 +229,7 @@ class KeyStore:
         """Return whether a key may not be used any more, by what is known now, and its running requests are to be cut."""
         if not isinstance(identity, Identity):
             return False
-        now = self._by_id.get(identity.id)
+        now = self._keys.by_id.get(identity.id)
         records = (
             (identity.record,) if now is None else (identity.record, now.record)
         )  # `dynamo keys revoke` changes it
@@ -229,7 +240,7 @@ class KeyStore:
     @property
     def cuts_requests(self) -> bool:
         """Whether any key, now or a moment ago, takes its running requests with it."""
-        return self._cuts
+        return self._keys.cuts
 
     def now(self) -> float:
         """Return the time that keys expire by, in seconds since the epoch."""
@@ -271,12 +282,10 @@ class KeyStore:
             found[digest] = digest, identity
             if is_current:
                 by_id[identity.id] = identity
-        self._cuts = any(
-            identity.record.revoke is Revocation.NOW for identity in (*by_id.values(), *self._by_id.values())
-        )
-        self._by_hash, self._by_id = found, by_id
-        if self.sources.protect_clients:
-            self.owners = len({key.owner for key in by_id.values() if key.inspector_role is None})
+        known = (*by_id.values(), *self.identities)
+        cuts = any(identity.record.revoke is Revocation.NOW for identity in known)
+        owners = {key.owner for key in by_id.values() if key.inspector_role is None}
+        self._keys = _InService(found, by_id, cuts, len(owners) if self.sources.protect_clients else 1)
         self.protects_admin = self.protects_admin or any(identity.is_admin for identity in by_id.values())
         if not found:
             logger.warning("there are no API keys: every request is refused until one is created (dynamo keys create)")

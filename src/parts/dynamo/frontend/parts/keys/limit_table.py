@@ -45,12 +45,12 @@ class LimitTable:
         """`fd`: a file that `create` has made, for the processes that share it; -1: this process is alone."""
         self._width, self._members, self._fd = _COLUMNS + 2 * members, members, fd
         self._map = mmap.mmap(fd, self.size_of(members))
-        self._own, self._pin = _COLUMNS + member, _COLUMNS + members + member
+        self._own = _COLUMNS + member
         self._made = RECLAIM_AFTER  # records since the last attempt to free places
-        self._lock_at = self.size_of(members) - LOCK_BYTES
-        self.cells = memoryview(self._map)[: self._lock_at].cast("d")
+        lock_at = self.size_of(members) - LOCK_BYTES
+        self.cells = memoryview(self._map)[:lock_at].cast("d")
         """The numbers of all records, each from the place that `record` returns."""
-        self._lock: SharedLock | None = None if fd < 0 else open_lock(self._map, self._lock_at, fd)
+        self._lock: SharedLock | None = None if fd < 0 else open_lock(self._map, lock_at, fd)
         self.lock: Callable[[], bool] = _needs_no_lock if self._lock is None else self._lock.acquire
         """Keeps the other processes from the table; returns what `unlock` is to be given."""
 
@@ -120,12 +120,12 @@ class LimitTable:
                 cells[at + _NAME] = packed
                 cells[at + VALUE], cells[at + PERIOD] = value, float(period)
                 cells[at + GRANTED], cells[at + _REPORTED] = granted, NOT_REPORTED
-            cells[at + self._pin] = 1.0
+            cells[at + self._own + self._members] = 1.0  # it is in use here
         return at
 
     def release(self, at: int) -> None:
         """Give up the use of a record by this process. Needs no lock: no other process writes this column."""
-        self.cells[at + self._pin] = 0.0
+        self.cells[at + self._own + self._members] = 0.0
 
     def _find(self, packed: float, slot: int) -> tuple[int, bool]:
         """Return the place of a name and whether it is there, else where it can be made; -1: nowhere."""

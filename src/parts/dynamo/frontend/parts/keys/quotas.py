@@ -19,7 +19,7 @@ from typing import Final
 from msgspec import Struct
 
 from dynamo.frontend.base.asgi import HeaderPairs
-from dynamo.frontend.parts.keys.gates import BudgetGate, GateBook, Gates, PlaceGate, RateGate, Spent
+from dynamo.frontend.parts.keys.gates import BudgetGate, GateBook, Gates, Generation, PlaceGate, RateGate, Spent
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.limit_table import LimitTable
 from dynamo.frontend.parts.keys.rules.records import KeyRing, Price
@@ -111,26 +111,32 @@ class Quotas:
         return None
 
 
+class _Reserved(Struct, frozen=True, gc=False):
+    """The tokens that were reserved, at which price, and what each budget has reserved for them."""
+
+    input: int
+    output: int
+    price: Price | None
+    costs: Sequence[int]
+
+
 class Charge:
     """What one request has taken. `close` ends it, once; later calls do nothing."""
 
     __slots__ = (
-        "_costs", "_gates", "_generation", "_is_closed", "_quotas", "_reserved", "_taken", "endpoint", "has_succeeded",
-        "identity", "model", "price",
+        "_gates", "_generation", "_quotas", "_reserved", "_taken", "endpoint", "has_succeeded", "identity", "model",
     )  # fmt: skip
 
     def __init__(self, quotas: Quotas, identity: Identity, gates: Gates, endpoint: str) -> None:
-        self._quotas, self._gates, self._generation = quotas, gates, quotas.book.begin_charge()
+        self._quotas, self._gates = quotas, gates
+        self._generation: Generation | None = quotas.book.begin_charge()  # None: it is closed
         self.identity, self.endpoint = identity, endpoint
         self.model = ""
         """The model, once it is known."""
-        self.price: Price | None = None
         self._taken = False  # a place and a request
-        self._is_closed = False
         self.has_succeeded = False
         """Whether it was answered in full."""
-        self._reserved: tuple[int, int] | None = None  # input and output tokens
-        self._costs: Sequence[int] = ()  # of each budget, for what is reserved
+        self._reserved: _Reserved | None = None
 
     @property
     def is_limited(self) -> bool:
@@ -206,34 +212,33 @@ class Charge:
             return cap
         quotas = self._quotas
         now, table = quotas.clock(), quotas.table
-        if gates.counts_money:
-            self.price = quotas.price_of(self.model)
+        price = quotas.price_of(self.model) if gates.counts_money else None
         lock = table.lock()
         try:
             for budget in gates.budgets:
                 quotas.book.turn(budget)
-                if budget.is_hard:
-                    cap = self._affordable(budget, demand, cap)
+                if budget.budget.hard:
+                    cap = self._affordable(budget, price, demand, cap)
             input, output = demand.input, (_estimate(demand) if cap is None else cap) * demand.answers
             for rate in gates.tokens:
                 wait = rate.wait_seconds(rate.units(input, output), now)
                 if wait > 0.0:
                     raise self._refused(rate.name, _over_rate(rate, wait))
-            costs = self._checked_costs(input, output) if gates.budgets else ()
+            costs = self._checked_costs(price, input, output) if gates.budgets else ()
             for rate in gates.tokens:
                 rate.take(rate.units(input, output), now)
             for index, budget in enumerate(gates.budgets):
                 budget.hold(costs[index])
         finally:
             table.unlock(lock)
-        self._reserved, self._costs = (input, output), costs
+        self._reserved = _Reserved(input, output, price, costs)
         return cap
 
-    def _checked_costs(self, input: int, output: int) -> Sequence[int]:
+    def _checked_costs(self, price: Price | None, input: int, output: int) -> Sequence[int]:
         """Return what each budget has to reserve. Raises the 429 of the first that has not enough."""
         costs: list[int] = []
         for budget in self._gates.budgets:
-            cost = budget.cost(self.price, input, 0, output)
+            cost = budget.cost(price, input, 0, output)
             if cost > budget.left():
                 raise self._over_budget(budget, cost)
             costs.append(cost)
@@ -266,16 +271,16 @@ class Charge:
                 ),
             )
 
-    def _affordable(self, gate: BudgetGate, demand: TokenDemand, cap: int | None) -> int | None:
+    def _affordable(self, gate: BudgetGate, price: Price | None, demand: TokenDemand, cap: int | None) -> int | None:
         """Return the output limit that a hard budget leaves, under the lock. Raises the 429 of one that leaves none."""
         # What a million tokens cost is exact also where one token costs less than a unit.
-        million = gate.cost(self.price, 0, 0, 10**6)
+        million = gate.cost(price, 0, 0, 10**6)
         if million == 0:
             return cap
-        left = gate.left() - gate.cost(self.price, demand.input, 0, 0)
+        left = gate.left() - gate.cost(price, demand.input, 0, 0)
         most = left * 10**6 // million // demand.answers
         if most < 1:
-            raise self._over_budget(gate, gate.cost(self.price, demand.input, 0, demand.answers))
+            raise self._over_budget(gate, gate.cost(price, demand.input, 0, demand.answers))
         return min([most, *[bound for bound in (cap, demand.most_output) if bound is not None]])
 
     def _over_budget(self, gate: BudgetGate, cost: int) -> RequestRejected:
@@ -289,14 +294,14 @@ class Charge:
 
     def close(self, use: TokenUse, seconds: float = 0.0) -> None:
         """End the charge: the place is free, what was reserved and not used is given back, what was used is spent."""
-        if self._is_closed:
+        generation, self._generation = self._generation, None
+        if generation is None:
             return
-        self._is_closed = True
         try:
             if self._taken or self._reserved is not None:
                 self._settle(use)
         finally:
-            self._quotas.book.end_charge(self._generation)
+            self._quotas.book.end_charge(generation)
         self._quotas.on_closed(self, use, seconds)
 
     def _settle(self, use: TokenUse) -> None:
@@ -310,10 +315,13 @@ class Charge:
             if reserved is not None:
                 now = quotas.clock()
                 for rate in gates.tokens:
-                    rate.settle(rate.units(*reserved), rate.units(use.input, use.output), now)
+                    rate.settle(rate.units(reserved.input, reserved.output), rate.units(use.input, use.output), now)
                 for index, budget in enumerate(gates.budgets):
-                    period, cost = quotas.book.turn(budget), budget.cost(self.price, use.input, use.cached, use.output)
-                    budget.spend(self._costs[index], cost)
+                    period, cost = (
+                        quotas.book.turn(budget),
+                        budget.cost(reserved.price, use.input, use.cached, use.output),
+                    )
+                    budget.spend(reserved.costs[index], cost)
                     given.append((budget.name, period, cost))
         finally:
             table.unlock(lock)
@@ -336,7 +344,7 @@ class Charge:
             for gate in gates:
                 remaining, reset = gate.room(now)
                 if tightest is None or remaining < tightest.remaining:
-                    tightest = RateStatus(kind, gate.limit, remaining, reset, wall + reset)
+                    tightest = RateStatus(kind, int(gate.whole.limit), remaining, reset, wall + reset)
             if tightest is not None:
                 found.append(tightest)
         return found
@@ -349,7 +357,7 @@ def _estimate(demand: TokenDemand) -> int:
 def _over_rate(gate: RateGate, wait: float) -> RequestRejected:
     return RequestRejected(
         429,
-        f"Rate limit reached: {gate.name} of {gate.scope} is {gate.limit}, {int(gate.whole.burst)} at once. "
+        f"Rate limit reached: {gate.name} of {gate.scope} is {int(gate.whole.limit)}, {int(gate.whole.burst)} at once. "
         f"Try again in {_span(wait)}",
         code="rate_limit_exceeded",
         retry_after_seconds=_retry_seconds(wait),

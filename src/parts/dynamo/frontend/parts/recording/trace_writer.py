@@ -122,6 +122,21 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+class _Losses:
+    """Counts what is not written, and logs the first failure."""
+
+    def __init__(self, dropped: Callable[[str, int], None]) -> None:
+        self.dropped = dropped
+        self._has_complained = False
+
+    def failed(self, reason: str, count: int, text: str, *, shows_error: bool = False) -> None:
+        """Count a failure; the first one is in the log."""
+        if not self._has_complained:
+            self._has_complained = True
+            logger.error("%s (further failures are only counted)", text, exc_info=shows_error)
+        self.dropped(reason, count)
+
+
 class TraceWriter:
     """Takes what makes the records of one request. It never waits: what finds no room is dropped and counted."""
 
@@ -129,19 +144,18 @@ class TraceWriter:
         self, settings: RequestTraceSettings, redact: Redact | None, dropped: Callable[[str, int], None]
     ) -> None:
         """`dropped` gets the reason ("full", "redaction", "failed", "unwritable") and how many; in either thread."""
-        self._settings, self._redact, self._dropped = settings, redact, dropped
+        self._settings, self._redact, self._losses = settings, redact, _Losses(dropped)
         self._sinks: list[RecordSink] = open_sinks(settings)
         self._waiting: deque[MakeRecords] = deque()
         self._wake = threading.Event()
         self._is_closing = False
-        self._has_complained = False
         self._thread: threading.Thread | None = None
         self._began = time.time()
 
     def put(self, make: MakeRecords) -> None:
         """Write the records that `make` returns, soon. `make` runs in the writer's thread."""
         if len(self._waiting) >= self._settings.capacity or self._is_closing:
-            self._dropped("full", 1)
+            self._losses.dropped("full", 1)
             return
         self._waiting.append(make)
         if 2 * len(self._waiting) >= self._settings.capacity:
@@ -186,8 +200,7 @@ class TraceWriter:
         try:
             records = make()
         except Exception:
-            self._complain("a record of a request could not be made", shows_error=True)
-            self._dropped("failed", 1)
+            self._losses.failed("failed", 1, "a record of a request could not be made", shows_error=True)
             return []
         return [line for record in records if (line := self._line(record)) is not None]
 
@@ -203,8 +216,8 @@ class TraceWriter:
         except Exception as error:
             # Whatever the function meant to take out is still in there, and may be in the error's text, too.
             kind = type(error).__name__
-            self._complain(f"a record was dropped, because DYN_REQUEST_TRACE_REDACT failed for it with {kind}")
-            self._dropped("redaction", 1)
+            text = f"a record was dropped, because DYN_REQUEST_TRACE_REDACT failed for it with {kind}"
+            self._losses.failed("redaction", 1, text)
             return None
 
     def _write(self, lines: list[bytes]) -> None:
@@ -216,11 +229,4 @@ class TraceWriter:
         try:
             write()
         except OSError as error:
-            self._complain(f"the request trace cannot be written: {error}")
-            self._dropped("unwritable", count)
-
-    def _complain(self, text: str, *, shows_error: bool = False) -> None:
-        """Log the first failure; the metric counts them all."""
-        if not self._has_complained:
-            self._has_complained = True
-            logger.error("%s (further failures are only counted)", text, exc_info=shows_error)
+            self._losses.failed("unwritable", count, f"the request trace cannot be written: {error}")

@@ -122,6 +122,54 @@ class _Role:
         return news
 
 
+class _OtherProcesses:
+    """The requests that the other processes of a group have."""
+
+    def __init__(self, peers: Peers, member: str) -> None:
+        self._peers, self._member = peers, member
+        self._loads: dict[str, tuple[float, dict[GroupKey, _OwnLoad]]] = {}
+        self._now = 0.0
+        self._background = Background()
+        self._is_sharing = False
+        peers.on_shared(self._take)
+
+    def add_to(self, key: GroupKey, load: RoleLoad, streams: dict[int, int], now: float) -> RoleLoad:
+        """Return the load of a role in all processes; their streams are added to `streams`."""
+        for came_at, loads in self._loads.values():
+            other = loads.get(key)
+            if other is None or now - came_at > MEMBER_SECONDS:
+                continue
+            load += RoleLoad(load.ready, other.running, None, other.waiting, other.queue_age_seconds)
+            for worker, count in other.by_worker.items():
+                if worker in streams:
+                    streams[worker] += count
+        return load
+
+    def share(self, own: list[_OwnLoad], now: float) -> None:
+        """Report the requests of this process, unless that is still under way."""
+        self._now = now
+        if not self._is_sharing:
+            self._is_sharing = True
+            self._background.start(self._share(own), "frontend: autoscale signals")
+
+    async def _share(self, own: list[_OwnLoad]) -> None:
+        try:
+            await self._peers.share(f"autoscale/{self._member}", msgspec.msgpack.encode(_Shares(self._member, own)))
+        except TimeoutError:
+            logger.warning("the other processes of the group have no load report of this one; they count without it")
+        finally:
+            self._is_sharing = False
+
+    def _take(self, key: str, value: bytes) -> None:
+        if key.startswith("autoscale/"):
+            shared = msgspec.msgpack.decode(value, type=_Shares)
+            if shared.member != self._member:
+                self._loads[shared.member] = self._now, {GroupKey(*each.key): each for each in shared.loads}
+
+    async def aclose(self) -> None:
+        await self._background.close()
+
+
 class AutoscaleSignals:
     """The signals of all roles. Call `measure` once a second."""
 
@@ -139,22 +187,17 @@ class AutoscaleSignals:
         process among its peers.
         """
         self._models, self._registry, self._reports_of, self._rules = models, registry, reports_of, rules
-        self._peers, self._member = peers, member
+        self._others = None if peers is None else _OtherProcesses(peers, member)
         self._roles: dict[GroupKey, _Role] = {}
-        self._others: dict[str, tuple[float, dict[GroupKey, _OwnLoad]]] = {}
-        self._now = 0.0
-        self._background = Background()
-        self._is_sharing = self._is_full = False
-        if peers is not None:
-            peers.on_shared(self._hear)
+        self._is_full = False
 
     async def aclose(self) -> None:
         """Report nothing more to the other processes. Idempotent."""
-        await self._background.close()
+        if self._others is not None:
+            await self._others.aclose()
 
     def measure(self, now: float) -> list[NewDecision]:
         """Check every role, and decide; return what is new."""
-        self._now = now
         own: list[_OwnLoad] = []
         found: list[NewDecision] = []
         pools = self._models.roles()
@@ -173,9 +216,8 @@ class AutoscaleSignals:
                 found.append((key, *news))
         for key in self._roles.keys() - pools.keys():
             self._roles.pop(key).gauges.remove()
-        if self._peers is not None and not self._is_sharing:
-            self._is_sharing = True
-            self._background.start(self._share(self._peers, own), "frontend: autoscale signals")
+        if self._others is not None:
+            self._others.share(own, now)
         return found
 
     def signals(self, model: str) -> list[RoleSignal]:
@@ -191,40 +233,13 @@ class AutoscaleSignals:
         """Return the signals of every model."""
         return [_signal(key, role) for key, role in self._roles.items()]
 
-    # -- the other processes of a group ------------------------------------------------------------------------------
-
     def _look(self, key: GroupKey, pool: ModelPool, now: float) -> tuple[RoleLoad, dict[int, int], _OwnLoad]:
         """Return the load of a role and the streams of each of its workers, of all processes of the group, and of this one."""
         candidates = pool.candidates()
         load = role_load(pool, candidates, self._reports_of, now)
         streams = {each.instance_id: each.in_flight for each in candidates}
         own = _own_load(key, load, candidates)
-        return self._with_others(key, load, streams, now), streams, own
-
-    def _with_others(self, key: GroupKey, load: RoleLoad, streams: dict[int, int], now: float) -> RoleLoad:
-        for heard_at, loads in self._others.values():
-            other = loads.get(key)
-            if other is None or now - heard_at > MEMBER_SECONDS:
-                continue
-            load += RoleLoad(load.ready, other.running, None, other.waiting, other.queue_age_seconds)
-            for worker, count in other.by_worker.items():
-                if worker in streams:
-                    streams[worker] += count
-        return load
-
-    async def _share(self, peers: Peers, own: list[_OwnLoad]) -> None:
-        try:
-            await peers.share(f"autoscale/{self._member}", msgspec.msgpack.encode(_Shares(self._member, own)))
-        except TimeoutError:
-            logger.warning("the other processes of the group have no load report of this one; they count without it")
-        finally:
-            self._is_sharing = False
-
-    def _hear(self, key: str, value: bytes) -> None:
-        if key.startswith("autoscale/"):
-            said = msgspec.msgpack.decode(value, type=_Shares)
-            if said.member != self._member:
-                self._others[said.member] = self._now, {GroupKey(*each.key): each for each in said.loads}
+        return load if self._others is None else self._others.add_to(key, load, streams, now), streams, own
 
     def _say_full(self) -> None:
         if not self._is_full:
