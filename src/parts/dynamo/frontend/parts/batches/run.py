@@ -197,7 +197,7 @@ class RunParts:
         return self.models.is_registered(model) or model in self.known_models or not self.knows_cluster()
 
 
-class Progress:
+class BatchProgress:
     """How far one batch has come."""
 
     def __init__(self, journal: ResultJournal, seen_models: Iterable[str]) -> None:
@@ -224,7 +224,7 @@ class BatchRun:
 
     def __init__(self, record: BatchRecord, journal: ResultJournal, reader: LineReader, parts: RunParts) -> None:
         self.record, self._parts = record, parts
-        self.progress = Progress(journal, record.models)
+        self.progress = BatchProgress(journal, record.models)
         self._wake = asyncio.Event()
         self._commit = GroupCommit(journal, parts.disk, record.batch.id, self._wake.set)
         self._queue = LineQueue(journal, reader, parts.disk, self._entered, parts.rng)
