@@ -58,7 +58,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         assert [plain_text(line) for line in too_wide] == []
 
 
-@examples(200)
+@examples(80)
 @given(st.text(max_size=20) | st.just(HOSTILE), st.sampled_from([80, 200, None]))
 def test_what_clients_write_is_shown_as_text(text: str, width: int | None) -> None:
     picture = msgspec.convert(with_texts(msgspec.to_builtins(demo_picture()), text), Picture)
