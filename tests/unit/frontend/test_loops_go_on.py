@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamo.frontend.base.settings.inspector import InspectorSettings
-from dynamo.runtime.base import forever
+from dynamo.router.kv.settings import KvRouterSettings
 from support.access import bearer, closed_cluster, key
 from support.batch_client import FORM_HEADERS, chat_line, form, jsonl
+from support.fails_once import BrokenSteps
 from support.patience import PATIENCE_SECONDS
 
 PARTS = "dynamo.frontend.parts"
 STEPS = (
     "dynamo.frontend.models.adapters:AdapterKeeper._missing",
     "dynamo.frontend.models.busy_threshold:LoadFollower._reconcile",
+    "dynamo.frontend.models.directory:ModelDirectory._take_cards",
+    "dynamo.frontend.models.directory:ModelDirectory._take_instances",
+    "dynamo.frontend.models.loader:ModelLoader._hosts_of",
+    "dynamo.router.kv_events.feed:KvEventFeed.__aenter__",
+    "dynamo.router.peers.replica_sync:ReplicaSync.__aenter__",
+    "dynamo.router.peers.replica_sync:SessionSync.__aenter__",
     f"{PARTS}.keys.key_store:KeyStore.refresh",
     f"{PARTS}.keys.usage_store:UsageMeter.write",
     f"{PARTS}.keys.line_file:LineFile._write",
@@ -28,45 +33,33 @@ STEPS = (
     f"{PARTS}.batches.conductor:BatchConductor._show",
     f"{PARTS}.batches.conductor:BatchConductor._carry_out",
     f"{PARTS}.batches.journal:ResultJournal.append",
+    f"{PARTS}.batches.stored_files:StoredFiles.remove_expired",
     f"{PARTS}.inspector.lifecycle:WorkerLifecycle.look",
     f"{PARTS}.inspector.inspector:Inspector._kv_use",
+    f"{PARTS}.inspector.other_frontends:OtherFrontends._take",
 )
 """One step of each loop: the module, and the method that raises when it is first called."""
 
 
-def break_once(monkeypatch: pytest.MonkeyPatch, step: str, calls: dict[str, int]) -> None:
-    module, _, path = step.partition(":")
-    owner, _, method = path.partition(".")
-    kind = getattr(import_module(module), owner)
-    own: Callable[..., Any] = getattr(kind, method)
-    calls[step] = 0
-
-    def broken(*args: Any, **named: Any) -> Any:
-        calls[step] += 1
-        if calls[step] == 1:
-            raise RuntimeError(f"{step} fails once")
-        return own(*args, **named)
-
-    monkeypatch.setattr(kind, method, broken)
-
-
 async def test_each_loop_that_fails_once_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forever, "FIRST_DELAY_SECONDS", 0.01)
     for module, name in (
         ("key_store", "LOOK_SECONDS"),
         ("usage_store", "WRITE_SECONDS"),
         ("line_file", "WRITE_SECONDS"),
     ):
         monkeypatch.setattr(f"{PARTS}.keys.{module}.{name}", 0.02)
-    calls: dict[str, int] = {}
-    for step in STEPS:
-        break_once(monkeypatch, step, calls)
-    before = forever.FAILURES.count
+    monkeypatch.setattr(f"{PARTS}.batches.conductor.REAP_SECONDS", 0.02)
+    monkeypatch.setattr("dynamo.frontend.models.directory.WATCH_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("dynamo.frontend.models.loader.RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr("dynamo.router.kv.domains.RETRY_SECONDS", 0.01)
+    steps = BrokenSteps(monkeypatch, *STEPS)
     settings: dict[str, Any] = {
         "files_dir": tmp_path / "files",
         "usage_db": str(tmp_path / "usage.sqlite"),
         "access_log": str(tmp_path / "access.log"),
-        "inspector": InspectorSettings(),
+        "inspector": InspectorSettings(peer_key="k" * 32),
+        "router_mode": "kv",
+        "kv_router": KvRouterSettings(router_replica_sync=True, router_session_affinity_ttl_secs=60.0),
     }
     boss = bearer("boss")
     async with closed_cluster(
@@ -85,11 +78,11 @@ async def test_each_loop_that_fails_once_runs_again(tmp_path: Path, monkeypatch:
         status = ""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                while status != "completed" or any(count < 2 for count in calls.values()):
+                while status != "completed" or steps.not_again:
                     status = (await house.client.get(f"/v1/batches/{batch['id']}", **boss)).json["status"]
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            pytest.fail(f"the batch is {status}; these were not run again: {[s for s in STEPS if calls[s] < 2]}")
+            pytest.fail(f"the batch is {status}; these were not run again: {steps.not_again}")
         degraded = (await house.client.get("/health", **boss)).json["degraded"]
         assert "frontend: key files failed (RuntimeError) and begins again; the log has the error" in degraded
-    assert forever.FAILURES.count - before == len(STEPS)
+    assert steps.counted == len(STEPS)

@@ -23,9 +23,9 @@ from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.sessions import PoolSessions
 from dynamo.router.peers.load_reports import LOAD_TOPIC
-from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import RoutedEndpoint, kv_query_of, ranks_of
 from dynamo.router.standalone.service import RouterService
+from dynamo.router.standalone.worker_reports import busy_filter
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.runtime.distributed import DistributedRuntime

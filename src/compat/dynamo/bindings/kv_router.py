@@ -30,7 +30,6 @@ from dynamo.router.kv import router as library
 from dynamo.router.kv.domains import policy_of
 from dynamo.router.kv.queue_gate import POLICY_CLASS
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import (
     RoutedAnswer,
     RoutedEndpoint,
@@ -39,6 +38,7 @@ from dynamo.router.standalone.routed_endpoint import (
     routed_endpoint,
 )
 from dynamo.router.standalone.service import overlap_scores
+from dynamo.router.standalone.worker_reports import busy_filter
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.client import ClientStream
 from dynamo.runtime.endpoint import Endpoint

@@ -72,20 +72,27 @@ class Announcement:
         while True:
             await started.wait()
             started.clear()
-            models = await wait_listed(
-                self._address,
-                self._console,
-                waits_for=self._processes.missing,
-                on_answer=self._processes.frontend.mark_ready,
-            )
-            if not self._is_announced:
-                await self._all_taken()
-                self._is_announced = True
-                self._console.say("Ready", strong=True)
-                self._console.say(ready_text(self._address, models[0], self._surfaces))
-                say_inspector(self._console, self._processes.admin_port or self._address.port)
-            else:
-                self._console.say(f"frontend serves again at {self._address.url}")
+            try:
+                await self._announce()
+            except Exception:
+                started.set()  # so that what runs this again prints what is owed
+                raise
+
+    async def _announce(self) -> None:
+        models = await wait_listed(
+            self._address,
+            self._console,
+            waits_for=self._processes.missing,
+            on_answer=self._processes.frontend.mark_ready,
+        )
+        if not self._is_announced:
+            await self._all_taken()
+            self._is_announced = True
+            self._console.say("Ready", strong=True)
+            self._console.say(ready_text(self._address, models[0], self._surfaces))
+            say_inspector(self._console, self._processes.admin_port or self._address.port)
+        else:
+            self._console.say(f"frontend serves again at {self._address.url}")
 
     async def _all_taken(self) -> None:
         """Wait until the frontend sends requests to every requested worker."""

@@ -208,14 +208,16 @@ class LocalCluster:
                 self._group as group,
             ):
                 beside = [
-                    group.create_task(self._announcement.follow_frontend(), name="readiness"),
+                    group.create_task(forever(self._announcement.follow_frontend, "readiness"), name="readiness"),
                     group.create_task(forever(self._restart.run, "rolling restart"), name="rolling restart"),
                 ]
                 if self._scaling is not None:
                     beside.append(group.create_task(forever(self._scaling.run, "scaling"), name="scaling"))
                 if self._options.flags.reload:
                     self._sources = asyncio.get_running_loop().create_future()
-                    beside.append(group.create_task(self._reload(self._sources), name="reload"))
+                    beside.append(
+                        group.create_task(forever(partial(self._reload, self._sources), "reload"), name="reload")
+                    )
                 for process in self._processes.all():
                     group.create_task(self._keep(process), name=process.name)
                 await self._stop.wait()

@@ -14,9 +14,9 @@ from typing import Final
 from dynamo.errors import DynamoException, text_of
 from dynamo.kv.index import PrefixIndex
 from dynamo.router.kv.domains import policy_of
-from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import new_router, routed_endpoint
 from dynamo.router.standalone.service import RouterService, RouterServiceSettings
+from dynamo.router.standalone.worker_reports import busy_filter
 from dynamo.runtime.base.settings import RuntimeSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.observe.log_text import one_line

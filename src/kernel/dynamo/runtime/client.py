@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping
 from contextlib import aclosing
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -74,7 +75,8 @@ class Client:
         if self._ready is None or self._watching is None or self._watching.done():
             self._ready = asyncio.get_running_loop().create_future()
             self._ready.add_done_callback(asyncio.Future.exception)  # retrieved, also when no caller waits any more
-            self._watching = self._work.start(self._watch(self._ready), f"watch {self._endpoint.path}")
+            watch = partial(self._watch, self._ready, set[str]())
+            self._watching = self._work.keep(watch, f"watch {self._endpoint.path}", WATCH_RETRY_SECONDS)
         await asyncio.shield(self._ready)  # of all concurrent callers
 
     async def close(self) -> None:
@@ -294,28 +296,27 @@ class Client:
 
     # -- following the store -------------------------------------------------------------------------------------
 
-    async def _watch(self, ready: asyncio.Future[None]) -> None:
-        known: set[str] = set()
-        while True:
-            try:
-                await self._runtime.start()
-                following = follow(self._runtime.discovery, self._prefix, known, raises_first=not ready.done())
-                async with aclosing(following) as changes:
-                    async for batch in changes:
-                        self._apply(batch)
-                        if not ready.done():
-                            ready.set_result(None)
-                return  # the store was closed: the runtime is going away
-            except Exception as error:
-                if not ready.done():
-                    ready.set_exception(error)
-                    return
-                logger.exception("watching %s failed; trying again", self._prefix)
-                await asyncio.sleep(WATCH_RETRY_SECONDS)
-            except asyncio.CancelledError:
-                if not ready.done():
-                    ready.set_exception(CannotConnect(f"the client of {self._endpoint.path} was closed"))
+    async def _watch(self, ready: asyncio.Future[None], known: set[str]) -> None:
+        """Apply what changes until the store is closed. `known`: the keys that an attempt that failed may have applied.
+
+        Before `ready` a failure is that of the callers of `start`, and ends the watch.
+        """
+        try:
+            await self._runtime.start()
+            following = follow(self._runtime.discovery, self._prefix, known, raises_first=not ready.done())
+            async with aclosing(following) as changes:
+                async for batch in changes:
+                    self._apply(batch)
+                    if not ready.done():
+                        ready.set_result(None)
+        except Exception as error:
+            if ready.done():
                 raise
+            ready.set_exception(error)
+        except asyncio.CancelledError:
+            if not ready.done():
+                ready.set_exception(CannotConnect(f"the client of {self._endpoint.path} was closed"))
+            raise
 
     def _apply(self, batch: list[Change]) -> None:
         for change in batch:

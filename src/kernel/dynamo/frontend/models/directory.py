@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final
 
 from dynamo.frontend.base.metrics import FrontendMetrics
@@ -33,8 +33,6 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Discovery
 from dynamo.runtime.discovery.follow import follow
 from dynamo.text.model import TextModel
-
-logger = logging.getLogger(__name__)
 
 WATCH_RETRY_SECONDS: Final = 1.0
 SLICE: Final = 16  # records that are taken over in one go; each costs up to a tenth of a millisecond
@@ -96,9 +94,10 @@ class ModelDirectory:
     async def start(self) -> None:
         """Watch; returns when both snapshots are in, without waiting for any file."""
         first_cards, first_instances = asyncio.Event(), asyncio.Event()
-        start = self._background.start
-        start(self._follow(MODEL_CARDS, self._take_cards, first_cards), "frontend: model cards")
-        start(self._follow(INSTANCES, self._take_instances, first_instances), "frontend: instances")
+        cards = partial(self._follow, MODEL_CARDS, self._take_cards, first_cards, set[str]())
+        instances = partial(self._follow, INSTANCES, self._take_instances, first_instances, set[str]())
+        self._background.keep(cards, "frontend: model cards", WATCH_RETRY_SECONDS)
+        self._background.keep(instances, "frontend: instances", WATCH_RETRY_SECONDS)
         await first_cards.wait()
         await first_instances.wait()
 
@@ -111,25 +110,17 @@ class ModelDirectory:
         await self._encode.aclose()
         await self._prefill.aclose()
 
-    async def _follow(self, bucket: str, take: Callable[[Sequence[Change]], None], first: asyncio.Event) -> None:
-        known: set[str] = set()
-
-        async def pass_on(changes: Sequence[Change]) -> None:
-            for start in range(0, len(changes), SLICE):
-                await asyncio.sleep(0)  # streams go on while hundreds of records come in
-                take(changes[start : start + SLICE])
-
-        while True:
-            try:
-                async with aclosing(follow(self._discovery, bucket, known)) as changes:
-                    async for batch in changes:
-                        await pass_on(batch)
-                        first.set()
-                first.set()  # also where the store was closed before it answered
-                return
-            except Exception:  # the boundary: one fault of ours must not leave the frontend blind for ever
-                logger.exception("following %s failed; reading it again in %g s", bucket, WATCH_RETRY_SECONDS)
-            await asyncio.sleep(WATCH_RETRY_SECONDS)
+    async def _follow(
+        self, bucket: str, take: Callable[[Sequence[Change]], None], first: asyncio.Event, known: set[str]
+    ) -> None:
+        """Take what changes until the store is closed. `known`: the keys that an attempt that failed may have taken."""
+        async with aclosing(follow(self._discovery, bucket, known)) as changes:
+            async for batch in changes:
+                for start in range(0, len(batch), SLICE):
+                    await asyncio.sleep(0)  # streams go on while hundreds of records come in
+                    take(batch[start : start + SLICE])
+                first.set()
+        first.set()  # also where the store was closed before it answered
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

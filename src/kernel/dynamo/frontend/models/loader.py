@@ -15,6 +15,7 @@ from dynamo.frontend.models.changes import Changes
 from dynamo.frontend.models.endpoint_clients import EndpointClients
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.protocol.records import ModelCard
+from dynamo.runtime.base.forever import counted
 from dynamo.runtime.base.tasks import Background
 from dynamo.text.model import TextModel
 
@@ -94,21 +95,23 @@ class ModelLoader:
 
     async def _bring_up(self, key: GroupKey) -> None:
         attempt, cards = 0, self._cluster.cards
-        while True:
-            group = cards.group(key)
-            if group is None:
-                return
-            try:
-                hosts = await self._hosts_of(key)
-                async with self._slots:
-                    text = await self._load(group.card, hosts)
-                    await self._cluster.clients.connect(group.endpoints)
-                break
-            except Exception as error:  # the boundary: a stranger's files may do anything to a parser
-                delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
-                attempt += 1
-                self._failed(key, error, delay)
-                await asyncio.sleep(delay)
+        with counted(f"frontend: load {key.model}") as failed:
+            while True:
+                group = cards.group(key)
+                if group is None:
+                    return
+                try:
+                    hosts = await self._hosts_of(key)
+                    async with self._slots:
+                        text = await self._load(group.card, hosts)
+                        await self._cluster.clients.connect(group.endpoints)
+                    break
+                except Exception as error:  # the boundary: a stranger's files may do anything to a parser
+                    delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
+                    attempt += 1
+                    self._failed(key, error, delay)
+                    failed(error, delay)
+                    await asyncio.sleep(delay)
         group = cards.group(key)  # it may have grown meanwhile; a new fingerprint would have cancelled this task
         self._loading.pop(key, None)
         if group is not None:

@@ -7,15 +7,15 @@ they share the index and the account of their load. A request names the workers 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary, finalize
 
-from dynamo.errors import DynamoException, InvalidArgument
+from dynamo.errors import InvalidArgument
 from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
@@ -41,8 +41,6 @@ from dynamo.router.peers.replica_sync import ReplicaSync, SessionSync
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.observe.metrics import MetricsRegistry
-
-logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 1.0
 AGGREGATED: Final = "aggregated"
@@ -495,88 +493,62 @@ class KvDomains:
             namespace, component, _ = endpoint.split(".", 2)
             labels = {"dynamo_namespace": namespace, "dynamo_component": component}
             left = self._series.enter(labels)
-            work = self._keep_following(follower, domain, endpoint, labels)
-            follower.tasks.append(task := self._background.start(work, f"kv events {endpoint}"))
+            counters = _CountingSink(domain, EventCounters(self._series.registry, labels))
+            work = partial(self._follow_events, follower, domain, endpoint, counters)
+            follower.tasks.append(task := self._background.keep(work, f"kv events {endpoint}", RETRY_SECONDS))
             task.add_done_callback(lambda _: left())
         if self._settings.router_replica_sync:
             domain.placement.router.observer = domain.relay
-            syncing = self._keep_syncing(domain, endpoint)
-            follower.tasks.append(self._background.start(syncing, f"replica sync {endpoint}"))
+            syncing = partial(self._sync, domain, endpoint)
+            follower.tasks.append(self._background.keep(syncing, f"replica sync {endpoint}", RETRY_SECONDS))
         if self._settings.router_session_affinity_ttl_secs is not None:
-            sharing = self._keep_sharing_sessions(domain, endpoint)
-            follower.tasks.append(self._background.start(sharing, f"sessions {endpoint}"))
+            sharing = partial(self._share_sessions, domain, endpoint)
+            follower.tasks.append(self._background.keep(sharing, f"sessions {endpoint}", RETRY_SECONDS))
 
     def _leave(self, key: DomainKey, endpoint: str) -> None:
         follower = self._followers.pop((key, endpoint))
         for task in follower.tasks:
             task.cancel()
 
-    async def _keep_sharing_sessions(self, domain: KvDomain, endpoint: str) -> None:
-        """Share where sessions are bound with other routers until this is cancelled; try again after a failure."""
-        while True:
+    async def _share_sessions(self, domain: KvDomain, endpoint: str) -> None:
+        """Share where sessions are bound with other routers until this is cancelled, or fails."""
+        async with SessionSync(self._endpoint(endpoint), domain.relay.sessions) as sync:
+            domain.relay.sessions.syncs[endpoint] = sync
             try:
-                async with SessionSync(self._endpoint(endpoint), domain.relay.sessions) as sync:
-                    domain.relay.sessions.syncs[endpoint] = sync
-                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the sync fails
-            except DynamoException as error:
-                logger.warning(
-                    "sessions at %s cannot be shared, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
-                )
-            except Exception:  # the boundary: one fault of ours must not end the sharing for ever
-                logger.exception("sharing the sessions at %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
+                await asyncio.get_running_loop().create_future()
             finally:
                 domain.relay.sessions.syncs.pop(endpoint, None)
-            await asyncio.sleep(RETRY_SECONDS)
 
-    async def _keep_syncing(self, domain: KvDomain, endpoint: str) -> None:
-        """Share the bookings of an endpoint's workers with other routers until this is cancelled; try again after a failure."""
+    async def _sync(self, domain: KvDomain, endpoint: str) -> None:
+        """Share the bookings of an endpoint's workers with other routers until this is cancelled, or fails."""
         router = domain.placement.router
-        while True:
+        async with ReplicaSync(
+            self._endpoint(endpoint),
+            router.load,
+            router_id=self._router_id(),
+            block_size=router.block_size,
+            is_live=domain.is_live,
+        ) as sync:
+            domain.relay.syncs[endpoint] = sync
             try:
-                async with ReplicaSync(
-                    self._endpoint(endpoint),
-                    router.load,
-                    router_id=self._router_id(),
-                    block_size=router.block_size,
-                    is_live=domain.is_live,
-                ) as sync:
-                    domain.relay.syncs[endpoint] = sync
-                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the sync fails
-            except DynamoException as error:
-                logger.warning(
-                    "bookings at %s cannot be shared, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
-                )
-            except Exception:  # the boundary: one fault of ours must not end the sharing for ever
-                logger.exception("sharing the bookings at %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
+                await asyncio.get_running_loop().create_future()
             finally:
                 domain.relay.syncs.pop(endpoint, None)
-            await asyncio.sleep(RETRY_SECONDS)
 
-    async def _keep_following(
-        self, follower: _Follower, domain: KvDomain, endpoint: str, labels: Mapping[str, str]
-    ) -> None:
-        """Follow the events of an endpoint until this is cancelled. A failure is logged, and followed by another try."""
-        sink = _CountingSink(domain, EventCounters(self._series.registry, labels))
-        while True:
-            feed = KvEventFeed(
-                self._endpoint(endpoint),
-                sink,
-                on_trust=domain.set_trust,
-                slots=self._slots,
-                is_live=domain.is_live,
-                on_refused=sink.refused,
-            )
-            try:
-                async with feed:
-                    follower.feed = feed
-                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the feed fails
-            except DynamoException as error:
-                logger.warning(
-                    "the KV events of %s cannot be followed, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
-                )
-            except Exception:  # the boundary: one fault of ours must not leave the router without events for ever
-                logger.exception("following the KV events of %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
-            finally:
-                follower.feed = None
-                feed.forget_all()
-            await asyncio.sleep(RETRY_SECONDS)
+    async def _follow_events(self, follower: _Follower, domain: KvDomain, endpoint: str, sink: _CountingSink) -> None:
+        """Follow the events of an endpoint until this is cancelled, or fails."""
+        feed = KvEventFeed(
+            self._endpoint(endpoint),
+            sink,
+            on_trust=domain.set_trust,
+            slots=self._slots,
+            is_live=domain.is_live,
+            on_refused=sink.refused,
+        )
+        try:
+            async with feed:
+                follower.feed = feed
+                await asyncio.get_running_loop().create_future()
+        finally:
+            follower.feed = None
+            feed.forget_all()

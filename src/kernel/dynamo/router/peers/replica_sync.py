@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import Final, Protocol, Self
 
 from dynamo.kv.overlap import WorkerRank
@@ -117,8 +118,8 @@ class ReplicaSync:
             self._stack.push_async_callback(publisher.close)
             events = await self._stack.enter_async_context(runtime.events.subscribe(scope, BOOKINGS_TOPIC))
             background = await self._stack.enter_async_context(Background())
-            background.start(self._follow(events, publisher.publisher_id), "bookings of other routers")
-            background.start(self._follow_channels(), "channels of other routers")
+            background.keep(partial(self._follow, events, publisher.publisher_id), "bookings of other routers")
+            background.keep(partial(self._follow_channels, set[str]()), "channels of other routers")
             self._outbox = BookingOutbox(publisher, is_batching=runtime.event_plane != "nats")
             self._stack.callback(self._end)
         except BaseException:
@@ -205,11 +206,12 @@ class ReplicaSync:
                     self._load.prefill_completed(event.request_id, now)
                     self._peers.prefill_completed_anywhere(event.request_id, now)
 
-    async def _follow_channels(self) -> None:
-        """Forget a peer with its channel record, where the plane has such records."""
+    async def _follow_channels(self, known: set[str]) -> None:
+        """Forget a peer with its channel record, where the plane has such records. `known`: the records that an attempt that
+        failed may have seen."""
         scope = self._endpoint.event_scope
         prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(BOOKINGS_TOPIC)}"
-        async with aclosing(follow(self._endpoint.runtime.discovery, prefix)) as changes:
+        async with aclosing(follow(self._endpoint.runtime.discovery, prefix, known)) as changes:
             async for batch in changes:
                 for change in batch:
                     publisher = change.key.rpartition("/")[2]
@@ -251,7 +253,7 @@ class SessionSync:
             self._stack.push_async_callback(publisher.close)
             events = await self._stack.enter_async_context(runtime.events.subscribe(scope, BINDINGS_TOPIC))
             background = await self._stack.enter_async_context(Background())
-            background.start(self._follow(events, publisher.publisher_id), "bindings of other routers")
+            background.keep(partial(self._follow, events, publisher.publisher_id), "bindings of other routers")
             background.keep(self._reap, "expiry of sessions")
         except BaseException:
             await self._stack.aclose()

@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Annotated, Final, Self
 
 import msgspec
@@ -19,7 +20,6 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.block_chains import DumpedIndex
-from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.media_routing import RoutedPrompt
 from dynamo.kv.overlap import OverlapIndex, WorkerRank
@@ -40,10 +40,10 @@ from dynamo.router.kv.domains import router_options
 from dynamo.router.kv.pre_dispatch import PreDispatchGate, gate_for_endpoint
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.router.kv_events.feed import KvEventFeed
 from dynamo.router.peers.load_reports import RouterLoadReports
 from dynamo.router.peers.replica_sync import ReplicaSync
 from dynamo.router.standalone.routed_answer import RoutedAnswer
+from dynamo.router.standalone.worker_reports import IndexOfWorkers, follow_events
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.client import Client
@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _NO_GATE: Final = PreDispatchGate()
 FIRST_CARDS_SECONDS: Final = 5.0  # how long the cards of the workers that are there may take to be read
+RETRY_SECONDS: Final = 1.0
 MAX_CARDS: Final = 65_536  # of one endpoint; a store gone wild must not take the memory
 
 _UNKNOWN_CONFIG: Final = ModelRuntimeConfig()
@@ -95,7 +96,7 @@ class RoutedEndpoint:
             self._stack.callback(client.on_change(self._set_ranks))
             background = await self._stack.enter_async_context(Background())
             known = asyncio.Event()
-            background.start(self._follow_cards(known), "model cards of the workers")
+            background.keep(partial(self._follow_cards, known, set[str]()), "model cards of the workers", RETRY_SECONDS)
             if self._needs_cards:
                 # Else the first request, right behind the constructor, would find no worker although all are registered.
                 with suppress(TimeoutError):  # the store does not answer: what comes later is taken as it comes
@@ -153,11 +154,12 @@ class RoutedEndpoint:
 
     # -- the workers -------------------------------------------------------------------------------------------------
 
-    async def _follow_cards(self, known: asyncio.Event) -> None:
-        """Take the cards as they change, and set `known` once those that there are have been taken."""
+    async def _follow_cards(self, known: asyncio.Event, keys: set[str]) -> None:
+        """Take the cards as they change, and set `known` once those that there are have been taken. `keys`: those that an
+        attempt that failed may have taken."""
         workers = self.endpoint
         prefix = f"{MODEL_CARDS}/{workers.namespace}/{workers.component}/{workers.name}"
-        async with aclosing(follow(workers.runtime.discovery, prefix)) as changes:
+        async with aclosing(follow(workers.runtime.discovery, prefix, keys)) as changes:
             async for batch in changes:
                 for change in batch:
                     self._take_card(change)
@@ -211,40 +213,6 @@ class RoutedEndpoint:
             self.on_ranks()
 
 
-class _IndexOfWorkers:
-    """The index of the workers of an endpoint, within the limits on their cards (`index_feed.KvSink`)."""
-
-    __slots__ = ("_degraded", "_index", "_sink", "_workers")
-
-    def __init__(self, sink: PrefixIndex | DumpedIndex, workers: RoutedEndpoint) -> None:
-        self._index = sink.index if isinstance(sink, DumpedIndex) else sink
-        self._sink, self._workers = sink, workers
-        self._degraded = self._index.degraded
-
-    def set_capacities(self) -> None:
-        """Bound what each rank may hold by what its worker has."""
-        for rank, info in self._workers.router.ranks.items():
-            self._index.set_capacity(rank, info.total_kv_blocks)
-
-    def apply(self, event: RouterEvent) -> None:
-        """Apply one KV event. See `KvSink`."""
-        self._sink.apply(event)
-        self._see_degraded()
-
-    def forget(self, worker_id: int, dp_rank: int) -> None:
-        """Drop all blocks of a rank. See `KvSink`."""
-        self._index.forget(worker_id, dp_rank)
-        rank = WorkerRank(worker_id, dp_rank)
-        if (info := self._workers.router.ranks.get(rank)) is not None:
-            self._index.set_capacity(rank, info.total_kv_blocks)
-        self._see_degraded()
-
-    def _see_degraded(self) -> None:
-        if self._index.degraded is not self._degraded:
-            self._degraded = self._index.degraded
-            self._workers.set_degraded(self._degraded)
-
-
 # -- what a router goes by -------------------------------------------------------------------------------------------
 
 
@@ -289,15 +257,11 @@ async def routed_endpoint(
         gate = await stack.enter_async_context(gate_for_endpoint(kv, router, endpoint))
         workers = RoutedEndpoint(endpoint, router, pre_dispatch=gate, needs_cards=needs_cards)
         if index is not None:
-            sink = _IndexOfWorkers(index, workers)
-            feed = KvEventFeed(endpoint, sink, on_trust=workers.set_trust, is_live=workers.is_live)
-
-            def ranks_changed() -> None:
-                sink.set_capacities()
-                feed.ranks_changed()
-
-            await stack.enter_async_context(feed)
-            workers.on_ranks = ranks_changed
+            opened = asyncio.get_running_loop().create_future()
+            background = await stack.enter_async_context(Background())
+            following = partial(follow_events, workers, IndexOfWorkers(index, workers), opened)
+            background.keep(following, "KV events of the workers", RETRY_SECONDS)
+            await opened
         await stack.enter_async_context(RouterLoadReports(endpoint, router.load))
         if kv.router_replica_sync:
             sync = ReplicaSync(

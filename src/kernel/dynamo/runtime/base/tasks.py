@@ -93,9 +93,11 @@ class Background:
         task.add_done_callback(self._tasks.discard if is_awaited else self._done)
         return task
 
-    def keep(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
+    def keep(
+        self, work: Callable[[], Awaitable[None]], name: str, delay_seconds: float | None = None
+    ) -> asyncio.Task[None]:
         """Run `work()` until the block is left, again where it raises (`forever`). Raises RuntimeError afterwards."""
-        return self.start(forever(work, name), name)
+        return self.start(forever(work, name, delay_seconds), name)
 
     async def run(self, work: Work[T], name: str) -> T:
         """Run `work` and wait for it: the caller's cancellation ends it, and so does `close`. Raises what it raises."""

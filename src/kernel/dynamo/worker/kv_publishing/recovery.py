@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -118,11 +119,11 @@ class BackgroundRecovery:
     """Answers for a publisher that was made without a worker around it, until `stop` or the end of the runtime."""
 
     def __init__(self, endpoint: Endpoint, publisher: KvEventPublisher, publisher_id: int) -> None:
-        """Starts on the event loop that runs; a failure is logged, and then lost events cannot be requested."""
+        """Starts on the event loop that runs; after a failure it begins again, and lost events cannot be requested meanwhile."""
         self._runtime = endpoint.runtime
         self._stopped = asyncio.Event()
         self._background = Background()
-        self._background.start(self._run(endpoint, publisher, publisher_id), f"kv recovery of {endpoint.path}")
+        self._background.keep(partial(self._run, endpoint, publisher, publisher_id), f"kv recovery of {endpoint.path}")
         self._runtime.remember_client(self)
 
     async def _run(self, endpoint: Endpoint, publisher: KvEventPublisher, publisher_id: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Final
 
 from dynamo.errors import DynamoException
@@ -26,7 +27,7 @@ class Announcer:
     def announce(self, key: str, record: bytes) -> asyncio.Task[None]:
         """Put a record under `v1/event_channels`; the task ends when it is there. Awaited by `withdraw`."""
         full = f"{EVENT_CHANNELS}/{key}"
-        task = self._records[key] = self._work.start(self._put(full, record), f"announce {key}")
+        task = self._records[key] = self._work.keep(partial(self._put, full, record), f"announce {key}")
         return task
 
     async def withdraw(self, key: str) -> None:

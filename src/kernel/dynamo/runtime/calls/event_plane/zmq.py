@@ -13,10 +13,12 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.addresses import detect_host
+from dynamo.runtime.base.forever import forever
 from dynamo.runtime.base.settings import EventPlaneSettings, ZmqBroker
 from dynamo.runtime.calls.event_plane.announcing import Announcer
 from dynamo.runtime.calls.event_plane.base import (
@@ -152,9 +154,9 @@ class ZmqEventPlane:
                 reader.start()
                 async with asyncio.TaskGroup() as group:
                     first = asyncio.Event()
-                    task = group.create_task(
-                        self._follow(scope, topic, reader, first), name=f"event channels of {topic}"
-                    )
+                    connected: dict[str, str] = {}
+                    work, name = partial(self._follow, scope, topic, reader, first, connected), f"channels of {topic}"
+                    task = group.create_task(forever(work, name), name=name)
                     await first.wait()
                     yield inbox
                     task.cancel()
@@ -222,11 +224,12 @@ class ZmqEventPlane:
             "DYN_ZMQ_BROKER_URL, or leave it out: the event plane needs no broker"
         )
 
-    async def _follow(self, scope: EventScope, topic: str, reader: SocketReader, first: asyncio.Event) -> None:
-        """Keep connected to the publishers there are."""
+    async def _follow(
+        self, scope: EventScope, topic: str, reader: SocketReader, first: asyncio.Event, connected: dict[str, str]
+    ) -> None:
+        """Keep connected to the publishers there are. `connected`: by key; those of an attempt that failed are in it."""
         prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(topic)}"
-        connected: dict[str, str] = {}  # by key
-        async with aclosing(follow(self._discovery, prefix)) as changes:
+        async with aclosing(follow(self._discovery, prefix, set(connected))) as changes:
             async for batch in changes:
                 for change in batch:
                     self._connect(change, connected, reader)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Final, TypeVar
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.forever import counted
 from dynamo.runtime.base.settings import EtcdSettings
 from dynamo.runtime.discovery.base import INSTANCES
 from dynamo.runtime.discovery.etcd.client import NOT_FOUND, EtcdClient, EtcdError
@@ -82,28 +83,32 @@ class EtcdLease:
     async def keep(self) -> None:
         """Renew the lease for good."""
         delays = Delays()
-        while True:
-            interval = self._health.lease_ttl_seconds / RENEWALS_PER_TTL
-            delay = min(self._settings.keepalive_interval_seconds or interval, interval)
-            try:
-                lease = await self._client.keep_alive(self.id)
-                self._health.on_answer()
-                delays = Delays()
-                if lease.ttl_seconds == 0:
-                    await self._take_again()
-                else:
-                    self._on_revision(lease.revision)
-            except CannotConnect as error:
-                self._health.on_lost(error)
-                delay = next(delays)
-            except EtcdError as error:
-                level = self._health.level_of_refusals
-                logger.log(level, "etcd declines to renew the lease %x: %s; trying again", self.id, error)
-                await self._health.check_space()
-                delay = next(delays)
-            except Exception:  # the boundary: a defect in here must not end what keeps the lease
-                logger.exception("renewing the lease %x failed", self.id)
-            await asyncio.sleep(delay)
+        with counted("etcd: lease") as failed:
+            while True:
+                interval = self._health.lease_ttl_seconds / RENEWALS_PER_TTL
+                delay = min(self._settings.keepalive_interval_seconds or interval, interval)
+                try:
+                    lease = await self._client.keep_alive(self.id)
+                    self._health.on_answer()
+                    delays = Delays()
+                    if lease.ttl_seconds == 0:
+                        await self._take_again()
+                    else:
+                        self._on_revision(lease.revision)
+                except CannotConnect as error:
+                    self._health.on_lost(error)
+                    delay = next(delays)
+                except EtcdError as error:
+                    level = self._health.level_of_refusals
+                    logger.log(level, "etcd declines to renew the lease %x: %s; trying again", self.id, error)
+                    await self._health.check_space()
+                    delay = next(delays)
+                    if not self._health.is_full:  # which is shown by itself
+                        failed(error, delay)
+                except Exception as error:  # the boundary: a defect in here must not end what keeps the lease
+                    failed(error, delay)
+                    logger.exception("renewing the lease %x failed", self.id)
+                await asyncio.sleep(delay)
 
     async def run_under(self, request: Callable[[], Coroutine[None, None, T]]) -> T:
         """Send a request that needs the lease; if the lease is gone, take it again first."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.forever import counted
 from dynamo.runtime.discovery.etcd.client import EtcdClient, EtcdError
 from dynamo.runtime.discovery.etcd.health import EtcdHealth
 from dynamo.runtime.discovery.etcd.lease import EtcdLease
@@ -113,24 +114,29 @@ class OwnRecords:
     async def keep_repaired(self) -> None:
         """Put what the store lacks and remove what it should not have, whenever there may be any."""
         delays = Delays()
-        while True:
-            await self._repair_wanted.wait()
-            self._repair_wanted.clear()
-            try:
-                async with self._writing:
-                    await self._repair()
-                delays = Delays()
-                continue
-            except CannotConnect:
-                self._repair_wanted.set()  # the lease's loop logs it
-            except EtcdError as error:
-                level = self._health.level_of_refusals
-                logger.log(level, "etcd declines the records of this process: %s; trying again", error)
-                if self._unsure or self._unwanted:
+        with counted("etcd: repair") as failed:
+            while True:
+                await self._repair_wanted.wait()
+                self._repair_wanted.clear()
+                try:
+                    async with self._writing:
+                        await self._repair()
+                    delays = Delays()
+                    continue
+                except CannotConnect:
+                    self._repair_wanted.set()  # the lease's loop logs it
+                except EtcdError as error:
+                    level = self._health.level_of_refusals
+                    logger.log(level, "etcd declines the records of this process: %s; trying again", error)
+                    if not self._health.is_full:  # which is shown by itself
+                        failed(error, 0.0)
+                    if self._unsure or self._unwanted:
+                        self._repair_wanted.set()
+                except Exception as error:  # the boundary: a defect in here must not end what keeps the records
+                    failed(error, 0.0)
                     self._repair_wanted.set()
-            except Exception:  # the boundary: a defect in here must not end what keeps the records
-                logger.exception("putting the records right in etcd failed")
-            await asyncio.sleep(next(delays))
+                    logger.exception("putting the records right in etcd failed")
+                await asyncio.sleep(next(delays))
 
     async def _repair(self) -> None:
         if not self._own and not self._unwanted:

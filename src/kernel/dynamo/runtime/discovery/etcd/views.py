@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.forever import counted
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.discovery.base import Change, Delete, Put
 from dynamo.runtime.discovery.etcd.client import Compacted, EtcdClient, EtcdError, WatchEvent
@@ -90,27 +91,30 @@ class _FollowedBucket:
     async def follow(self) -> None:
         """Read the bucket, then watch it; begin again after a loss."""
         delays = Delays()
-        while True:
-            try:
-                revision = await self._read(is_start=True)
-                async with self._client.watch(f"{self._name}/", revision + 1) as batches:
-                    delays = Delays()
-                    async for events in batches:
-                        if any(event.value is None for event in events):
-                            await self._health.check_space()
-                        self._take(events)
-            except Compacted:
-                logger.info("etcd has forgotten changes of %s; reading it again", self._name)
-                continue
-            except CannotConnect as error:
-                self._health.on_lost(error)
-                # It may come back empty, and so fast that nothing else shows it.
-                self._health.doubt()
-            except EtcdError as error:
-                logger.warning("etcd rejected the watch on %s: %s", self._name, error)
-            except Exception:  # the boundary: a process must not go blind for ever
-                logger.exception("following %s in etcd failed; trying again", self._name)
-            await asyncio.sleep(next(delays))
+        with counted(f"etcd: follow {self._name}") as failed:
+            while True:
+                try:
+                    revision = await self._read(is_start=True)
+                    async with self._client.watch(f"{self._name}/", revision + 1) as batches:
+                        delays = Delays()
+                        async for events in batches:
+                            if any(event.value is None for event in events):
+                                await self._health.check_space()
+                            self._take(events)
+                except Compacted:
+                    logger.info("etcd has forgotten changes of %s; reading it again", self._name)
+                    continue
+                except CannotConnect as error:
+                    self._health.on_lost(error)
+                    # It may come back empty, and so fast that nothing else shows it.
+                    self._health.doubt()
+                except EtcdError as error:
+                    failed(error, 0.0)
+                    logger.warning("etcd rejected the watch on %s: %s", self._name, error)
+                except Exception as error:  # the boundary: a process must not go blind for ever
+                    failed(error, 0.0)
+                    logger.exception("following %s in etcd failed; trying again", self._name)
+                await asyncio.sleep(next(delays))
 
     async def _read(self, *, is_start: bool) -> int:
         """Read the bucket; the revision it has then. `is_start`: no watch runs, and what is read is the truth."""

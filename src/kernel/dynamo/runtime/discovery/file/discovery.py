@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.forever import counted
 from dynamo.runtime.discovery.base import LEASE_TTL_SECONDS, Change, matches
 from dynamo.runtime.discovery.feed import ChangeFeed
 from dynamo.runtime.discovery.file.bucket import FileBucket
@@ -300,19 +301,21 @@ class FileDiscovery:
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get(timeout=self._poll_seconds)
-            except queue.Empty:
-                pass
-            else:
-                if job is None:
-                    break
-                job()
-            try:
-                self._tell(self._store.poll())
-            except Exception:  # a defect in here must not end the thread that keeps the lease
-                logger.exception("file discovery store: poll failed")
+        with counted("file discovery store") as failed:
+            while True:
+                try:
+                    job = self._jobs.get(timeout=self._poll_seconds)
+                except queue.Empty:
+                    pass
+                else:
+                    if job is None:
+                        break
+                    job()
+                try:
+                    self._tell(self._store.poll())
+                except Exception as error:  # a defect in here must not end the thread that keeps the lease
+                    failed(error, self._poll_seconds)
+                    logger.exception("file discovery store: poll failed")
         self._store.close()
         for feed in self._feeds:
             self._on_loop(feed.close)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.forever import counted
 from dynamo.runtime.discovery.kubernetes.api import GONE, KubernetesApi, KubernetesError
 from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 from dynamo.runtime.discovery.retry import Delays
@@ -54,27 +55,30 @@ class FollowedCollection:
     async def follow(self) -> None:
         """Watch the collection; read it and watch again after a loss."""
         delays = Delays()
-        while True:
-            try:
-                async with self._api.watch(self.path, self._selector, self.version) as events:
-                    delays = Delays()
-                    async for event in events:
-                        self._health.on_answer()
-                        if event.version <= self.version:
-                            continue  # a reading was ahead of the watch
-                        self.version = event.version
-                        if event.object is not None:
-                            self._take(event.object, deleted=event.deleted)
-                continue  # the server ends a watch now and then
-            except CannotConnect as error:
-                self._health.on_lost(error)
-            except KubernetesError as error:
-                if error.status != GONE:
-                    logger.warning("the API server declines a watch: %s", error)
-            except Exception:  # the boundary: a process must not go blind for ever
-                logger.exception("following %s failed; trying again", self.path)
-            await asyncio.sleep(next(delays))
-            await self._start_again()
+        with counted(f"kubernetes: {self.path}") as failed:
+            while True:
+                try:
+                    async with self._api.watch(self.path, self._selector, self.version) as events:
+                        delays = Delays()
+                        async for event in events:
+                            self._health.on_answer()
+                            if event.version <= self.version:
+                                continue  # a reading was ahead of the watch
+                            self.version = event.version
+                            if event.object is not None:
+                                self._take(event.object, deleted=event.deleted)
+                    continue  # the server ends a watch now and then
+                except CannotConnect as error:
+                    self._health.on_lost(error)
+                except KubernetesError as error:
+                    if error.status != GONE:
+                        failed(error, 0.0)
+                        logger.warning("the API server declines a watch: %s", error)
+                except Exception as error:  # the boundary: a process must not go blind for ever
+                    failed(error, 0.0)
+                    logger.exception("following %s failed; trying again", self.path)
+                await asyncio.sleep(next(delays))
+                await self._start_again()
 
     async def _start_again(self) -> None:
         try:

@@ -8,6 +8,7 @@ import random
 from typing import Final
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.base.forever import counted
 from dynamo.runtime.base.settings import KubernetesSettings
 from dynamo.runtime.discovery.keys import split_key
 from dynamo.runtime.discovery.kubernetes.api import KubernetesApi, KubernetesError
@@ -138,19 +139,22 @@ class OwnResource:
     async def keep_repaired(self) -> None:
         """Write the resource whenever it may not be as it shall be."""
         delays = Delays()
-        while True:
-            await self._repair_wanted.wait()
-            self._repair_wanted.clear()
-            try:
-                await self._write()
-                delays = Delays()
-                await asyncio.sleep(next(delays))  # another writer that keeps writing must not keep us busy
-                continue
-            except CannotConnect as error:
-                self._health.on_lost(error)
-            except KubernetesError as error:
-                logger.warning("the API server declines our %s: %s", KIND, error)
-            except Exception:  # the boundary: a defect in here must not end what keeps our records
-                logger.exception("writing our %s failed", KIND)
-            self._repair_wanted.set()
-            await asyncio.sleep(next(delays))
+        with counted(f"kubernetes: our {KIND}") as failed:
+            while True:
+                await self._repair_wanted.wait()
+                self._repair_wanted.clear()
+                try:
+                    await self._write()
+                    delays = Delays()
+                    await asyncio.sleep(next(delays))  # another writer that keeps writing must not keep us busy
+                    continue
+                except CannotConnect as error:
+                    self._health.on_lost(error)
+                except KubernetesError as error:
+                    failed(error, 0.0)
+                    logger.warning("the API server declines our %s: %s", KIND, error)
+                except Exception as error:  # the boundary: a defect in here must not end what keeps our records
+                    failed(error, 0.0)
+                    logger.exception("writing our %s failed", KIND)
+                self._repair_wanted.set()
+                await asyncio.sleep(next(delays))

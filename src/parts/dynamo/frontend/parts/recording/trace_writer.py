@@ -16,6 +16,7 @@ import msgspec
 
 from dynamo.frontend.base.redaction import Redact
 from dynamo.frontend.base.settings.recording import RequestTraceSettings
+from dynamo.runtime.base.forever import Failed, counted
 
 logger = logging.getLogger(__name__)
 
@@ -122,15 +123,21 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def _uncounted(error: Exception, delay_seconds: float) -> None:
+    return
+
+
 class _Losses:
     """Counts what is not written, and logs the first failure."""
 
     def __init__(self, dropped: Callable[[str, int], None]) -> None:
         self.dropped = dropped
+        self.count_failure: Failed = _uncounted  # of the loop that runs
         self._has_complained = False
 
-    def failed(self, reason: str, count: int, text: str, *, shows_error: bool = False) -> None:
+    def failed(self, error: Exception, reason: str, count: int, text: str, *, shows_error: bool = False) -> None:
         """Count a failure; the first one is in the log."""
+        self.count_failure(error, 0.0)
         if not self._has_complained:
             self._has_complained = True
             logger.error("%s (further failures are only counted)", text, exc_info=shows_error)
@@ -174,15 +181,16 @@ class TraceWriter:
     # -- in the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            self._wake.wait(self._settings.flush_seconds)
-            is_last = self._is_closing
-            self._wake.clear()
-            self._write_waiting()
-            if is_last:
-                for sink in self._sinks:
-                    self._try(sink.close, 0)
-                return
+        with counted("frontend: request trace") as self._losses.count_failure:
+            while True:
+                self._wake.wait(self._settings.flush_seconds)
+                is_last = self._is_closing
+                self._wake.clear()
+                self._write_waiting()
+                if is_last:
+                    for sink in self._sinks:
+                        self._try(sink.close, 0)
+                    return
 
     def _write_waiting(self) -> None:
         lines: list[bytes] = []
@@ -199,8 +207,8 @@ class TraceWriter:
     def _lines(self, make: MakeRecords) -> list[bytes]:
         try:
             records = make()
-        except Exception:
-            self._losses.failed("failed", 1, "a record of a request could not be made", shows_error=True)
+        except Exception as error:
+            self._losses.failed(error, "failed", 1, "a record of a request could not be made", shows_error=True)
             return []
         return [line for record in records if (line := self._line(record)) is not None]
 
@@ -217,7 +225,7 @@ class TraceWriter:
             # Whatever the function meant to take out is still in there, and may be in the error's text, too.
             kind = type(error).__name__
             text = f"a record was dropped, because DYN_REQUEST_TRACE_REDACT failed for it with {kind}"
-            self._losses.failed("redaction", 1, text)
+            self._losses.failed(error, "redaction", 1, text)
             return None
 
     def _write(self, lines: list[bytes]) -> None:
@@ -228,5 +236,6 @@ class TraceWriter:
     def _try(self, write: Callable[[], None], count: int) -> None:
         try:
             write()
-        except OSError as error:
-            self._losses.failed("unwritable", count, f"the request trace cannot be written: {error}")
+        except Exception as error:  # the boundary: also a defect in here must not end the thread
+            text, is_defect = f"the request trace cannot be written: {error}", not isinstance(error, OSError)
+            self._losses.failed(error, "unwritable", count, text, shows_error=is_defect)
