@@ -297,7 +297,7 @@ async def test_a_template_that_refuses_the_conversation_gets_it_regrouped(house:
     answer = await ask(house, messages=messages, system="s")
     assert answer.status == 200, answer.body
     prompt = tiny_tokenizer().decode(worker.requests[0]["token_ids"])
-    assert "".join(prompt.split()) == "system:s;user:ab;assistant:c;user:de;"
+    assert "".join(prompt.split()) == "system:sd;user:ab;assistant:c;user:e;"
     counted = await ask(house, path="/v1/messages/count_tokens", messages=messages, system="s")
     assert counted.json["input_tokens"] == len(worker.requests[0]["token_ids"])
 

@@ -30,7 +30,7 @@ async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
             + "{% endif %}"
             + SHOWN
             + "{% endfor %}",
-            "system: ab; user: c; assistant: d; user: ef;",
+            "system: abe; user: c; assistant: d; user: f;",
         ),
         (
             "{% for m in messages if m.role != 'developer' %}" + SHOWN + "{% endfor %}",
@@ -38,7 +38,7 @@ async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
         ),
         (
             "{% for m in messages %}{% if m.role == 'system' %}" + REFUSED + "{% endif %}" + SHOWN + "{% endfor %}",
-            "user: abc; assistant: d; user: ef;",
+            "user: abec; assistant: d; user: f;",
         ),
     ],
 )

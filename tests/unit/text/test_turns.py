@@ -92,7 +92,27 @@ def test_no_text_is_refused_or_lost(name: str, first: list[str], rest: list[str]
         ("any role", "developer user developer", "<system>text0 <user>text1 <system>text2"),
         ("in turns", "system developer user", "<system>text0  text1 <user>text2"),
         ("in turns", "system user assistant system", "<system>text0 <user>text1 <assistant>text2 <user>text3"),
-        ("in turns", "user system user assistant user", "<user>text0  text1  text2 <assistant>text3 <user>text4"),
+        (
+            "in turns",
+            "system user assistant system user",
+            "<system>text0  text3 <user>text1 <assistant>text2 <user>text4",
+        ),
+        (
+            "in turns",
+            "user system user assistant user",
+            "<system>text1 <user>text0  text2 <assistant>text3 <user>text4",
+        ),
+        ("in turns", "user developer", "<system>text1 <user>text0"),
+        ("one system, at the beginning", "user system user", "text1 <user>text0 <user>text2"),
+        ("the last system wins", "system user system user", "text0  text2 <user>text1 <user>text3"),
+        ("no system, refused", "user system assistant user", "<user>text1  text0 <assistant>text2 <user>text3"),
+        (
+            "no system, left out",
+            "system user assistant system user",
+            "<user>text0  text3  text1 <assistant>text2 <user>text4",
+        ),
+        ("the developer leads", "user developer system", "# text1  text2 <user>text0"),
+        ("needs tools", "system system user system user", "<system>text0  text1 <user>text2 <system>text3 <user>text4"),
         ("no system, refused", "system user", "<user>text0  text1"),
         ("no system, left out", "developer system user user", "<user>text0  text1  text2 <user>text3"),
         ("no system, left out", "system assistant user", "<user>text0 <assistant>text1 <user>text2"),
@@ -146,13 +166,11 @@ def test_a_conversation_that_was_refused_alternates_and_answers_every_call() -> 
     system, user, later = ({"role": role, "content": role} for role in ("system", "user", "system"))
     found = alternating([system, user, user, call("t1", "t2"), later, result("t2", "r"), user])
     assert [(one["role"], one.get("tool_call_id"), one["content"]) for one in found] == [
-        ("system", None, "system"),
+        ("system", None, "system\n\nsystem"),
         ("user", None, "user\n\nuser"),
         ("assistant", None, "so"),
-        ("tool", "t1", ""),
-        ("tool", "t2", ""),
-        ("user", None, "system"),
         ("tool", "t2", "r"),
+        ("tool", "t1", ""),
         ("user", None, "user"),
     ]
 
@@ -176,4 +194,7 @@ def test_alternating_keeps_every_text_and_leaves_no_neighbours_of_one_role(messa
     assert all(a != b or a == "tool" for a, b in itertools.pairwise(roles))
     assert "system" not in roles[1:]
     texts = "\n\n".join(message["content"] for message in found if message["content"])
-    assert texts.split("\n\n") == "\n\n".join(one["content"] for one in messages if one["content"]).split("\n\n")
+    ends = messages[-1:] if [one["role"] for one in messages[-2:]] == ["assistant", "system"] else []
+    moved = [one for one in messages[: len(messages) - len(ends)] if one["role"] == "system"]
+    ordered = [*moved, *(one for one in messages if one["role"] != "system"), *ends]
+    assert texts.split("\n\n") == "\n\n".join(one["content"] for one in ordered if one["content"]).split("\n\n")

@@ -7,53 +7,54 @@ from typing import Any, Final
 from dynamo.text.template_probe import Message, Messages, RoleForm
 
 _SYSTEM: Final = ("system", "developer")
+_AT_THE_FRONT: Final = RoleForm(knows_developer=True, takes_several=False, takes_later=False)
 
 
 def with_placed_systems(messages: Messages, form: RoleForm) -> Messages:
     """Return the conversation with each text of the system where a template of this form shows it.
 
-    Those at the beginning are joined; a later one, and each for a family without that role, becomes text of a user in
-    its place, so that a longer conversation still begins as the shorter one did. It is joined with the user's texts
-    beside it.
+    Those that it does not show in their place are joined at the front: by those at the beginning or, for a family
+    without that role, before the first text of the user. So a later one changes the prompt from its beginning on. One
+    that ends the conversation behind an answer is what the model is to go on from, and becomes text of a user there.
     """
     for message in messages:
         if message.get("role") in _SYSTEM:
             break
     else:
         return messages
-    found: list[Message] = []
-    leads, was_moved = True, False  # only the system has spoken; the last text was the system's
+    front: list[Message] = []
+    rest: list[Message] = []
     for message in messages:
-        is_moved = False
         if message.get("role") == "developer" and not form.knows_developer:
             message = {**message, "role": "system"}
-        if message.get("role") in _SYSTEM:
-            is_known = form.knows_system or message["role"] == "developer"
-            is_moved = not is_known or not (leads or form.takes_later)
-            if is_moved:
-                message = {**message, "role": "user"}
-        leads = leads and message.get("role") in _SYSTEM
-        is_joined = (leads and not form.takes_several) or ((is_moved or was_moved) and message.get("role") == "user")
-        if found and is_joined and (leads or found[-1].get("role") == "user"):
-            found[-1] = _joined(found[-1], message)
+        leads = not rest
+        if message.get("role") in _SYSTEM and (leads or not form.takes_later):
+            front.append(message)
         else:
-            found.append(message)
-        was_moved = is_moved
-    return found
+            rest.append(message)
+    if rest and rest[-1].get("role") == "assistant" and messages[-1].get("role") in _SYSTEM and not form.takes_later:
+        rest.append({**front.pop(), "role": "user"})
+    unknown = [] if form.knows_system else [message for message in front if message["role"] == "system"]
+    known = front if form.knows_system else [message for message in front if message["role"] != "system"]
+    if unknown:
+        text = {**_as_one(unknown), "role": "user"}
+        is_users = bool(rest) and rest[0].get("role") == "user"
+        rest[: 1 if is_users else 0] = [_joined(text, rest[0]) if is_users else text]
+    if known and not form.takes_several:
+        known = [_as_one(known)]
+    return [*known, *rest]
 
 
 def alternating(messages: Messages) -> list[Message]:
     """Return the conversation for a template that refused it: users and assistants in turns, and each call with its result.
 
-    A system message behind the first message becomes text of a user, texts of the same role are joined, and a call that
-    was never answered gets an empty result.
+    System messages are joined at the front, texts of the same role are joined, and a call that was never answered gets an
+    empty result.
     """
     found: list[Message] = []
     unanswered: list[str] = []
-    for position, message in enumerate(messages):
+    for message in with_placed_systems(messages, _AT_THE_FRONT):
         role = message.get("role")
-        if role == "system" and position:
-            role, message = "user", {"role": "user", "content": message.get("content")}
         if role == "tool":
             if message.get("tool_call_id") in unanswered:
                 unanswered.remove(message["tool_call_id"])
@@ -70,6 +71,13 @@ def alternating(messages: Messages) -> list[Message]:
 
 def _no_result(call_id: str) -> Message:
     return {"role": "tool", "tool_call_id": call_id, "content": ""}
+
+
+def _as_one(messages: Messages) -> Message:
+    found, *others = messages
+    for message in others:
+        found = _joined(found, message)
+    return found
 
 
 def _joined(before: Message, after: Message) -> Message:
