@@ -21,7 +21,7 @@ from dynamo.frontend.parts.recording.recording import FAMILIES as RECORDING
 from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX
 from dynamo.frontend.parts.scaling.gauges import FAMILIES as AUTOSCALE
 from dynamo.frontend.parts.stored_responses.part import FAMILIES as STORED_RESPONSES
-from dynamo.mocker.metrics import FAMILIES as MOCKER
+from dynamo.mocker.reports import FAMILIES as MOCKER
 from dynamo.router.kv.metrics import FAMILIES as KV_ROUTER
 from dynamo.router.kv.queue_metrics import FAMILIES as ROUTER_QUEUE
 from dynamo.runtime.calls.event_plane.base import FAMILIES as EVENTS

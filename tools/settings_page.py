@@ -13,14 +13,14 @@ from typing import Final
 
 from pages import write_page
 
-from dynamo.cli.bench.flags import BenchFlags
-from dynamo.cli.bench.replay.flags import ReplayFlags
+from dynamo.cli.bench.options import BenchFlags
+from dynamo.cli.bench.replay.options import ReplayFlags
 from dynamo.cli.chat import ChatFlags
 from dynamo.cli.conformance import ConformanceFlags
 from dynamo.cli.doctor.command import DoctorFlags
 from dynamo.cli.explain import ExplainFlags
 from dynamo.cli.new import NewFlags
-from dynamo.cli.replay.flags import ResendFlags
+from dynamo.cli.replay.command import ResendFlags
 from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
 from dynamo.cli.simulate import SimulateFlags
 from dynamo.cli.status import StatusFlags

@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo.frontend.base.asgi import Receive, Scope, Send, first_headers, reply
 from dynamo.frontend.http.server import render_rejection
-from dynamo.frontend.parts.inspector.inspect_page import inspect_files
+from dynamo.frontend.parts.inspector.part import inspect_files
 from dynamo.frontend.pipeline.settings import ApiLimits
 from dynamo.protocol.inspector.views import (
     CacheView,

@@ -22,7 +22,7 @@ from demo_model.conversations.picture_chats import PICTURE_KINDS
 from demo_model.lessons.pictures import Picture
 from dynamo.reference.core import Core, Failure
 from dynamo.reference.demo import DIRECTORY
-from dynamo.reference.demo.drawing import encode_png
+from dynamo.reference.demo.draw import encode_png
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.media import NO_MEDIA, MediaPrompt
 from dynamo.reference.picture_codes import FILE, Vision

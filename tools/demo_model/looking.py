@@ -36,7 +36,7 @@ from dynamo.reference.demo import DIRECTORY
 from dynamo.reference.picture_codes import CODES, FILE
 from dynamo.reference.tensor_files import open_tensors, read_tensors
 from dynamo.reference.vision import IMAGE_TOKENS
-from dynamo.text.media_tokens import CODES_PROCESSOR
+from dynamo.text.model import CODES_PROCESSOR
 
 __all__ = ["Looking", "main", "with_codes"]
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from demo_model.lessons.pictures import MANY, VARIANTS, Picture, picture
 from demo_model.lessons.question import is_held_out
-from dynamo.reference.demo.drawing import SHAPES
+from dynamo.reference.demo.draw import SHAPES
 from dynamo.reference.picture_codes import CODES, CONVOLUTIONS, HIDDEN, SIDE, scaled
 from dynamo.reference.vision import IMAGE_TOKENS
 

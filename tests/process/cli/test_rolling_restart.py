@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli.programs import worker_program
+from dynamo.cli.local_processes import worker_program
 from dynamo.cli.serve import read_options
 from dynamo.supervise.backoff import RestartPolicy
 from support.load import load

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.cli.console import Console
-from dynamo.cli.programs import programs
+from dynamo.cli.local_processes import programs
 from dynamo.cli.readiness import Address, ready_text
 from dynamo.cli.serve import read_options
 from dynamo.supervise.backoff import RestartPolicy

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.cli.doctor import certificates, installed, machine, network, variables
+from dynamo.cli.doctor import command, network, variables
 from dynamo.cli.doctor.command import CHECKS, examine
 from dynamo.cli.doctor.diagnosis import CheckLevel, Diagnosis, Examined
 from dynamo.cli.inspect.client import InspectorClient
@@ -41,7 +41,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server is slow because this machine does other things as well."""
     monkeypatch.setattr(network, "TIMEOUT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(network, "SLOW_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr(machine, "CLOCK_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(command, "CLOCK_SECONDS", PATIENCE_SECONDS)
 
 
 def examined(url: str = "http://127.0.0.1:1", *, names_frontend: bool = False, **env: str) -> Examined:
@@ -76,20 +76,20 @@ def listening(greeting: bytes) -> Iterator[int]:
 @each_case(
     ("made", "level"),
     [
-        (machine.clock_off("x", 0.4), OK),
-        (machine.clock_off("x", -5.0), WARNING),
-        (machine.clock_off("x", 3600.0), ERROR),
-        (machine.file_limit(65_536, 65_536, 20_480), OK),
-        (machine.file_limit(-1, -1, 20_480), OK),
-        (machine.file_limit(4096, 65_536, 20_480), WARNING),
-        (machine.file_limit(256, -1, 20_480), ERROR),
-        (machine.disk_room("/x", 50 * GIB), OK),
-        (machine.disk_room("/x", GIB), WARNING),
-        (machine.disk_room("/x", 1 << 20), ERROR),
-        (machine.shared_memory_room(8 * GIB), OK),
-        (machine.shared_memory_room(64 << 20), WARNING),
-        (machine.process_count(8, 4), OK),
-        (machine.process_count(2, 4), WARNING),
+        (command.clock_off("x", 0.4), OK),
+        (command.clock_off("x", -5.0), WARNING),
+        (command.clock_off("x", 3600.0), ERROR),
+        (command.file_limit(65_536, 65_536, 20_480), OK),
+        (command.file_limit(-1, -1, 20_480), OK),
+        (command.file_limit(4096, 65_536, 20_480), WARNING),
+        (command.file_limit(256, -1, 20_480), ERROR),
+        (command.disk_room("/x", 50 * GIB), OK),
+        (command.disk_room("/x", GIB), WARNING),
+        (command.disk_room("/x", 1 << 20), ERROR),
+        (command.shared_memory_room(8 * GIB), OK),
+        (command.shared_memory_room(64 << 20), WARNING),
+        (command.process_count(8, 4), OK),
+        (command.process_count(2, 4), WARNING),
         (network.round_trip("etcd", 0.01), OK),
         (network.round_trip("etcd", 1.0), WARNING),
     ],
@@ -101,14 +101,14 @@ def test_a_judgement(made: Diagnosis, level: CheckLevel) -> None:
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    for check in (machine.clocks, machine.files, machine.disks, machine.processors, machine.loopback):
+    for check in (command.clocks, command.files, command.disks, command.processors, command.loopback):
         assert list(check(examined())), check.__name__
-    assert len(list(machine.shared_memory(examined()))) == Path("/dev/shm").is_dir()
+    assert len(list(command.shared_memory(examined()))) == Path("/dev/shm").is_dir()
 
 
 def test_the_clock_of_a_frontend_is_that_of_its_pictures() -> None:
     with inspector_server(demo_picture(taken_ms=int(time.time() * 1000) + 6_000_000)) as server:
-        found = list(machine.clocks(examined(server.url)))
+        found = list(command.clocks(examined(server.url)))
     assert [one.level for one in found] == [OK, ERROR]
     ahead = re.search(r"([0-9]+) s ahead", found[1].finding)
     assert ahead is not None
@@ -116,8 +116,8 @@ def test_the_clock_of_a_frontend_is_that_of_its_pictures() -> None:
 
 
 def test_nobody_is_told_to_set_the_limit_that_is_set() -> None:
-    assert "4096" not in machine.file_limit(4096, 4096, 20_480).advice
-    assert "65536" in machine.file_limit(4096, 65_536, 20_480).advice
+    assert "4096" not in command.file_limit(4096, 4096, 20_480).advice
+    assert "65536" in command.file_limit(4096, 65_536, 20_480).advice
 
 
 @contextmanager
@@ -245,15 +245,15 @@ def test_pairs_of_certificate_and_key(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.issue("serve.example", "127.0.0.1")
     _, other = authority.issue("serve.example")
-    good = list(certificates.pair("DYN_TLS", certificate, key))
+    good = list(network.pair("DYN_TLS", certificate, key))
     assert levels(iter(good)) == [OK]
     assert "serve.example, 127.0.0.1" in good[0].finding
-    assert "is not the key of" in next(certificates.pair("DYN_TLS", certificate, other)).finding
-    assert "there is no file" in next(certificates.pair("DYN_TLS", certificate, str(tmp_path / "none"))).finding
+    assert "is not the key of" in next(network.pair("DYN_TLS", certificate, other)).finding
+    assert "there is no file" in next(network.pair("DYN_TLS", certificate, str(tmp_path / "none"))).finding
     authority.spoil(certificate)
-    assert "cannot be used" in next(certificates.pair("DYN_TLS", certificate, key)).finding
+    assert "cannot be used" in next(network.pair("DYN_TLS", certificate, key)).finding
     half = examined(DYN_TLS_CERT_PATH=certificate)
-    assert [one.advice for one in certificates.certificates(half)] == ["set DYN_TLS_KEY_PATH"]
+    assert [one.advice for one in network.certificates(half)] == ["set DYN_TLS_KEY_PATH"]
 
 
 @each_case(
@@ -275,23 +275,23 @@ def test_the_dates_and_names_of_a_certificate(begins: int, ends: int, names: boo
     plain: dict[str, Any] = {"notBefore": date(begins), "notAfter": date(ends)}
     if names:
         plain["subjectAltName"] = (("DNS", "serve.example"),)
-    assert certificates.validity("DYN_TLS", plain, now).level is level
+    assert network.validity("DYN_TLS", plain, now).level is level
 
 
 def test_a_chain_is_tried_in_a_handshake(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path / "other", "stranger")
     certificate, key = authority.issue("serve.example")
-    assert certificates.chain(certificate, key, authority.path, None).level is OK
-    assert certificates.chain(certificate, key, authority.path, "serve.example").level is OK
-    assert "mismatch" in certificates.chain(certificate, key, authority.path, "other.example").finding
-    assert certificates.chain(certificate, key, stranger.path, None).level is ERROR
-    assert certificates.chain(certificate, key, str(tmp_path / "none"), None).level is ERROR
+    assert network.chain(certificate, key, authority.path, None).level is OK
+    assert network.chain(certificate, key, authority.path, "serve.example").level is OK
+    assert "mismatch" in network.chain(certificate, key, authority.path, "other.example").finding
+    assert network.chain(certificate, key, stranger.path, None).level is ERROR
+    assert network.chain(certificate, key, str(tmp_path / "none"), None).level is ERROR
     wire: dict[str, Any] = {
         "DYN_TCP_TLS_CERT_PATH": certificate,
         "DYN_TCP_TLS_KEY_PATH": key,
         "DYN_TCP_TLS_CA_CERT_PATH": stranger.path,
     }
-    assert levels(certificates.certificates(examined(**wire))) == [OK, ERROR]
+    assert levels(network.certificates(examined(**wire))) == [OK, ERROR]
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_settings_that_contradict_each_other(env: dict[str, Any], part: str) -> 
 
 
 def test_versions_are_named() -> None:
-    texts = " ".join(one.finding for one in installed.versions(examined()))
+    texts = " ".join(one.finding for one in command.versions(examined()))
     assert "msgspec" in texts
     assert f"Python {sys.version_info.major}." in texts
 
@@ -374,13 +374,13 @@ def test_a_token_file_of_a_dead_frontend_is_a_leftover(tmp_path: Path) -> None:
     env: dict[str, Any] = {"XDG_RUNTIME_DIR": str(tmp_path)}
     publish_access(8002, InspectorAccess("http://127.0.0.1:8002", "t", os.getpid()), env)
     publish_access(8001, InspectorAccess("http://127.0.0.1:8001", "t", int(done.stdout)), env)
-    found = list(installed.leftovers(examined(**env)))
+    found = list(command.leftovers(examined(**env)))
     assert [one.level for one in found] == [WARNING, OK]
     assert "has gone" in found[0].finding
     (tmp_path / "dynamo" / "inspect-8002.json").chmod(0o644)
     (tmp_path / "dynamo" / "inspect-8001.json").write_bytes(b"{")
-    assert levels(installed.leftovers(examined(**env))) == [WARNING, ERROR]
-    assert levels(installed.leftovers(examined(XDG_RUNTIME_DIR=str(tmp_path / "none")))) == [OK]
+    assert levels(command.leftovers(examined(**env))) == [WARNING, ERROR]
+    assert levels(command.leftovers(examined(XDG_RUNTIME_DIR=str(tmp_path / "none")))) == [OK]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_a_check_that_fails_itself_does_not_end_the_others() -> None:
         raise ZeroDivisionError("oh")
         yield
 
-    found = list(examine(examined(), {"broken": broken, "loopback": machine.loopback}))
+    found = list(examine(examined(), {"broken": broken, "loopback": command.loopback}))
     assert found[0] == (
         "broken",
         Diagnosis.bad("the check itself failed: ZeroDivisionError: oh", "report this: a check must not fail"),

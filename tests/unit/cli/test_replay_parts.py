@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.cli.replay.answers import ReplayedAnswer, read_body, read_stream
-from dynamo.cli.replay.command import chosen_requests, inference_paths, main
-from dynamo.cli.replay.comparing import compare, table
-from dynamo.cli.replay.flags import ResendFlags
+from dynamo.cli.replay.command import ResendFlags, chosen_requests, compare, inference_paths, main, table
 from dynamo.cli.replay.sending import ResentRequest, filled
 from dynamo.cli.usage import UsageError
 from dynamo.engines.recorded import files

@@ -18,7 +18,7 @@ import pytest
 import settings_page
 from wings import name_in_package, source_files
 
-from dynamo.cli.parsers import command_parsers
+from dynamo.cli.completion import command_parsers
 from dynamo.contract.args import add_backend_arguments
 from dynamo.contract.conformance import FAILURE_NAMES
 from dynamo.errors import RULES

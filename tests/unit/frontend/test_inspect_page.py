@@ -10,7 +10,7 @@ from typing import Any
 
 from wings import WINGS
 
-from dynamo.frontend.parts.inspector.inspect_page import INSPECT_PATH, inspect_files
+from dynamo.frontend.parts.inspector.part import INSPECT_PATH, inspect_files
 from support.access import bearer, key, write_keys
 from support.asgi_client import AsgiClient
 from support.cases import each_case

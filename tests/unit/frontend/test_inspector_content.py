@@ -14,7 +14,7 @@ import pytest
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.base.settings.recording import RecordingSettings, RequestTraceSettings
-from dynamo.frontend.parts.inspector.content import MAX_CONTENT_BYTES
+from dynamo.frontend.parts.inspector.tables import MAX_CONTENT_BYTES
 from dynamo.protocol.inspector.schema import inspector_json
 from dynamo.protocol.inspector.views import VIEWS
 from dynamo.protocol.records import ModelRuntimeConfig

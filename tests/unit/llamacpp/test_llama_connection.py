@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import EngineShutdown
-from dynamo.llamacpp.connection import LlamaConnection, LlamaRefusal, call_llama, open_llama
+from dynamo.llamacpp.slots import LlamaConnection, LlamaRefusal, call_llama, open_llama
 from support.patience import PATIENCE_SECONDS
 
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

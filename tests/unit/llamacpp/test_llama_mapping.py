@@ -14,12 +14,10 @@ from dynamo.contract.requests.generation import (
     read_generation,
 )
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument, Unknown
-from dynamo.llamacpp.answers import LlamaAnswer, completion_body
 from dynamo.llamacpp.arguments import choose_engine, read_arguments
-from dynamo.llamacpp.connection import LlamaRefusal
-from dynamo.llamacpp.engine import LlamaCppEngine
+from dynamo.llamacpp.engine import LlamaAnswer, LlamaCppEngine, completion_body
 from dynamo.llamacpp.gguf_header import is_gguf, read_gguf_header
-from dynamo.llamacpp.slots import map_llama_error
+from dynamo.llamacpp.slots import LlamaRefusal, map_llama_error
 from dynamo.llamacpp.text_engine import LlamaCppTextEngine
 from dynamo.protocol.model_types import ModelInput
 from support.cases import each_case

@@ -11,8 +11,7 @@ from demo_model.conversations.picture_chats import PICTURE_KINDS, picture_key, p
 from demo_model.lessons.pictures import ABOUT, MANY, UNKNOWN, VARIANTS, Picture, asked_about, picture
 from demo_model.lessons.question import is_held_out
 
-from dynamo.reference.demo.draw import main
-from dynamo.reference.demo.drawing import COLOURS, SHAPES, encode_png, render
+from dynamo.reference.demo.draw import COLOURS, SHAPES, encode_png, main, render
 from dynamo.reference.picture_files import read_png
 from support.cases import each_case
 

@@ -19,7 +19,7 @@ from dynamo.placement.kv_query import KvQuery, RankInfo
 from dynamo.placement.kv_state import KvChoice, Selection
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.replay.generated import TraceShape, generate
-from dynamo.replay.kv_frontend import KvFrontend
+from dynamo.replay.modes import KvFrontend
 from dynamo.replay.run import run_replay
 from dynamo.replay.setup import ReplaySetup, Restart
 from dynamo.router.kv.decisions import DecisionHeader, DecisionLog, read_decisions, recompute

@@ -22,7 +22,7 @@ from dynamo.chaos.plan import (
     plan_text,
     read_plan,
 )
-from dynamo.cli.programs import programs
+from dynamo.cli.local_processes import programs
 from dynamo.cli.serve import read_options
 from dynamo.cli.usage import UsageError
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from

@@ -12,8 +12,8 @@ import pytest
 
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.calls.context import Context
+from dynamo.sglang.engine import inputs_of, vector_of
 from dynamo.sglang.engine_thread import EngineThread
-from dynamo.sglang.vectors import inputs_of, vector_of
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 

@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.kv.hashing import media_pad_token
 from dynamo.kv.media_routing import expand_images
-from dynamo.text.media_tokens import NO_MEDIA, media_tokens
+from dynamo.text.model import NO_MEDIA, media_tokens
 
 QWEN = {
     "image_processor_type": "Qwen2VLImageProcessor",

@@ -14,9 +14,8 @@ from dynamo.contract.conformance import run_conformance
 from dynamo.contract.requests.generation import GenerationLimits, OutputConstraint, read_generation
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.calls.context import Context
-from dynamo.trtllm.answers import guided_parameters, sampling_parameters
 from dynamo.trtllm.arguments import MARK, read_arguments
-from dynamo.trtllm.engine import TrtllmEngine
+from dynamo.trtllm.engine import TrtllmEngine, guided_parameters, sampling_parameters
 from support import fake_tensorrt_llm
 from support.cases import each_case
 from support.demo_model import FILES

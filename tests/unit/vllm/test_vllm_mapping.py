@@ -25,8 +25,8 @@ from dynamo.vllm.installed import DEFAULTS, check_version, prepare_environment
 from dynamo.vllm.operations import VllmOperations
 from dynamo.vllm.pooling import check_tasks
 from dynamo.vllm.reports import LoadReports, event_sources, events_address
-from dynamo.vllm.sampling import VllmLimits, constraint_of, read_sampling
 from dynamo.vllm.starting import bind_threads
+from dynamo.vllm.submissions import VllmLimits, constraint_of, read_sampling
 from support.cases import each_case
 
 LIMITS = VllmLimits(context_length=100, vocab_size=50)

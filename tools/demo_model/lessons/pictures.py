@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from demo_model.lessons.question import Question, phrase
-from dynamo.reference.demo.drawing import COLOURS, DIGITS, SHAPES, Colour, Drawing, Mark, render
+from dynamo.reference.demo.draw import COLOURS, DIGITS, SHAPES, Colour, Drawing, Mark, render
 
 __all__ = ["ABOUT", "MANY", "UNKNOWN", "Picture", "asked_about", "picture"]
 

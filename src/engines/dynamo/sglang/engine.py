@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import count
@@ -23,6 +23,7 @@ from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest
 from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.requests.generation import Feature, GenerationLimits, read_generation, read_generation_defaults
 from dynamo.contract.requests.output_grammar import grammar_of
+from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
 from dynamo.engines.adapter import AdapterEngine
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.base.process_guard import (
@@ -35,10 +36,57 @@ from dynamo.runtime.base.process_guard import (
 )
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
-from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
+from dynamo.sglang.answers import SglangAnswer, check_not_aborted, logprob_arguments, sampling_parameters
 from dynamo.sglang.arguments import MARK, SglangArguments, events_source, read_arguments, server_arguments
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
-from dynamo.sglang.vectors import inputs_of, vector_of
+
+# Vectors instead of tokens: the inputs of a request to SGLang's tokenizer manager, each a request of its own there.
+
+
+def inputs_of(request: EmbedRequest, context_length: int, vocab_size: int) -> list[list[int]]:
+    """Return the inputs of a request. Raises InvalidArgument naming the field for what SGLang does not do."""
+    task_among(request, (EMBED,))
+    if request.get("normalize") is False:
+        raise InvalidArgument("normalize: SGLang makes vectors of the length 1 only")
+    if (request.get("routing") or {}).get("lora_name"):
+        raise InvalidArgument("routing.lora_name: adapters are not built for SGLang")
+    return inputs_within(request, context_length, vocab_size)
+
+
+async def vector_of(
+    thread: EngineThread, context: Context, ids: list[int], dimensions: int | None, rid: str
+) -> list[float] | None:
+    """Return the vector of one input; None when the context was stopped first. `rid`: its name at SGLang.
+
+    Raises InvalidArgument where SGLang refuses it, EngineShutdown where it gives it up.
+    """
+
+    async def submit(engine: Any) -> AsyncIterator[Any]:
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        asked = EmbeddingReqInput(input_ids=ids, rid=rid, dimensions=dimensions)
+        outputs: AsyncIterator[Any] = engine.tokenizer_manager.generate_request(asked, None)
+        return outputs
+
+    is_answered = False
+    try:
+        async with aclosing(thread.outputs(context, submit)) as outputs:
+            async for output in outputs:
+                is_answered = True
+                if context.is_stopped():
+                    return None
+                check_not_aborted(output["meta_info"].get("finish_reason"))
+                vector: list[float] = output["embedding"]
+                return vector
+    except ValueError as error:  # SGLang's checks of a request
+        raise InvalidArgument(f"dimensions: {error}" if dimensions is not None else str(error)) from error
+    finally:
+        if not is_answered and thread.engine is not None:
+            thread.call(thread.engine.tokenizer_manager.abort_request, rid)
+    if not context.is_stopped():
+        raise EngineShutdown("SGLang ended an input without its vector")
+    return None
+
 
 logger = logging.getLogger(__name__)
 

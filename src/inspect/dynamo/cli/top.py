@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from dynamo.cli.api_client import EXIT_FAILED, ServerError
 from dynamo.cli.inspect.client import InspectorClient, ViewQuery
 from dynamo.cli.inspect.flags import InspectFlags
-from dynamo.cli.inspect.lines import plain_text
+from dynamo.cli.inspect.lines import Tone, plain_text
 from dynamo.cli.inspect.plain import picture_lines
 from dynamo.cli.usage import PlainRefusal, UsageError
 from dynamo.protocol.inspector.views import VIEWS
@@ -24,6 +25,26 @@ from dynamo.settings.extras import install_command
 from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import SettingReader, integer, switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
+
+# The colours of tones, in the sixteen colours that every terminal has: they follow its own light or dark scheme.
+
+_STYLES: Final[Mapping[Tone, str]] = MappingProxyType(
+    {
+        Tone.NORMAL: "",
+        Tone.DIM: "dim",
+        Tone.STRONG: "bold",
+        Tone.GOOD: "green",
+        Tone.WARN: "yellow",
+        Tone.BAD: "bold red",
+        Tone.ACCENT: "cyan",
+    }
+)
+
+
+def rich_style(tone: Tone) -> str:
+    """Return the style of a tone for the printer of `--once`."""
+    return _STYLES[tone]
+
 
 ONCE_VIEWS: Final = ("workers", "streams")
 MOST_ROWS: Final = 1000  # of a view, of the live screen; the server reports how many there are
@@ -132,8 +153,6 @@ def _once(flags: TopFlags) -> int:
         return 0
     from rich.console import Console  # tones need it, plain text does not
     from rich.text import Text
-
-    from dynamo.cli.inspect.styles import rich_style
 
     console = Console(highlight=False)
     for line in lines:

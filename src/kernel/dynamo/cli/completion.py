@@ -7,13 +7,47 @@ from __future__ import annotations
 
 import argparse
 import enum
+import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo.cli.engines import BUILT_IN
+from dynamo.cli.main import COMMANDS
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import choices_of
+
+# The parsers of all commands, for what describes them: completion of a shell, and the test of the settings page.
+
+# Words that may stand behind a flag, although others may, too.
+FLAG_WORDS: Final = {"--engine": tuple(sorted(BUILT_IN))}
+
+HOMES: Final = {
+    **{name: module for name, (module, _) in COMMANDS.items()},
+    "bench": "dynamo.cli.bench.options",
+    "bench replay": "dynamo.cli.bench.replay.options",
+}
+"""The module with `build_parser()`, or `build_parser(environment)`, of each command."""
+
+
+def first_words() -> dict[str, tuple[str, ...]]:
+    """Return the words that may come first behind a command, although others may, too."""
+    presets = importlib.import_module("dynamo.replay.presets").PRESETS
+    return {"conformance": tuple(sorted(BUILT_IN)), "bench replay": tuple(presets)}
+
+
+def command_parsers() -> dict[str, CommandParser]:
+    """Make the parser of each command, by its name (`bench replay` is one); no environment is read."""
+    return {name: _parser_of(home) for name, home in HOMES.items()}
+
+
+def _parser_of(home: str) -> CommandParser:
+    build = importlib.import_module(home).build_parser
+    parser: CommandParser = build({}) if inspect.signature(build).parameters else build()
+    return parser
+
 
 _EPILOG: Final = """\
 bash:  dynamo completion bash > ~/.local/share/bash-completion/completions/dynamo
@@ -77,9 +111,6 @@ def build_parser() -> CommandParser:
 
 def words_of_commands() -> list[WordsOfCommand]:
     """Return the words of `dynamo` itself and of each of its commands."""
-    from dynamo.cli.main import COMMANDS  # which names this module
-    from dynamo.cli.parsers import command_parsers, first_words
-
     parsers = {tuple(name.split()): parser for name, parser in command_parsers().items()}
     known: dict[tuple[str, ...], str] = {(name,): what for name, (_, what) in COMMANDS.items()}
     known |= {path: parser.description or "" for path, parser in parsers.items() if len(path) > 1}
@@ -95,8 +126,6 @@ def words_of_commands() -> list[WordsOfCommand]:
 def _words(
     path: tuple[str, ...], parser: argparse.ArgumentParser, below: tuple[tuple[str, str], ...], values: tuple[str, ...]
 ) -> Iterator[WordsOfCommand]:
-    from dynamo.cli.parsers import FLAG_WORDS
-
     flags: list[WordsOfFlag] = []
     commands, takes_files = list(below), False
     for action in parser._actions:

@@ -33,10 +33,9 @@ from dynamo.errors import Disconnected, EngineShutdown, InvalidArgument
 from dynamo.mocker.bootstrap import HandoffDesk, fetch_prompt, room_of
 from dynamo.mocker.configuration import MockOptions
 from dynamo.mocker.engine_wire import EngineWire
-from dynamo.mocker.metrics import MockMetrics
 from dynamo.mocker.output import ResponseTrace, prompt_seed, random_ids
 from dynamo.mocker.pass_loop import PassLoop
-from dynamo.mocker.reports import MockReports
+from dynamo.mocker.reports import MockMetrics, MockReports
 from dynamo.mocker.settings import BOOTSTRAP_HOST
 from dynamo.mocker.stream import MockStream
 from dynamo.runtime.base.addresses import LOOPBACK, detect_host

@@ -3,16 +3,124 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from dynamo.kv.events import RouterEvent
-from dynamo.replay.event_feed import ReplayEventFeed, Schedule
 from dynamo.replay.fleet import Fleet
 from dynamo.replay.flight import Flight
 from dynamo.replay.frontend import MakeFrontend, ReplayFrontend
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.worker import ReplayWorker
+
+# The way of KV events to one frontend of a replay: late, lost, requested again. Pure.
+#
+# It keeps the rules of the production feed. Events of a worker are applied in their order. A number that is too high is a gap:
+# missing events are requested, and live events wait for the answer. A worker that has dropped the events answers with
+# everything that it holds.
+
+MAX_WAITING: Final = 1024  # live events of one worker that wait for an answer
+
+Schedule = Callable[[float, Callable[[float], None]], None]
+"""(delay in ms, what to call with the time then)"""
+
+
+class _Source:
+    """One worker's events."""
+
+    __slots__ = ("is_asking", "next_id", "waiting", "worker")
+
+    def __init__(self, worker: ReplayWorker) -> None:
+        self.worker = worker
+        self.next_id = 0  # 0: everything is requested
+        self.is_asking = False
+        self.waiting: deque[RouterEvent] = deque(maxlen=MAX_WAITING)
+
+
+class ReplayEventFeed:
+    """Feeds one frontend with the events of all workers."""
+
+    def __init__(
+        self, frontend: ReplayFrontend, schedule: Schedule, *, loss: float, answer_ms: float, rng: random.Random
+    ) -> None:
+        """`loss` is the share of events that never arrive; an answer of a worker takes `answer_ms`."""
+        self.frontend = frontend
+        self._schedule = schedule
+        self._loss = loss
+        self._answer_ms = answer_ms
+        self._rng = rng
+        self._sources: dict[int, _Source] = {}
+        self.lost = 0
+        self.repairs = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every event that the workers have published so far was applied."""
+        return all(
+            not source.is_asking and source.next_id == source.worker.journal.last_event_id + 1
+            for source in self._sources.values()
+        )
+
+    def join(self, worker: ReplayWorker) -> None:
+        """Follow a worker; one that has published something gets a request for what it holds."""
+        source = self._sources[worker.worker_id] = _Source(worker)
+        if worker.journal.last_event_id:
+            self._request(source)
+        else:
+            source.next_id = 1
+
+    def leave(self, worker: ReplayWorker) -> None:
+        """Forget a worker and its blocks."""
+        if self._sources.pop(worker.worker_id, None) is not None:
+            self.frontend.forget(worker.worker_id)
+
+    def deliver(self, worker_id: int, events: list[RouterEvent], now_ms: float) -> None:
+        """Take what a worker has just published."""
+        source = self._sources.get(worker_id)
+        if source is None:
+            return  # it left while the events were on their way
+        for event in events:
+            if self._loss and self._rng.random() < self._loss:
+                self.lost += 1
+            else:
+                self._take(source, event, now_ms)
+
+    def _take(self, source: _Source, event: RouterEvent, now_ms: float) -> None:
+        if source.is_asking:
+            source.waiting.append(event)
+            return
+        event_id = event.event.event_id
+        if event_id < source.next_id:
+            return
+        if event_id > source.next_id:
+            source.waiting.append(event)
+            self._request(source)
+            return
+        source.next_id = event_id + 1
+        self.frontend.apply(event, now_ms)
+
+    def _request(self, source: _Source) -> None:
+        self.repairs += 1
+        source.is_asking = True
+        self._schedule(self._answer_ms, partial(self._answered, source))
+
+    def _answered(self, source: _Source, now_ms: float) -> None:
+        worker = source.worker
+        if self._sources.get(worker.worker_id) is not source:
+            return  # it left before it answered
+        frontend = self.frontend
+        missed = worker.journal.events_since(source.next_id) if source.next_id else None
+        if missed is None:
+            frontend.forget(worker.worker_id)
+            missed = list(worker.journal.dump())
+        for event in missed:
+            frontend.apply(event, now_ms)
+        source.next_id = worker.journal.last_event_id + 1
+        source.is_asking = False
+        while source.waiting and not source.is_asking:
+            self._take(source, source.waiting.popleft(), now_ms)
 
 
 class Entrances:

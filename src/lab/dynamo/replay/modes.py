@@ -12,14 +12,136 @@ for so long beside the events.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.kv.approximate_index import ApproximateIndex
+from dynamo.kv.events import RouterEvent
+from dynamo.kv.index import PrefixIndex
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.kv_query import KvQuery, RankInfo, Trust
+from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.policies import RouterMode
 from dynamo.placement.policies.kv_policies import kv_policy
-from dynamo.replay.frontend import CountingFrontend, MakeFrontend
-from dynamo.replay.kv_frontend import KvFrontend
+from dynamo.replay.flight import Flight
+from dynamo.replay.frontend import CountingFrontend, MakeFrontend, Routed
+from dynamo.router.kv.router import KvRouter
 from dynamo.scheduling import SchedulerOptions
+
+# A frontend of a replay that routes by what workers hold: the production `KvRouter`, fed as in production. Pure.
+
+
+class KvFrontend:
+    """Routes by a KV policy. With `reads_events` off it knows only what it has routed itself, and what others report."""
+
+    def __init__(
+        self,
+        policy: KvPolicy,
+        options: SchedulerOptions,
+        rng: random.Random,
+        *,
+        reads_events: bool = True,
+        guesses_by_lru: bool = False,
+        predicted_ttl_seconds: float | None = None,
+    ) -> None:
+        """`options` is what the workers' cards have.
+
+        Without events, what was routed to a worker counts as held for two minutes, or with `guesses_by_lru` until newer
+        prompts fill its cache. `predicted_ttl_seconds`: beside the events, what was routed counts as held for so long.
+        """
+        self.reads_events = reads_events
+        self._rng = rng
+        self._index = PrefixIndex() if reads_events else None
+        self._routed: ApproximateIndex | None = None  # learns from what is sent where
+        if not reads_events:
+            self._routed = ApproximateIndex(is_lru=guesses_by_lru)
+        elif predicted_ttl_seconds is not None:
+            self._routed = ApproximateIndex(ttl_seconds=predicted_ttl_seconds)
+        self._info = RankInfo(
+            total_kv_blocks=options.num_gpu_blocks,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+            trust=Trust.EXACT if reads_events else Trust.PREDICTED,
+        )
+        self._begun: dict[str, tuple[Flight, int]] = {}  # own bookings, with the tokens there were before
+        self.router = KvRouter(
+            block_size=options.block_size,
+            policy=policy,
+            rng=rng,
+            index=self._index if reads_events else self._routed,
+            predicted=self._routed if reads_events else None,
+        )
+
+    def set_workers(self, worker_ids: Sequence[int]) -> None:
+        """Take note of the workers that are there now."""
+        ranks = {WorkerRank(worker_id): self._info for worker_id in worker_ids}
+        for index in (self._index, self._routed):
+            if index is not None:
+                for rank in ranks:
+                    index.set_capacity(rank, self._info.total_kv_blocks)
+        self.router.set_ranks(ranks)
+
+    def route(self, flight: Flight, now_ms: float) -> Routed:
+        """Choose the worker of a request and book it there."""
+        router, now = self.router, now_ms / 1000
+        selection = router.select(_query(flight), now)
+        router.book(flight.booking_id, selection, now)
+        self._begun[flight.booking_id] = flight, flight.tokens
+        return Routed(selection.rank.worker_id, selection.cached_tokens)
+
+    def would_choose(self, flight: Flight, now_ms: float) -> int | None:
+        """Return the worker that `route` would choose; the next choice has the same chance all the same."""
+        chance = self._rng.getstate()
+        chosen = self.router.select(_query(flight), now_ms / 1000).rank.worker_id
+        self._rng.setstate(chance)
+        return chosen
+
+    def booked_elsewhere(self, flight: Flight, booking_id: str, routed: Routed, now_ms: float) -> None:
+        """Count a request that another frontend has booked."""
+        rank, now = WorkerRank(routed.worker_id), now_ms / 1000
+        self.router.load.add(
+            booking_id,
+            rank,
+            flight.blocks.sequence,
+            prompt_tokens=flight.request.prompt_tokens + flight.tokens,
+            cached_tokens=routed.cached_tokens,
+            now=now,
+        )
+
+    def first_token(self, booking_id: str, now_ms: float) -> None:
+        """Count the prompt as computed."""
+        self.router.first_token(booking_id, now_ms / 1000)
+
+    def end(self, booking_id: str, now_ms: float) -> None:
+        """Free what is booked; the router learns how long the answer was, if it is its own."""
+        now = now_ms / 1000
+        if (begun := self._begun.pop(booking_id, None)) is not None:
+            flight, tokens_before = begun
+            self.router.output(booking_id, flight.tokens - tokens_before, now)
+        self.router.free(booking_id, now)
+
+    def apply(self, event: RouterEvent, now_ms: float) -> None:
+        """Let the index follow a worker's cache."""
+        if self._index is not None:
+            self._index.apply(event)
+
+    def forget(self, worker_id: int) -> None:
+        """Drop a worker's blocks."""
+        for index in (self._index, self._routed):
+            if index is not None:
+                index.forget(worker_id)
+
+
+def _query(flight: Flight) -> KvQuery:
+    """Return a request as the router sees it; one that moves brings what it has generated so far."""
+    return KvQuery(
+        sequence=flight.blocks.sequence,
+        prompt_tokens=flight.request.prompt_tokens + flight.tokens,
+        priority=flight.request.priority,
+        policy_class=flight.request.policy_class,
+    )
+
 
 _COUNTING: Final = (RouterMode.ROUND_ROBIN, RouterMode.RANDOM, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
 COUNTING_MODES: Final[tuple[str, ...]] = tuple(mode.value for mode in _COUNTING)

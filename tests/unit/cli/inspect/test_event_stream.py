@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.cli.inspect import event_stream
-from dynamo.cli.inspect.event_stream import EventStreamDecoder, SentEvent, StreamTooLong
+from dynamo.cli.inspect import client
+from dynamo.cli.inspect.client import EventStreamDecoder, SentEvent, StreamTooLong
 from support.cases import each_case
 
 
@@ -31,6 +31,6 @@ def test_events(text: str, expected: list[SentEvent]) -> None:
 
 
 def test_an_event_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "MAX_EVENT_BYTES", 10)
+    monkeypatch.setattr(client, "MAX_EVENT_BYTES", 10)
     with pytest.raises(StreamTooLong):
         events("data: 123456\ndata: 123456\n")

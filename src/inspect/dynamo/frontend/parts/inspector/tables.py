@@ -2,23 +2,170 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import OrderedDict, deque
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
 
 from dynamo.frontend.base.failures import FailureRing
-from dynamo.frontend.base.redaction import load_redaction
+from dynamo.frontend.base.redaction import Redact, load_redaction
 from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.busy_threshold import LoadFollower
+from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.parts.inspector.caches import CacheTable
 from dynamo.frontend.parts.inspector.clock import InspectorClock
-from dynamo.frontend.parts.inspector.content import ContentReader
 from dynamo.frontend.parts.inspector.events import EventLog
-from dynamo.frontend.parts.inspector.lifecycle import WorkerLifecycle
 from dynamo.frontend.parts.inspector.recent import RecentRequests
 from dynamo.frontend.parts.inspector.routing import RoutingLog
+from dynamo.frontend.parts.inspector.stream_rows import key_name, worker_name
 from dynamo.frontend.parts.inspector.streams import StreamTable
 from dynamo.frontend.parts.inspector.workers import ClusterTable
+from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Pipeline
+from dynamo.frontend.pipeline.text_generation import TextPlan
+from dynamo.text.tokenizer import Tokenizer
+
+# Follows the workers of the cluster as they come and go, for the events and the ages that the inspector shows.
+
+
+class WorkerLifecycle:
+    """Checks the workers whenever they have changed, and at no other time."""
+
+    def __init__(self, models: ModelDirectory, events: EventLog, clock: InspectorClock) -> None:
+        self._models, self._events, self._clock = models, events, clock
+        self.first_seen: dict[str, float] = {}
+        """When each worker that is there came, by id: loop times."""
+        self._served: dict[str, str] = {}  # by worker, what it serves
+        self._conflicts: set[str] = set()  # keys of cards that differ from the one in service
+        self._circuits: dict[str, float] = {}  # workers in quarantine
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        while True:
+            self.look()
+            await self._models.change()
+
+    def look(self) -> None:
+        """Compare the workers with those of the last check."""
+        now = self._clock.now()
+        served: dict[str, str] = {}
+        conflicts: dict[str, tuple[str, str]] = {}
+        for group in self._models.groups():
+            pool = self._models.pool_of(group.key)
+            for entry in group.accepted:
+                if pool is None or pool.instance(entry.instance_id) is not None:
+                    served.setdefault(worker_name(entry.instance_id), group.key.model)
+            for entry in group.rejected:
+                conflicts[entry.key] = worker_name(entry.instance_id), group.key.model
+        for name in served.keys() - self._served.keys():
+            self.first_seen[name] = now
+            self._events.add("worker joined", f"worker {name} serves {served[name]}", worker=name, model=served[name])
+        for name in self._served.keys() - served.keys():
+            self.first_seen.pop(name, None)
+            model = self._served[name]
+            self._events.add("worker left", f"worker {name} of {model} has left", worker=name, model=model)
+        for key in conflicts.keys() - self._conflicts:
+            name, model = conflicts[key]
+            text = f"worker {name} gets no requests: its card of {model} differs from the one in service"
+            self._events.add("card conflict", text, worker=name, model=model)
+        self._served, self._conflicts = served, set(conflicts)
+
+    def look_at_circuits(self) -> None:
+        """Note the workers that were quarantined, or answer again, since the last check. Called at each end of a failed request,
+        and while a viewer watches."""
+        found: dict[str, float] = {}
+        for group in self._models.groups():
+            if (pool := self._models.pool_of(group.key)) is not None:
+                found |= {worker_name(id): until for id, until in pool.circuits().items()}
+        for name in found.keys() - self._circuits.keys():
+            seconds = max(0.0, found[name] - asyncio.get_running_loop().time())
+            text = f"worker {name} is quarantined: a request to it failed; it is tried again in {seconds:.0f} s"
+            self._events.add("worker quarantined", text, worker=name)
+        for name in self._circuits.keys() - found.keys():
+            if name in self._served:
+                self._events.add("worker answers", f"worker {name} answers again", worker=name)
+        self._circuits = found
+
+
+# The content of a request in flight and of its answer, for viewers with the permission. Nothing is kept for it: the ids are there anyway.
+
+logger = logging.getLogger(__name__)
+
+CONTENT_SCHEMA: Final = "dynamo.inspect.content.v1"
+MAX_CONTENT_BYTES: Final = 64 * 1024  # of the prompts, and again of the answers
+MAX_TOKENS: Final = 16_384  # of the prompts, and again of the answers: about as many bytes, and 10 ms of the event loop
+MAX_SHOWN: Final = 16  # prompts, and answers
+
+
+class ContentReader:
+    """Makes text of the token ids that a request holds while it runs. Used on the event loop only."""
+
+    def __init__(self, models: ModelDirectory, redact: Redact | None) -> None:
+        """`redact`: the operator's function; what it makes of a record is shown in its place, and nothing for None."""
+        self._models, self._redact = models, redact
+
+    def read(self, exchange: Exchange) -> dict[str, Any] | None:
+        """Return the prompts from their beginning, and the ends of the answers; None: nothing is known, or may be shown."""
+        work, name = exchange.work, exchange.model
+        model = None if name is None else self._models.lookup(name)
+        if work is None or model is None:
+            return None
+        plan = work.plan
+        if isinstance(plan, TextPlan):  # its worker makes the text, and its answer passes through
+            prompts = [_said(body) for body in plan.bodies[:MAX_SHOWN]]
+            answers: list[str] | None = None
+        else:
+            tokenizer = model.text.tokenizer
+            shown = plan.prompts[:MAX_SHOWN]
+            prompts = [_text(tokenizer, ids[: MAX_TOKENS // len(shown)]) for ids in shown]
+            running = work.running[:MAX_SHOWN]
+            answers = [
+                _text(tokenizer, stream.request.generated[-(MAX_TOKENS // len(running)) :]) for stream in running
+            ]
+        record: dict[str, Any] = {
+            "schema": CONTENT_SCHEMA,
+            "id": exchange.response_id,
+            "key": key_name(exchange.identity),
+            "model": name,
+            "prompt_tokens": work.tally.prompt_tokens,
+            "prompts": _bounded(prompts),
+            "output_tokens": sum(stream.tokens for stream in work.running),
+            "answers": None if answers is None else _bounded(answers, keeps_end=True),
+        }
+        return self._redacted(record)
+
+    def _redacted(self, record: dict[str, Any]) -> dict[str, Any] | None:
+        if self._redact is None:
+            return record
+        try:
+            return self._redact(record)
+        except Exception as error:
+            # Whatever it meant to take out is still in there, and may be in the error's text, too.
+            logger.error("content is not shown, because the redaction failed for it with %s", type(error).__name__)
+            return None
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _said(body: dict[str, Any]) -> str:
+    """Return the content of a body of a model that takes text: its prompt, or its messages as JSON."""
+    prompt = body.get("prompt")
+    return prompt if isinstance(prompt, str) else msgspec.json.encode(body.get("messages")).decode()
+
+
+def _bounded(texts: Sequence[str], *, keeps_end: bool = False) -> list[str]:
+    """Return texts that are together no longer than they may be, each with its beginning, or with its end."""
+    limit = MAX_CONTENT_BYTES // max(1, len(texts))
+    found = []
+    for text in texts:
+        raw = text[-limit:].encode(errors="replace") if keeps_end else text[:limit].encode(errors="replace")
+        found.append((raw[-limit:] if keeps_end else raw[:limit]).decode(errors="ignore"))
+    return found
 
 
 class Tables:
