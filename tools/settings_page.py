@@ -49,7 +49,7 @@ from dynamo.runtime.observe.logging import LoggingVariables
 from dynamo.runtime.observe.tracing import TracingVariables
 from dynamo.settings.foreign import FOREIGN, NO_COLOR
 from dynamo.settings.table import Setting, Status, settings_of
-from dynamo.text.template_sandbox import BudgetSpec
+from dynamo.text.template_budget import BudgetSpec
 from dynamo.worker import settings as variables
 from dynamo.worker import topology
 from dynamo.worker.lifecycle import ShutdownTimes

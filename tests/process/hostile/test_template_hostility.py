@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.text.template_sandbox import BudgetSpec
+from dynamo.text.template_budget import BudgetSpec
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, ChatTemplate, TemplateRejected
 from support.frontend_cluster import cluster
 from support.tiny_model import write_tiny_model

@@ -14,7 +14,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.responses import ChatLogprobPieces
 from dynamo.text.control_tokens import ControlTokens
 from dynamo.text.prefix_cache import CachedTokenizer
-from dynamo.text.template_sandbox import NO_CLOCK, BudgetSpec
+from dynamo.text.template_budget import NO_CLOCK, BudgetSpec
 from dynamo.text.templates import PLAIN_TEMPLATE, ChatTemplate
 from dynamo.text.tokenizer import (
     BatchTokenizer,

@@ -8,28 +8,24 @@ for much longer than its `Budget`, although it runs in this very thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import wraps
 from types import BuiltinMethodType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TextIO, TypeVar
 
-from jinja2 import nodes, pass_context
+from jinja2 import Environment, Template, nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
 
-from dynamo.settings.readers import integer, mebibytes
-from dynamo.settings.readers import seconds as cpu_seconds
-from dynamo.settings.table import setting
+from dynamo.text.template_budget import ITEM_BYTES, NO_CLOCK, Budget, BudgetExceeded, BudgetSpec, items_of
+
+N = TypeVar("N", bound=nodes.Node)
 
 BUDGET_VARIABLE: Final = " budget"  # with a space, which no name in a template has
-STEPS_PER_LOOK: Final = 64  # at the clock, which costs a system call
 MAX_NUMBER: Final = 100_000  # as an argument of what fills up or repeats, and of `range`
 MAX_POWER_BITS: Final = 4096
-MAX_NESTING: Final = 64  # containers that the template itself puts into each other
-ITEM_BYTES: Final = 16  # a list's item, beside what it holds
 
 _WIDTH: Final = re.compile(r"[0-9]{5,}|\*")  # in a format
 _REPEATING: Final = frozenset({"*", "**", "%"})
@@ -61,133 +57,20 @@ _CHEAP: Final = frozenset(
 )
 
 
-def NO_CLOCK() -> float:
-    """Stand for a clock where time is not real."""
-    return 0.0
-
-
-class BudgetExceeded(Exception):
-    """A template used up one of its bounds; `limit` is its name in `BudgetSpec`."""
-
-    def __init__(self, limit: str, bound: float) -> None:
-        what = {"steps": "steps", "sizes": "bytes of text and lists", "seconds": "s"}[limit]
-        super().__init__(f"it takes more than {bound:g} {what}")
-        self.limit = limit
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetSpec:
-    """What one rendering may take."""
-
-    # fmt: off
-    steps: int = setting(1_000_000, "DYN_TEMPLATE_MAX_STEPS", integer(1), "Passes of loops, and calls")
-    sizes: int = setting(256 * 1024 * 1024, "DYN_TEMPLATE_MAX_MB", mebibytes,
-        "Everything that the template makes, its prompt included")
-    seconds: float = setting(2.0, "DYN_TEMPLATE_SECS", cpu_seconds(0.001), "CPU time")
-    # fmt: on
-
-
-class _Budget:
-    """What is left of one rendering's bounds."""
-
-    __slots__ = ("_clock", "_deadline", "_spec", "sizes", "steps", "weights")
-
-    def __init__(self, spec: BudgetSpec, clock: Callable[[], float]) -> None:
-        self._spec, self._clock = spec, clock
-        self.steps, self.sizes = spec.steps, spec.sizes
-        # Set at the first check: a clock of CPU time is a system call, and most renderings end before they need one.
-        self._deadline: float | None = None
-        # By id: (the container, its size when written out, how deep it nests). Lists may hold one another twice, and so
-        # be exponentially long when written out.
-        self.weights: dict[int, tuple[Any, int, int]] = {}
-
-    def step(self) -> None:
-        """Count one step."""
-        self.steps -= 1
-        if not self.steps % STEPS_PER_LOOK:
-            self.look()
-
-    def look(self) -> None:
-        """End the rendering when its steps or its time are over."""
-        if self.steps <= 0:
-            raise BudgetExceeded("steps", self._spec.steps)
-        now = self._clock()
-        if self._deadline is None:
-            self._deadline = now + self._spec.seconds
-        elif now > self._deadline:
-            raise BudgetExceeded("seconds", self._spec.seconds)
-
-    def spend(self, size: int) -> None:
-        """Pay for a value before or just after it is made."""
-        self.sizes -= size
-        if self.sizes < 0:
-            raise BudgetExceeded("sizes", self._spec.sizes)
-        if size > 65_536:
-            self.look()
-
-    def made(self, value: Any) -> Any:
-        """Pay for a value that the template made, and remember the size of a container."""
-        kind = value.__class__
-        if kind is str:
-            self.spend(len(value))
-        elif kind is list or kind is tuple or kind is dict:
-            self.spend(self._weigh(value)[0])
-        return value
-
-    def text_of(self, value: Any) -> int:
-        """Return how long a value is when written out, roughly.
-
-        What the request brought is a tree and not examined: what is made of it is paid for afterwards.
-        """
-        if value.__class__ is str:
-            return len(value)
-        known = self.weights.get(id(value))
-        return known[1] if known is not None and known[0] is value else ITEM_BYTES
-
-    def _weigh(self, value: Any) -> tuple[int, int]:
-        """Return (size, nesting) of a container; visits each nested container once."""
-        known = self.weights.get(id(value))
-        if known is not None and known[0] is value:
-            return known[1], known[2]
-        size, depth = ITEM_BYTES, 0
-        for item in _items(value):
-            kind = item.__class__
-            size += ITEM_BYTES
-            if kind is str:
-                size += len(item)
-            elif kind is list or kind is tuple or kind is dict:
-                inner, nested = self._weigh(item)
-                size, depth = size + inner, max(depth, nested)
-            if size > self._spec.sizes:
-                raise BudgetExceeded("sizes", self._spec.sizes)
-        if depth >= 4 * MAX_NESTING:
-            raise BudgetExceeded("sizes", self._spec.sizes)
-        self.weights[id(value)] = (value, size, depth + 1)
-        return size, depth + 1
-
-
-def _items(value: Any) -> Iterator[Any]:
-    if value.__class__ is dict:
-        yield from value
-        yield from value.values()
-    else:
-        yield from value
-
-
 class _BudgetedContext(Context):
     """The context of one rendering, and what is left of its budget."""
 
     def __init__(
         self,
-        environment: Any,
-        parent: dict[str, Any],
+        environment: Environment,
+        parent: dict[str, object],
         name: str | None,
-        blocks: dict[str, Any],
-        globals: Any = None,
+        blocks: dict[str, Callable[[Context], Iterator[str]]],
+        globals: MutableMapping[str, object] | None = None,
     ) -> None:
         super().__init__(environment, parent, name, blocks, globals)
         budget = parent.get(BUDGET_VARIABLE)
-        self.budget: _Budget = budget if isinstance(budget, _Budget) else _Budget(BudgetSpec(), NO_CLOCK)
+        self.budget: Budget = budget if isinstance(budget, Budget) else Budget(BudgetSpec(), NO_CLOCK)
         self.step = self.budget.step
         self.made = self.budget.made
 
@@ -200,7 +83,7 @@ class _BudgetedContext(Context):
         budget.spend(budget.text_of(left) + budget.text_of(right))
         return budget.made(left + right)
 
-    def concat(self, parts: tuple[Any, ...]) -> str:
+    def concat(self, parts: tuple[object, ...]) -> str:
         """Join what `~` joins."""
         budget = self.budget
         budget.spend(sum([budget.text_of(part) for part in parts]))
@@ -210,8 +93,11 @@ class _BudgetedContext(Context):
 class _Generator(CodeGenerator):
     """Emits the same program, with a count in every loop and a price on what `~` and literals make."""
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(
+        self, environment: Environment, name: str | None, filename: str | None, stream: TextIO | None = None,
+        defer_init: bool = False, optimized: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(environment, name, filename, stream, defer_init, optimized)
         self._loop_bodies: set[int] = set()  # by id
         self._loop_tests: set[int] = set()
 
@@ -221,7 +107,7 @@ class _Generator(CodeGenerator):
             self._loop_tests.add(id(node.test))
         super().visit_For(node, frame)
 
-    def visit(self, node: nodes.Node, *args: Any, **named: Any) -> Any:
+    def visit(self, node: nodes.Node, *args: object, **named: object) -> Any:
         is_test = id(node) in self._loop_tests
         if is_test:
             self._loop_tests.discard(id(node))
@@ -230,7 +116,7 @@ class _Generator(CodeGenerator):
         if is_test:
             self.write(")")
 
-    def blockvisit(self, nodes: Any, frame: Frame) -> None:
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         if id(nodes) in self._loop_bodies:
             self.writeline("context.step()")
         super().blockvisit(nodes, frame)
@@ -262,7 +148,7 @@ class _Generator(CodeGenerator):
         else:
             super().visit_Tuple(node, frame)
 
-    def _paid(self, node: Any, items: list[Any], frame: Frame, write: Callable[[Any, Frame], None]) -> None:
+    def _paid(self, node: N, items: Sequence[nodes.Node], frame: Frame, write: Callable[[N, Frame], None]) -> None:
         is_constant = all(isinstance(item, nodes.Const) for item in items)
         if not is_constant:
             self.write("context.made(")
@@ -294,7 +180,7 @@ class BudgetedSandbox(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Namespace
         self.globals.pop("lipsum", None)  # makes text out of nothing
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         assert isinstance(context, _BudgetedContext)
         budget = context.budget
         if operator == "*":
@@ -303,13 +189,13 @@ class BudgetedSandbox(ImmutableSandboxedEnvironment):
                     budget.spend(max(0, number) * budget.text_of(other))
             _check_bits(left, right, lambda a, b: a + b)
         elif operator == "**":
-            _check_bits(left, right, lambda a, _: a * abs(int(right)))
+            _check_bits(left, right, lambda a, _: a * (abs(right) if isinstance(right, int) else 1))
         elif operator == "%" and isinstance(left, str):
             _check_format(left, right if isinstance(right, tuple) else (right,))
             budget.spend(len(left) + budget.text_of(right))
         return budget.made(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Context, __obj: Callable[..., object], *args: object, **kwargs: object) -> object:
         if __obj.__class__ is BuiltinMethodType and __obj.__name__ in _HARMLESS:
             owner = __obj.__self__
             if owner.__class__ is not str or len(owner) <= SHORT_CHARACTERS:
@@ -331,10 +217,10 @@ class BudgetedSandbox(ImmutableSandboxedEnvironment):
 
 
 def render_within(
-    program: Any, variables: Mapping[str, Any], spec: BudgetSpec, clock: Callable[[], float] = NO_CLOCK
+    program: Template, variables: Mapping[str, object], spec: BudgetSpec, clock: Callable[[], float] = NO_CLOCK
 ) -> str:
     """Render a template of a `BudgetedSandbox`. Raises BudgetExceeded, and whatever the template raises."""
-    budget = _Budget(spec, clock)
+    budget = Budget(spec, clock)
     context = program.new_context({**variables, BUDGET_VARIABLE: budget})
     pieces: list[str] = []
     left = spec.sizes
@@ -346,12 +232,12 @@ def render_within(
     return "".join(pieces)
 
 
-def paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def paid_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """Return a filter that pays for what `function` makes."""
     kind = _PassArg.from_obj(function)
 
     @wraps(function)
-    def paid(context: _BudgetedContext, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def paid(context: _BudgetedContext, value: object, *args: object, **kwargs: object) -> object:
         budget = context.budget
         budget.step()
         if name in _FILLING:
@@ -380,7 +266,7 @@ def paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return pass_context(paid)
 
 
-def _foresee(budget: _Budget, method: BuiltinMethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _foresee(budget: Budget, method: BuiltinMethodType, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Pay for what a method of a built-in value will make."""
     owner, name = method.__self__, method.__name__
     if isinstance(owner, str | bytes | int | float):
@@ -397,24 +283,24 @@ def _foresee(budget: _Budget, method: BuiltinMethodType, args: tuple[Any, ...], 
         _check_format(owner, (*args, *kwargs.values()))
     elif name == "expandtabs":
         budget.spend(owner.count("\t") * next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, int)), 8))
-    elif name == "translate" and args:
-        budget.spend(len(owner) * (1 + max((budget.text_of(each) for each in _items(args[0])), default=0)))
+    elif name == "translate" and args and isinstance(args[0], Iterable):
+        budget.spend(len(owner) * (1 + max((budget.text_of(each) for each in items_of(args[0])), default=0)))
 
 
-def _replaced_size(text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _replaced_size(text: str, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
     words = [str(arg) for arg in (*args, *kwargs.values())]
     if len(words) < 2:
         return len(text)
     return len(text) + text.count(words[0]) * len(words[1])
 
 
-def _check_numbers(values: tuple[Any, ...]) -> None:
+def _check_numbers(values: tuple[object, ...]) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
             _refuse(f"a number above {MAX_NUMBER} as an argument")
 
 
-def _check_format(pattern: str, values: tuple[Any, ...]) -> None:
+def _check_format(pattern: str, values: tuple[object, ...]) -> None:
     """Refuse widths that fill up far."""
     if _WIDTH.search(pattern) is not None:
         _refuse("a width of more than four digits in a format")
@@ -422,7 +308,7 @@ def _check_format(pattern: str, values: tuple[Any, ...]) -> None:
         _check_numbers(values)
 
 
-def _check_bits(left: Any, right: Any, bits: Callable[[int, Any], int]) -> None:
+def _check_bits(left: object, right: object, bits: Callable[[int, int], int]) -> None:
     if (
         isinstance(left, int)
         and isinstance(right, int)

@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 
 from dynamo.errors import InvalidArgument
 from dynamo.text.contents import are_plain, in_form
+from dynamo.text.template_budget import NO_CLOCK, BudgetExceeded, BudgetSpec
 from dynamo.text.template_probe import (
     ArgumentForm,
     ContentForm,
@@ -32,14 +33,7 @@ from dynamo.text.template_probe import (
     find_efforts,
     find_role_form,
 )
-from dynamo.text.template_sandbox import (
-    NO_CLOCK,
-    BudgetedSandbox,
-    BudgetExceeded,
-    BudgetSpec,
-    paid_filter,
-    render_within,
-)
+from dynamo.text.template_sandbox import BudgetedSandbox, paid_filter, render_within
 from dynamo.text.turns import alternating, with_placed_systems
 
 __all__ = [

@@ -33,7 +33,7 @@ from dynamo.frontend.models.settings import ModelSettings
 from dynamo.protocol.records import IMAGE_PROCESSOR, FileRef, ModelCard
 from dynamo.runtime.base.addresses import detect_host
 from dynamo.text.model import TextModel, load_text_model, templates_by_name
-from dynamo.text.template_sandbox import NO_CLOCK
+from dynamo.text.template_budget import NO_CLOCK
 
 FILE_NAMES: Final = {
     "hf_config_json": "config.json",

@@ -23,7 +23,7 @@ from dynamo.settings.readers import (
     text,
 )
 from dynamo.settings.table import section, setting
-from dynamo.text.template_sandbox import BudgetSpec
+from dynamo.text.template_budget import BudgetSpec
 
 MIB: Final = 1024 * 1024
 
