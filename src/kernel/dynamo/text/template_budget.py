@@ -42,7 +42,7 @@ class BudgetSpec:
     # fmt: on
 
 
-class Budget:
+class RenderingBudget:
     """What is left of one rendering's bounds."""
 
     __slots__ = ("_clock", "_deadline", "_spec", "sizes", "steps", "weights")

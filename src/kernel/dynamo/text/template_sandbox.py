@@ -2,7 +2,7 @@
 
 A template comes from the model's worker. Each pass of a loop and each call is a step; each value that the
 template makes is paid for by its size, before it is made where its size can be foreseen. So no template runs, or grows,
-for much longer than its `Budget`, although it runs in this very thread.
+for much longer than its `RenderingBudget`, although it runs in this very thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2.runtime import Context, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
 
-from dynamo.text.template_budget import ITEM_BYTES, NO_CLOCK, Budget, BudgetExceeded, BudgetSpec, items_of
+from dynamo.text.template_budget import ITEM_BYTES, NO_CLOCK, BudgetExceeded, BudgetSpec, RenderingBudget, items_of
 
 N = TypeVar("N", bound=nodes.Node)
 
@@ -70,7 +70,9 @@ class _BudgetedContext(Context):
     ) -> None:
         super().__init__(environment, parent, name, blocks, globals)
         budget = parent.get(BUDGET_VARIABLE)
-        self.budget: Budget = budget if isinstance(budget, Budget) else Budget(BudgetSpec(), NO_CLOCK)
+        self.budget: RenderingBudget = (
+            budget if isinstance(budget, RenderingBudget) else RenderingBudget(BudgetSpec(), NO_CLOCK)
+        )
         self.step = self.budget.step
         self.made = self.budget.made
 
@@ -220,7 +222,7 @@ def render_within(
     program: Template, variables: Mapping[str, object], spec: BudgetSpec, clock: Callable[[], float] = NO_CLOCK
 ) -> str:
     """Render a template of a `BudgetedSandbox`. Raises BudgetExceeded, and whatever the template raises."""
-    budget = Budget(spec, clock)
+    budget = RenderingBudget(spec, clock)
     context = program.new_context({**variables, BUDGET_VARIABLE: budget})
     pieces: list[str] = []
     left = spec.sizes
@@ -266,7 +268,9 @@ def paid_filter(name: str, function: Callable[..., object]) -> Callable[..., obj
     return pass_context(paid)
 
 
-def _foresee(budget: Budget, method: BuiltinMethodType, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+def _foresee(
+    budget: RenderingBudget, method: BuiltinMethodType, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
     """Pay for what a method of a built-in value will make."""
     owner, name = method.__self__, method.__name__
     if isinstance(owner, str | bytes | int | float):
