@@ -96,7 +96,7 @@ def test_a_process_that_an_engine_started_does_not_delay_the_end(tmp_path: Path)
 def test_an_end_before_signals_are_handled_takes_along_what_was_started(tmp_path: Path) -> None:
     code = (
         "import subprocess, time\n"
-        "from dynamo.cli.in_process import Lifeline\n"
+        "from dynamo.cli.child import Lifeline\n"
         "Lifeline(600.0).watch()\n"
         "subprocess.Popen(['sleep', '600'])\n"
         "print('started', flush=True)\n"

@@ -107,7 +107,7 @@ def _child(role: str, kill_after: float, *more: str) -> tuple[str, ...]:
     head = (
         sys.executable,
         "-m",
-        "dynamo.cli.in_process",
+        "dynamo.cli.child",
         role,
         "--kill-after",
         str(kill_after),
