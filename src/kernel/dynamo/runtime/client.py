@@ -49,20 +49,49 @@ _ANY: Final = PlacementRequest()
 OnChange = Callable[[], None]
 
 
+class _Changes:
+    """The callers that are notified of changes of the instances, and those that wait for the next one."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[object, OnChange] = {}
+        self._changed = asyncio.Event()
+
+    def listen(self, callback: OnChange) -> Callable[[], None]:
+        """Call back at every change; returns a function that takes it back."""
+        token = object()
+        self._listeners[token] = callback
+        return lambda: self._forget(token)
+
+    def _forget(self, token: object) -> None:
+        self._listeners.pop(token, None)
+
+    def notify(self) -> None:
+        """Report a change."""
+        self._changed.set()
+        for callback in list(self._listeners.values()):
+            callback()
+
+    def wake(self) -> None:
+        """Wake what waits, without a change."""
+        self._changed.set()
+
+    async def next(self) -> None:
+        """Wait for the next change."""
+        self._changed.clear()
+        await self._changed.wait()
+
+
 class Client:
     """Calls one endpoint. Made by `Endpoint.client`; closed with its runtime, or before by `close`."""
 
     def __init__(self, endpoint: Endpoint, mode: RouterMode | None = None) -> None:
         """`mode` None: like the native client, which chooses at random by default."""
         self._endpoint = endpoint
-        self._runtime = endpoint.runtime
         self._mode = mode or RouterMode.RANDOM
-        settings = self._runtime.settings
+        settings = endpoint.runtime.settings
         self._set = InstanceSet(endpoint.path, inhibit_seconds=settings.inhibit_seconds)
         self._policies: dict[RouterMode, Policy] = {}  # made on first use: most clients need one
-        self._prefix = f"{INSTANCES}/{endpoint.namespace}/{endpoint.component}/{endpoint.name}"
-        self._listeners: dict[object, OnChange] = {}
-        self._changed = asyncio.Event()
+        self._changes = _Changes()
         self._work = Background()
         self._watching: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None  # done once the instances there are now are known
@@ -82,9 +111,9 @@ class Client:
     async def close(self) -> None:
         """Stop following the store. Streams go on; idempotent."""
         self._closed = True
-        self._runtime.forget_client(self)
+        self._endpoint.runtime.forget_client(self)
         await self._work.close()
-        self._changed.set()
+        self._changes.wake()
 
     # -- instances -----------------------------------------------------------------------------------------------
 
@@ -98,12 +127,7 @@ class Client:
 
     def on_change(self, callback: OnChange) -> Callable[[], None]:
         """Call back whenever the instances have changed; returns a function that takes it back."""
-        token = object()
-        self._listeners[token] = callback
-        return lambda: self._forget_listener(token)
-
-    def _forget_listener(self, token: object) -> None:
-        self._listeners.pop(token, None)
+        return self._changes.listen(callback)
 
     async def wait_for_instances(self) -> list[int]:
         """Wait until there is at least one instance; their ids."""
@@ -111,8 +135,7 @@ class Client:
         while not (found := self.instance_ids()):
             if self._closed:
                 raise CannotConnect(f"the client of {self._endpoint.path} was closed while it waited for instances")
-            self._changed.clear()
-            await self._changed.wait()
+            await self._changes.next()
         return found
 
     async def wait_for_instance_by_runtime_data(self, key: str, value: object, timeout_s: float | None = None) -> int:
@@ -135,12 +158,12 @@ class Client:
     def inhibit(self, instance_id: int) -> None:
         """Leave an instance out for a while: a request to it failed in a way that another might, too."""
         if self._set.inhibit(instance_id, self._now()):
-            self._runtime.caller_metrics.quarantines.inc()
+            self._endpoint.runtime.caller_metrics.quarantines.inc()
             logger.warning(
                 "quarantined instance %x of %s for %.1f s",
                 instance_id,
                 self._endpoint.path,
-                self._runtime.settings.inhibit_seconds,
+                self._endpoint.runtime.settings.inhibit_seconds,
             )
 
     def count_quarantined(self) -> int:
@@ -172,7 +195,9 @@ class Client:
         policy = self._policies.get(mode)
         if policy is None:
             policy = self._policies[mode] = policy_for(
-                mode, rng=self._runtime.rng, cuda_to_cpu_ratio=self._runtime.settings.cuda_to_cpu_ratio
+                mode,
+                rng=self._endpoint.runtime.rng,
+                cuda_to_cpu_ratio=self._endpoint.runtime.settings.cuda_to_cpu_ratio,
             )
         now = self._now()
         return place(policy, request, self._set.candidates(now), now, scope=self._set.scope)
@@ -185,7 +210,7 @@ class Client:
         """Send a request to one instance; close the stream on every path. Errors are those of the request plane."""
         instance_id = instance.instance_id
         booking = self._set.book(instance_id)
-        metrics = self._runtime.caller_metrics
+        metrics = self._endpoint.runtime.caller_metrics
         if self._set.breaker.open and self._set.breaker.record_request(instance_id, self._now()):
             metrics.probes.inc()
             logger.info("request %s probes instance %x", context.id(), instance_id)
@@ -193,7 +218,7 @@ class Client:
         call = None if context.current_span() is NO_SPAN else _start_call(self._endpoint.path, instance_id, context)
         began = perf_counter()  # a loop's own clock stands still within a turn
         try:
-            stream = await self._runtime.planes.client(instance).open(instance, body, context)
+            stream = await self._endpoint.runtime.planes.client(instance).open(instance, body, context)
         except BaseException as error:
             self._release(booking)
             self._on_first_sign(instance_id, error)
@@ -234,7 +259,7 @@ class Client:
 
     def _release(self, booking: Booking) -> None:
         if booking.release():
-            self._runtime.caller_metrics.inflight_requests.dec()
+            self._endpoint.runtime.caller_metrics.inflight_requests.dec()
 
     # -- calls, as users make them -------------------------------------------------------------------------------
 
@@ -301,9 +326,11 @@ class Client:
 
         Before `ready` a failure is that of the callers of `start`, and ends the watch.
         """
+        endpoint = self._endpoint
+        prefix = f"{INSTANCES}/{endpoint.namespace}/{endpoint.component}/{endpoint.name}"
         try:
-            await self._runtime.start()
-            following = follow(self._runtime.discovery, self._prefix, known, raises_first=not ready.done())
+            await endpoint.runtime.start()
+            following = follow(endpoint.runtime.discovery, prefix, known, raises_first=not ready.done())
             async with aclosing(following) as changes:
                 async for batch in changes:
                     self._apply(batch)
@@ -330,9 +357,7 @@ class Client:
                 logger.warning("ignored the record of %s, which is not a valid instance: %s", change.key, error)
                 continue
             self._set.put(change.key, instance)
-        self._changed.set()
-        for callback in list(self._listeners.values()):
-            callback()
+        self._changes.notify()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -93,8 +93,7 @@ class DistributedRuntime:
                 "enable_nats is ignored; choose request_plane and event_plane", DeprecationWarning, stacklevel=2
             )
         self.settings = settings or RuntimeSettings.from_env()
-        self.rng = rng or random.Random()
-        self._loop = event_loop or asyncio.get_running_loop()
+        loop = event_loop or asyncio.get_running_loop()
         backend = discovery_backend or self.settings.discovery_backend
         names = choose_planes(
             _store_of(discovery) or discovery_store(backend, self.settings.etcd.endpoints),
@@ -102,12 +101,10 @@ class DistributedRuntime:
             response_plane or self.settings.response_plane,
             event_plane or self.settings.event_plane,
         )
-        self.discovery: Discovery = discovery or make_discovery(backend, self.settings, self._loop)
+        store = discovery or make_discovery(backend, self.settings, loop)
         self.observability = Observability(names.store, self.settings, watches_loop=memory_plane is None)
-        memory = memory_plane or shared_plane(self._loop)
-        self.planes = Planes(
-            PlaneParts(names, self.discovery, memory, self.metrics, self.settings, loop=self._loop, rng=self.rng)
-        )
+        memory, rng = memory_plane or shared_plane(loop), rng or random.Random()
+        self.planes = Planes(PlaneParts(names, store, memory, self.metrics, self.settings, loop=loop, rng=rng))
         self.caller_metrics.quarantined_instances.read_from(self._count_quarantined)
         self._life = RuntimeLife()
         self._starts: SingleFlight[str, None] = SingleFlight()
@@ -144,10 +141,10 @@ class DistributedRuntime:
             here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             here = None
-        if here is self._loop:
+        if here is self.event_loop():
             self._begin_shutdown()
         else:
-            self._loop.call_soon_threadsafe(self._begin_shutdown)
+            self.event_loop().call_soon_threadsafe(self._begin_shutdown)
 
     def _begin_shutdown(self) -> None:
         if self._life.apply(RuntimeEvent.SHUTDOWN):
@@ -211,8 +208,18 @@ class DistributedRuntime:
         """Return the id (u64) of every instance of this runtime; keys and labels hold it in hex."""
         return self.discovery.lease_id
 
+    @property
+    def discovery(self) -> Discovery:
+        """Where instances, model cards and event channels are registered."""
+        return self.planes.parts.discovery
+
+    @property
+    def rng(self) -> random.Random:
+        """What its choices are drawn from."""
+        return self.planes.parts.rng
+
     def event_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
+        return self.planes.parts.loop
 
     def set_health_status(self, ready: bool) -> None:
         """Report the readiness of the whole process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynamo.errors import DynamoException, EngineShutdown
 from dynamo.runtime.calls.context import Context
@@ -75,17 +75,17 @@ class RequestsInFlight:
 class Advertisement:
     """The instance record of one served endpoint, and its readiness, which follows the record."""
 
-    __slots__ = ("_endpoint", "_has_payload", "_is_withdrawn", "_withdrawals")
+    __slots__ = ("_endpoint", "_is_withdrawn", "_withdrawals", "payload")
 
-    def __init__(self, endpoint: Endpoint, *, has_payload: bool) -> None:
-        """`has_payload`: a canary decides when the endpoint is ready."""
-        self._endpoint, self._has_payload = endpoint, has_payload
+    def __init__(self, endpoint: Endpoint, payload: Mapping[str, object] | None) -> None:
+        """`payload`: of the canary that decides when the endpoint is ready; None: there is none."""
+        self._endpoint, self.payload = endpoint, payload
         self._is_withdrawn = False
         self._withdrawals = 0
 
     def register_health(self) -> None:
         """Let the readiness of the process depend on this endpoint."""
-        self._endpoint.runtime.health.register(self._endpoint.path, has_payload=self._has_payload)
+        self._endpoint.runtime.health.register(self._endpoint.path, has_payload=self.payload is not None)
 
     async def put(self) -> None:
         """Put the record: from here on clients find the endpoint. Idempotent."""
@@ -108,6 +108,14 @@ class Advertisement:
         await self._endpoint.runtime.discovery.delete(self._endpoint.instance_key)
 
 
+class _Reports(NamedTuple):
+    """Where the requests of one endpoint are reported."""
+
+    metrics: EndpointMetrics
+    log_fields: dict[str, str]
+    progress: ServingProgress | None
+
+
 class ServedEndpoint:
     """One endpoint that this process serves. Made by `Endpoint.start_serving`."""
 
@@ -125,20 +133,19 @@ class ServedEndpoint:
 
         Raises ValueError for labels that are taken.
         """
-        self.endpoint, self.graceful, self.health_check_payload = endpoint, graceful, payload
+        self.endpoint, self.graceful = endpoint, graceful
         self._handler = handler
         runtime = endpoint.runtime
         instance_id = f"{endpoint.connection_id():x}"
         place = {"namespace": endpoint.namespace, "component": endpoint.component, "endpoint": endpoint.name}
-        self._metrics = EndpointMetrics(runtime.metrics, **place, worker_id=instance_id, user_labels=labels)
-        self._log_fields = {**place, "instance_id": instance_id}
+        metrics = EndpointMetrics(runtime.metrics, **place, worker_id=instance_id, user_labels=labels)
+        self._reports = _Reports(metrics, {**place, "instance_id": instance_id}, progress)
         settings = runtime.observability.canary_settings
         self._canary: Canary | None = None
         if payload is not None and settings.enabled:
             self._canary = Canary(endpoint.path, handler, payload, runtime.health, settings)
-        self._progress = progress
         self._requests = RequestsInFlight(lambda: runtime.observability.queued_requests)
-        self._record = Advertisement(endpoint, has_payload=payload is not None)
+        self._record = Advertisement(endpoint, payload)
         self._ended = asyncio.Event()
         self._closing = False
 
@@ -163,12 +170,12 @@ class ServedEndpoint:
             return
         loop = asyncio.get_running_loop()
         began = loop.time()
-        log = WorkerRequestLog(self._log_fields, context, body)
+        log = WorkerRequestLog(self._reports.log_fields, context, body)
         failure: BaseException | None = None
-        metrics = self._metrics
+        metrics = self._reports.metrics
         metrics.started(sink.request_bytes)
         requests.enter(sink, context)
-        progress = self._progress
+        progress = self._reports.progress
         if progress is not None:
             progress.entered(sink)
         try:
@@ -193,6 +200,11 @@ class ServedEndpoint:
             if progress is not None:
                 progress.left(sink, is_answered=not context.is_stopped())
             requests.leave(sink)
+
+    @property
+    def health_check_payload(self) -> Mapping[str, object] | None:
+        """The body of the canary's requests; None: no canary was declared."""
+        return self._record.payload
 
     @property
     def inflight(self) -> int:

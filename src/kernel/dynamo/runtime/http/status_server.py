@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, unquote
 
 from dynamo.errors import CannotConnect
@@ -104,6 +104,30 @@ LIMITS: Final = (
 Answer = Callable[[str, str, bytes], Awaitable[Reply]]
 
 
+class _Address(NamedTuple):
+    """Where a server listens, and what others know it by where that is every address."""
+
+    host: str
+    advertised: str | None  # None: found out
+
+    def url(self, port: int) -> str:
+        """Return `http://host:port` as others reach it."""
+        return http_url((self.advertised or detect_host()) if self.host in WILDCARDS else self.host, port)
+
+
+class _Open(NamedTuple):
+    """What listens."""
+
+    service: HttpService
+    admin: HttpService | None  # None: the engine routes have no listener of their own
+    probes: BlockedProbes
+
+
+def _port(service: HttpService) -> int:
+    port: int = service.sockets[0].getsockname()[1]
+    return port
+
+
 class StatusServer:
     """Serves `/health`, `/live`, `/metrics`, `/v1/metadata/...`, `/engine/...` and `/v1/loras` from `start` to `close`."""
 
@@ -125,28 +149,26 @@ class StatusServer:
         self._health = health
         self._metrics = metrics
         self._settings = settings or SystemSettings.from_env()
-        self._host = self._settings.host if self._settings.host is not None else default_host
+        host = self._settings.host if self._settings.host is not None else default_host
+        self._address = _Address(host, advertised_host)
         self._discovery_metadata = discovery_metadata
-        self._advertised_host = advertised_host
         self._routes = EngineRoutes(depth_limit=self._settings.limits.json_depth_limit, refused=self.refused)
         self._files = MetadataFiles()
-        self._http: HttpService | None = None
-        self._admin_http: HttpService | None = None  # None: the engine routes have no listener of their own
+        self._open: _Open | None = None
         self._refusals: RefusalMetrics | None = None
-        self._blocked_probes: BlockedProbes | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Listen; idempotent. Raises `CannotConnect` naming the address when it is taken."""
-        if self._http is not None:
+        if self._open is not None:
             return
         # Imported here: a process without this server does not need the parser.
         from dynamo.runtime.http.service import HttpService
 
         if self._refusals is None:
             self._refusals = RefusalMetrics(self._metrics, REFUSALS["system"], LIMITS)
-        host, settings = self._host, self._settings
+        host, settings = self._address.host, self._settings
         service = HttpService(self._serve, settings.limits, render=_render, refused=self.refused)
         try:
             await service.listen_at(host, max(settings.port, 0))
@@ -155,6 +177,7 @@ class StatusServer:
                 f"the status server cannot listen on {host}:{settings.port} ({error.strerror or error}); "
                 "set DYN_SYSTEM_PORT to a free port, 0 for any, or -1 for none"
             ) from error
+        admin: HttpService | None = None
         if settings.admin_port is not None:
             admin = HttpService(self._serve_admin, settings.limits, render=_render, refused=self.refused)
             try:
@@ -165,18 +188,17 @@ class StatusServer:
                     f"the admin listener cannot listen on {settings.admin_host}:{settings.admin_port} "
                     f"({error.strerror or error}); set DYN_ADMIN_PORT to a free port, or 0 for any"
                 ) from error
-            self._admin_http = admin
-        self._http = service
-        self._blocked_probes = BlockedProbes(
+        probes = BlockedProbes(
             [socket.socket(fileno=os.dup(each.fileno())) for each in service.sockets],
             (self._settings.health_path, self._settings.live_path),
             self._health.body,
         )
+        self._open = _Open(service, admin, probes)
         is_open = self._settings.host is not None or host in WILDCARDS
         logger.info(
             "status server on %s%s", self.url, "" if is_open else "; DYN_SYSTEM_HOST=0.0.0.0 opens it to the network"
         )
-        if self._admin_http is not None:
+        if admin is not None:
             logger.info("engine routes on %s", self.admin_url)
             if not is_loopback(settings.admin_host):
                 logger.warning(
@@ -187,46 +209,37 @@ class StatusServer:
 
     async def close(self) -> None:
         """Stop listening and end every connection, and the routes under way; idempotent."""
-        service, self._http = self._http, None
-        if service is None:
+        opened, self._open = self._open, None
+        if opened is None:
             return
-        admin, self._admin_http = self._admin_http, None
-        if admin is not None:
-            await admin.close(0)
-        if self._blocked_probes is not None:
-            self._blocked_probes.close()
-        await service.close(0)
+        if opened.admin is not None:
+            await opened.admin.close(0)
+        opened.probes.close()
+        await opened.service.close(0)
 
     def answer_while_blocked(self, is_blocked: Callable[[], bool], seconds: float) -> None:
         """Answer probes in the calling thread for about `seconds`: for a watchdog of a blocked event loop."""
-        probes = self._blocked_probes
-        if probes is None:
+        if self._open is None:
             time.sleep(seconds)
         else:
-            probes.answer(is_blocked, seconds)
+            self._open.probes.answer(is_blocked, seconds)
 
     @property
     def port(self) -> int:
         """The port it listens on; 0 before `start`."""
-        port: int = 0 if self._http is None else self._http.sockets[0].getsockname()[1]
-        return port
+        return 0 if self._open is None else _port(self._open.service)
 
     @property
     def url(self) -> str | None:
         """`http://host:port` as others reach it; None while it does not listen."""
-        return None if self._http is None else self._url(self._host, self._http)
+        return None if self._open is None else self._address.url(_port(self._open.service))
 
     @property
     def admin_url(self) -> str | None:
         """Return the same of the engine routes; None while they are not served."""
-        if self._admin_http is not None:
-            return self._url(self._settings.admin_host, self._admin_http)
-        return self.url if is_loopback(self._host) else None
-
-    def _url(self, host: str, service: HttpService) -> str:
-        if host in WILDCARDS:
-            host = self._advertised_host or detect_host()
-        return http_url(host, service.sockets[0].getsockname()[1])
+        if self._open is not None and self._open.admin is not None:
+            return self._address._replace(host=self._settings.admin_host).url(_port(self._open.admin))
+        return self.url if is_loopback(self._address.host) else None
 
     # -- what is served ----------------------------------------------------------------------------------------------
 
@@ -258,7 +271,7 @@ class StatusServer:
         if path.startswith((ENGINE_PREFIX, LORA_PREFIX)):
             if self._settings.admin_port is not None:
                 return _elsewhere("it is served on the admin port only (DYN_ADMIN_PORT)")
-            if not is_loopback(self._host):
+            if not is_loopback(self._address.host):
                 return _elsewhere(
                     "engine routes are not served on a port that is open to a network. Set DYN_ADMIN_PORT (0: any free "
                     "port), which serves them at 127.0.0.1"
@@ -299,7 +312,7 @@ class StatusServer:
     @property
     def connections(self) -> int:
         """Open connections."""
-        return 0 if self._http is None else len(self._http.connections)
+        return 0 if self._open is None else len(self._open.service.connections)
 
     def refused(self, limit: str) -> None:
         """Count a refusal."""
@@ -308,7 +321,7 @@ class StatusServer:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; the ASGI application of this server."""
-        await self._reply(scope, receive, send, self._unless_cross_site(scope, self._host, self.answer))
+        await self._reply(scope, receive, send, self._unless_cross_site(scope, self._address.host, self.answer))
 
     async def _serve_admin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request at the admin listener."""

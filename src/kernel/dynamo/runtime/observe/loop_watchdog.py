@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 import dynamo
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
@@ -102,6 +102,33 @@ class LoopBlockMetrics:
         self.blocks, self.blocked_seconds = BLOCKS.counter(registry), BLOCKED_SECONDS.counter(registry)
 
 
+class _Tick(NamedTuple):
+    """When the loop has stamped the time, and the time of the processor that the process had used by then."""
+
+    at: float
+    cpu: float
+
+
+class _BlockReports:
+    """Counts and logs the blocks of one loop that are over."""
+
+    def __init__(self, registry: MetricsRegistry, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self.log = LogLimit(clock)
+        self.last: LoopBlock | None = None
+
+    def begin(self) -> LoopBlockMetrics:
+        """Open the series."""
+        return LoopBlockMetrics(self._registry)
+
+    def ended(self, block: LoopBlock) -> None:
+        self.last = block
+        metrics = self.begin()
+        metrics.blocks.inc()
+        metrics.blocked_seconds.inc(block.seconds)
+        self.log.warning("the event loop runs again; it was blocked for %s", block)
+
+
 class LoopWatchdog:
     """Watches the running event loop from `start` to `close`. Reading `trouble` and `last_block` is safe in any thread."""
 
@@ -121,22 +148,24 @@ class LoopWatchdog:
         self._threshold_seconds = threshold_seconds
         self._answer_probes = answer_probes
         self._clock = clock
-        self._registry = metrics
-        self._ticked_at = 0.0
-        self._ticked_cpu = 0.0
+        self._ticked = _Tick(0.0, 0.0)
         self._seen: tuple[float, str] | None = None  # the tick that a block followed, and where the block stands
-        self.last_block: LoopBlock | None = None
-        self._log = LogLimit(clock)
+        self._reports = _BlockReports(metrics, clock)
         self._timer: asyncio.TimerHandle | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def last_block(self) -> LoopBlock | None:
+        """The last block that is over; None: there was none."""
+        return self._reports.last
 
     def start(self) -> None:
         """Watch the running loop; idempotent."""
         if self._thread is not None or self._threshold_seconds <= 0:
             return
-        LoopBlockMetrics(self._registry)  # now: a process that only calls others has no such series
-        self._ticked_at, self._ticked_cpu = self._clock(), time.process_time()
+        self._reports.begin()  # now: a process that only calls others has no such series
+        self._ticked = _Tick(self._clock(), time.process_time())
         self._thread = threading.Thread(
             target=self._watch, args=(threading.get_ident(),), name="loop watchdog", daemon=True
         )
@@ -152,14 +181,14 @@ class LoopWatchdog:
 
     def trouble(self) -> str | None:
         """Return why the process cannot serve now; None while its event loop runs."""
-        seen, ticked_at = self._seen, self._ticked_at
+        seen, ticked_at = self._seen, self._ticked.at
         if seen is None or seen[0] != ticked_at:
             return None
         return f"the event loop has been blocked for {LoopBlock(self._clock() - ticked_at, seen[1])}"
 
     def describe_last_block(self) -> dict[str, object] | None:
         """Describe the last block for `/health`; None: there was none."""
-        block = self.last_block
+        block = self._reports.last
         return None if block is None else {"seconds": round(block.seconds, 3), "place": block.place}
 
     # -- on the loop -------------------------------------------------------------------------------------------------
@@ -168,22 +197,16 @@ class LoopWatchdog:
         self._timer = loop.call_later(TICK_SECONDS, self._tick, loop)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        now, cpu, ticked_at, seen = self._clock(), time.process_time(), self._ticked_at, self._seen
+        now, cpu, seen = self._clock(), time.process_time(), self._seen
+        ticked_at, ticked_cpu = self._ticked
         if seen is not None and seen[0] == ticked_at:
-            self._end_block(LoopBlock(now - ticked_at, seen[1]))
-        elif now - ticked_at >= self._threshold_seconds and cpu - self._ticked_cpu > (now - ticked_at) / 2:
-            self._end_block(
+            self._reports.ended(LoopBlock(now - ticked_at, seen[1]))
+        elif now - ticked_at >= self._threshold_seconds and cpu - ticked_cpu > (now - ticked_at) / 2:
+            self._reports.ended(
                 LoopBlock(now - ticked_at, None)
             )  # it held the interpreter's lock: the thread could not check
-        self._ticked_at, self._ticked_cpu = now, cpu
+        self._ticked = _Tick(now, cpu)
         self._tick_later(loop)
-
-    def _end_block(self, block: LoopBlock) -> None:
-        self.last_block = block
-        metrics = LoopBlockMetrics(self._registry)
-        metrics.blocks.inc()
-        metrics.blocked_seconds.inc(block.seconds)
-        self._log.warning("the event loop runs again; it was blocked for %s", block)
 
     # -- in the thread -----------------------------------------------------------------------------------------------
 
@@ -193,24 +216,26 @@ class LoopWatchdog:
             due, cpu = self._clock() + wait_seconds, time.process_time()
             if self._stop.wait(wait_seconds):
                 return
-            now, ticked_at = self._clock(), self._ticked_at
+            now, ticked_at = self._clock(), self._ticked.at
             if now - due > STANDSTILL_SECONDS and time.process_time() - cpu < (now - due) / 2:
                 # A suspended machine, or one without a processor to spare: the loop could not have run, either.
-                self._ticked_at = now
+                self._ticked = self._ticked._replace(at=now)
             elif now - ticked_at >= threshold:
                 found = place_of(sys._current_frames().get(loop_thread))
-                if found is not None and self._ticked_at == ticked_at:  # else it ended while the stack was being read
+                if found is not None and self._ticked.at == ticked_at:  # else it ended while the stack was being read
                     self._stay_with_block(ticked_at, *found)
-            wait_seconds = max(LOOK_SECONDS, self._ticked_at + threshold - self._clock())
+            wait_seconds = max(LOOK_SECONDS, self._ticked.at + threshold - self._clock())
 
     def _stay_with_block(self, ticked_at: float, place: str, is_engine: bool) -> None:
         """Report a block, and answer probes until it is over."""
         self._seen = (ticked_at, place)
         subject = "the engine" if is_engine else "a callback"
         block = LoopBlock(self._clock() - ticked_at, place)
-        self._log.warning("%s blocked the event loop for %s; no request of this process goes on", subject, block)
-        while self._ticked_at == ticked_at and not self._stop.is_set():
-            self._answer_probes(lambda: self._ticked_at == ticked_at, LOOK_SECONDS)
+        self._reports.log.warning(
+            "%s blocked the event loop for %s; no request of this process goes on", subject, block
+        )
+        while self._ticked.at == ticked_at and not self._stop.is_set():
+            self._answer_probes(lambda: self._ticked.at == ticked_at, LOOK_SECONDS)
 
 
 class LogLimit:

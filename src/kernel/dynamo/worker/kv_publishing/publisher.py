@@ -22,6 +22,7 @@ from dynamo.kv.hashing import block_hashes as hash_blocks
 from dynamo.kv.hashing import to_unsigned
 from dynamo.kv.ledger import KvLedger
 from dynamo.kv.media_routing import padded_blocks
+from dynamo.kv.overlap import WorkerRank
 from dynamo.runtime.base.timers import due_of
 from dynamo.worker.kv_publishing.load import SnapshotPublisher, WorkerMetricsPublisher
 from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
@@ -113,6 +114,67 @@ class _StoredBlocks:
     cache_salt: str | None = None
 
 
+class _BlockHasher:
+    """Makes of the blocks of an engine those that routers know: hashed, and of the size that the worker registered."""
+
+    def __init__(self, block_size: int, placeholders: frozenset[int]) -> None:
+        self._block_size, self._placeholders = block_size, placeholders
+        self._size_warnings = 0
+
+    def changes(self, blocks: _StoredBlocks) -> list[BlockChange]:
+        """Return the changes to publish for blocks that an engine has stored. Raises ValueError."""
+        token_ids, num_block_tokens, is_eagle = blocks.token_ids, blocks.num_block_tokens, blocks.is_eagle
+        block_mm_infos, count = blocks.block_mm_infos, len(blocks.block_hashes)
+        if len(num_block_tokens) != count:
+            raise ValueError(f"{count} block_hashes but {len(num_block_tokens)} num_block_tokens")
+        if block_mm_infos is not None and len(block_mm_infos) != count:
+            raise ValueError(f"{count} block_hashes but {len(block_mm_infos)} block_mm_infos")
+        if sum(num_block_tokens) + is_eagle > len(token_ids):
+            raise ValueError(f"the blocks need {sum(num_block_tokens) + is_eagle} token_ids, got {len(token_ids)}")
+        names = [to_unsigned(name) for name in blocks.block_hashes]
+        parent = None if blocks.parent_hash is None else to_unsigned(blocks.parent_hash)
+        whole = self._whole_blocks(num_block_tokens)
+        media = {n: info for n, info in enumerate(block_mm_infos or ()) if info}
+        mm_hashes = {n: [entry["mm_hash"] for entry in info["mm_objects"]] for n, info in media.items()}
+        hashed = token_ids[: whole * self._block_size + is_eagle]
+        if mm_hashes and self._placeholders:
+            hashed, mm_hashes = padded_blocks(hashed, self._block_size, self._placeholders, mm_hashes), {}
+        local = hash_blocks(
+            hashed,
+            self._block_size,
+            lora_name=blocks.lora_name,
+            cache_salt=blocks.cache_salt,
+            eagle=is_eagle,
+            mm_hashes=mm_hashes,
+        )
+        entries: list[BlockRecord] = [
+            {"block_hash": names[n], "tokens_hash": local[n], "mm_extra_info": cast("MediaInfo | None", media.get(n))}
+            for n in range(whole)
+        ]
+        pieces: list[BlockChange] = []
+        for start in range(0, whole, MAX_BLOCKS_PER_EVENT):
+            piece = entries[start : start + MAX_BLOCKS_PER_EVENT]
+            pieces.append({"stored": {"parent_hash": parent, "start_position": None, "blocks": piece}})
+            parent = names[start + len(piece) - 1]
+        return pieces
+
+    def _whole_blocks(self, num_block_tokens: Sequence[int]) -> int:
+        """Count the blocks that can be published: up to the first block of another size, on which the later blocks
+        depend.
+        """
+        for number, tokens in enumerate(num_block_tokens):
+            if tokens != self._block_size:
+                if self._size_warnings < MAX_SIZE_WARNINGS:
+                    self._size_warnings += 1
+                    logger.warning(
+                        "a KV block of %d tokens is not published: this worker registered blocks of %d",
+                        tokens,
+                        self._block_size,
+                    )
+                return number
+        return len(num_block_tokens)
+
+
 class KvEventPublisher:
     """Reports to routers which blocks one data-parallel rank of this worker holds."""
 
@@ -150,17 +212,15 @@ class KvEventPublisher:
             raise InvalidArgument(
                 f"batching_timeout_ms must be in 0..{MAX_BATCHING_TIMEOUT_MS}, got {batching_timeout_ms}"
             )
-        self._worker_id = endpoint.connection_id() if worker_id is None else worker_id
-        self._block_size = kv_block_size
-        self._dp_rank = dp_rank
+        self._rank = WorkerRank(endpoint.connection_id() if worker_id is None else worker_id, dp_rank)
         own_channel: Any = endpoint.event_channel(KV_EVENTS_TOPIC) if channel is None else None
         self._channel: EventChannel = own_channel if channel is None else channel
         self._repeats = LastEventRepeats(self._publish_last)
         self._outbox = Outbox(self._channel, on_sent=self._repeats.sent)
         self._lock = threading.Lock()  # holds the order of event ids and messages together
         self._ledger = KvLedger(self._envelope)
-        self._size_warnings = 0
-        self._placeholders = frozenset(each for each in (image_token_id, video_token_id) if each is not None)
+        placeholders = frozenset(each for each in (image_token_id, video_token_id) if each is not None)
+        self._hasher = _BlockHasher(kv_block_size, placeholders)
         self._engine: ZmqEngineEvents | None = None
         self._recovery: BackgroundRecovery | None = None
         if own_channel is not None and enable_local_indexer:
@@ -196,7 +256,7 @@ class KvEventPublisher:
         bits. Raises ValueError when the three do not fit together.
         """
         self._send(
-            self._stored(
+            self._hasher.changes(
                 _StoredBlocks(
                     token_ids,
                     num_block_tokens,
@@ -249,7 +309,7 @@ class KvEventPublisher:
                         is_eagle=event.is_eagle,
                         cache_salt=event.cache_salt,
                     )
-                    changes += [(event.tier, change) for change in self._stored(blocks)]
+                    changes += [(event.tier, change) for change in self._hasher.changes(blocks)]
                 case Removed():
                     removed = _removed(event.block_hashes) or [{"removed": {"block_hashes": []}}]
                     changes += [(event.tier, change) for change in removed]
@@ -267,7 +327,7 @@ class KvEventPublisher:
     @property
     def rank(self) -> tuple[int, int]:
         """(worker id, data-parallel rank) of its blocks."""
-        return self._worker_id, self._dp_rank
+        return self._rank.worker_id, self._rank.dp_rank
 
     def shutdown(self) -> None:
         """Publish nothing more; idempotent. With a ZMQ source or a local indexer: on the event loop."""
@@ -284,65 +344,13 @@ class KvEventPublisher:
         try:
             match event.get("type"):
                 case "stored":
-                    return self._stored(_StoredBlocks(**arguments))
+                    return self._hasher.changes(_StoredBlocks(**arguments))
                 case "removed":
                     return _removed(event["block_hashes"])
                 case other:
                     raise ValueError(f"type must be stored or removed, got {other!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"events[{number}]: {error}") from error
-
-    def _stored(self, blocks: _StoredBlocks) -> list[BlockChange]:
-        token_ids, num_block_tokens, is_eagle = blocks.token_ids, blocks.num_block_tokens, blocks.is_eagle
-        block_mm_infos, count = blocks.block_mm_infos, len(blocks.block_hashes)
-        if len(num_block_tokens) != count:
-            raise ValueError(f"{count} block_hashes but {len(num_block_tokens)} num_block_tokens")
-        if block_mm_infos is not None and len(block_mm_infos) != count:
-            raise ValueError(f"{count} block_hashes but {len(block_mm_infos)} block_mm_infos")
-        if sum(num_block_tokens) + is_eagle > len(token_ids):
-            raise ValueError(f"the blocks need {sum(num_block_tokens) + is_eagle} token_ids, got {len(token_ids)}")
-        names = [to_unsigned(name) for name in blocks.block_hashes]
-        parent = None if blocks.parent_hash is None else to_unsigned(blocks.parent_hash)
-        whole = self._whole_blocks(num_block_tokens)
-        media = {n: info for n, info in enumerate(block_mm_infos or ()) if info}
-        mm_hashes = {n: [entry["mm_hash"] for entry in info["mm_objects"]] for n, info in media.items()}
-        hashed = token_ids[: whole * self._block_size + is_eagle]
-        if mm_hashes and self._placeholders:
-            hashed, mm_hashes = padded_blocks(hashed, self._block_size, self._placeholders, mm_hashes), {}
-        local = hash_blocks(
-            hashed,
-            self._block_size,
-            lora_name=blocks.lora_name,
-            cache_salt=blocks.cache_salt,
-            eagle=is_eagle,
-            mm_hashes=mm_hashes,
-        )
-        entries: list[BlockRecord] = [
-            {"block_hash": names[n], "tokens_hash": local[n], "mm_extra_info": cast("MediaInfo | None", media.get(n))}
-            for n in range(whole)
-        ]
-        pieces: list[BlockChange] = []
-        for start in range(0, whole, MAX_BLOCKS_PER_EVENT):
-            piece = entries[start : start + MAX_BLOCKS_PER_EVENT]
-            pieces.append({"stored": {"parent_hash": parent, "start_position": None, "blocks": piece}})
-            parent = names[start + len(piece) - 1]
-        return pieces
-
-    def _whole_blocks(self, num_block_tokens: Sequence[int]) -> int:
-        """Count the blocks that can be published: up to the first block of another size, on which the later blocks
-        depend.
-        """
-        for number, tokens in enumerate(num_block_tokens):
-            if tokens != self._block_size:
-                if self._size_warnings < MAX_SIZE_WARNINGS:
-                    self._size_warnings += 1
-                    logger.warning(
-                        "a KV block of %d tokens is not published: this worker registered blocks of %d",
-                        tokens,
-                        self._block_size,
-                    )
-                return number
-        return len(num_block_tokens)
 
     def _send(self, changes: Sequence[BlockChange], tier: str = DEVICE) -> None:
         self._send_changes([(tier, change) for change in changes])
@@ -362,10 +370,10 @@ class KvEventPublisher:
 
     def _envelope(self, event_id: int, tier: str, data: BlockChange) -> PublishedEvent:
         return {
-            "worker_id": self._worker_id,
+            "worker_id": self._rank.worker_id,
             "storage_tier": tier,
             "residency_domain": "worker",
-            "event": {"event_id": event_id, "data": data, "dp_rank": self._dp_rank},
+            "event": {"event_id": event_id, "data": data, "dp_rank": self._rank.dp_rank},
         }
 
 

@@ -20,7 +20,7 @@ class Announcer:
     """Puts and deletes channel records of one process; `close` takes back what is left."""
 
     def __init__(self, discovery: Discovery) -> None:
-        self._discovery = discovery
+        self.discovery = discovery
         self._work = Background()
         self._records: dict[str, asyncio.Task[None]] = {}  # by key; each is awaited in `withdraw`
 
@@ -38,7 +38,7 @@ class Announcer:
         task.cancel()
         await asyncio.wait({task})
         try:
-            await self._discovery.delete(f"{EVENT_CHANNELS}/{key}")
+            await self.discovery.delete(f"{EVENT_CHANNELS}/{key}")
         except (DynamoException, OSError, RuntimeError) as error:
             logger.debug("event channel %s could not be withdrawn, it expires by itself: %s", key, error)
 
@@ -52,8 +52,8 @@ class Announcer:
         is_first = True
         while True:
             try:
-                await self._discovery.start()
-                await self._discovery.put(key, record)
+                await self.discovery.start()
+                await self.discovery.put(key, record)
                 return
             except (DynamoException, OSError) as error:
                 level = logging.WARNING if is_first else logging.DEBUG

@@ -29,7 +29,7 @@ from dynamo.runtime.calls.event_plane.base import (
 )
 from dynamo.runtime.calls.event_plane.envelope import BadEvent, channel_record, decode_envelope, encode_envelope
 from dynamo.runtime.calls.event_plane.inbox import Inbox
-from dynamo.runtime.calls.event_plane.publisher import NumberedPublisher
+from dynamo.runtime.calls.event_plane.publisher import NumberedPublisher, PublisherSources
 from dynamo.runtime.calls.nats_connection import NatsConnection
 from dynamo.runtime.discovery.base import Discovery
 
@@ -62,8 +62,7 @@ class NatsEventPlane:
         """`connection` may be shared; the code that made it closes it."""
         self._connection = connection
         self._counts: EventCounts = counts or NoCounts()
-        self._rng = rng or random.Random()
-        self._wall = wall
+        self._sources = PublisherSources(rng or random.Random(), wall)
         self._capacity = capacity
         self._announcer = Announcer(discovery)
         self.outbox = _Outbox(connection, self._counts, max_outbox)
@@ -85,7 +84,7 @@ class NatsEventPlane:
 
     def _publisher(self, scope: EventScope, topic: str) -> _Publisher:
         self._check_open()
-        publisher_id = self._rng.getrandbits(PUBLISHER_ID_BITS)
+        publisher_id = self._sources.rng.getrandbits(PUBLISHER_ID_BITS)
         transport = {"kind": "Nats", "config": {"subject_prefix": scope.subject}}
         key = scope.channel_key(topic, publisher_id)
         # For presence only: a subscription to the subject receives from every publisher.
@@ -209,7 +208,7 @@ class _Publisher(NumberedPublisher):
         key: str,
         announced: asyncio.Task[None],
     ) -> None:
-        super().__init__(topic, publisher_id, plane._wall)
+        super().__init__(topic, publisher_id, plane._sources.wall)
         self.announced = announced
         self._plane = plane
         self._subject = subject_of(scope, topic)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 from dynamo.runtime.calls.event_plane.base import Event
+
+
+class PublisherSources(NamedTuple):
+    """What a plane gives its publishers: ids that no other publisher has, and the time."""
+
+    rng: random.Random
+    wall: Callable[[], float]  # unix time in seconds
 
 
 class NumberedPublisher:

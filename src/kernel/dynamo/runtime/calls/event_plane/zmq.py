@@ -39,7 +39,7 @@ from dynamo.runtime.calls.event_plane.envelope import (
     zmq_endpoint,
 )
 from dynamo.runtime.calls.event_plane.inbox import Inbox
-from dynamo.runtime.calls.event_plane.publisher import NumberedPublisher
+from dynamo.runtime.calls.event_plane.publisher import NumberedPublisher, PublisherSources
 from dynamo.runtime.discovery.base import EVENT_CHANNELS, Delete, Discovery, Put
 from dynamo.runtime.discovery.follow import follow
 
@@ -76,12 +76,10 @@ class ZmqEventPlane:
         rng: random.Random | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._discovery = discovery
         self._settings = settings or EventPlaneSettings()
-        self._counts: EventCounts = counts or NoCounts()
-        self._rng = rng or random.Random()
-        self._wall = wall
         self._broker = self._settings.broker
+        self._counts: EventCounts = counts or NoCounts()
+        self._sources = PublisherSources(rng or random.Random(), wall)
         self._announcer = Announcer(discovery)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._publishers: set[_Publisher] = set()
@@ -111,7 +109,7 @@ class ZmqEventPlane:
         import zmq
 
         socket = self._socket(zmq.PUB)
-        publisher_id = self._rng.getrandbits(PUBLISHER_ID_BITS)
+        publisher_id = self._sources.rng.getrandbits(PUBLISHER_ID_BITS)
         made = _Publisher(self, scope, topic, publisher_id, socket)
         broker = self._broker
         try:
@@ -212,7 +210,7 @@ class ZmqEventPlane:
     async def _find_broker(self) -> ZmqBroker:
         """Find the broker that has announced itself. Raises CannotConnect when none does so in time."""
         try:
-            async with asyncio.timeout(PROBE_SECONDS), self._discovery.watch(EVENT_CHANNELS) as changes:
+            async with asyncio.timeout(PROBE_SECONDS), self._announcer.discovery.watch(EVENT_CHANNELS) as changes:
                 async for batch in changes:
                     for change in batch:
                         if isinstance(change, Put) and (found := zmq_broker(change.value)) is not None:
@@ -229,7 +227,7 @@ class ZmqEventPlane:
     ) -> None:
         """Keep connected to the publishers there are. `connected`: by key; those of an attempt that failed are in it."""
         prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(topic)}"
-        async with aclosing(follow(self._discovery, prefix, set(connected))) as changes:
+        async with aclosing(follow(self._announcer.discovery, prefix, set(connected))) as changes:
             async for batch in changes:
                 for change in batch:
                     self._connect(change, connected, reader)
@@ -258,7 +256,7 @@ class _Publisher(NumberedPublisher):
     def __init__(
         self, plane: ZmqEventPlane, scope: EventScope, topic: str, publisher_id: int, socket: zmq.Socket[bytes]
     ) -> None:
-        super().__init__(topic, publisher_id, plane._wall)
+        super().__init__(topic, publisher_id, plane._sources.wall)
         self.key = scope.channel_key(topic, publisher_id)
         self.announced: asyncio.Task[None] | None = None
         self._plane = plane
