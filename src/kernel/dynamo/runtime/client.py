@@ -31,7 +31,7 @@ from dynamo.errors import (
 from dynamo.placement import Booking, Candidate, Placement, PlacementRequest, Policy, RouterMode, place, policy_for
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
-from dynamo.runtime.calls.instances import InstanceSet, decode_instance
+from dynamo.runtime.calls.instances import InstanceChanges, InstanceSet, decode_instance
 from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
 from dynamo.runtime.discovery.follow import follow
@@ -46,40 +46,6 @@ WATCH_RETRY_SECONDS: Final = 1.0
 
 _ANY: Final = PlacementRequest()
 
-OnChange = Callable[[], None]
-
-
-class _Changes:
-    """The callers that are notified of changes of the instances, and those that wait for the next one."""
-
-    def __init__(self) -> None:
-        self._listeners: dict[object, OnChange] = {}
-        self._changed = asyncio.Event()
-
-    def listen(self, callback: OnChange) -> Callable[[], None]:
-        """Call back at every change; returns a function that takes it back."""
-        token = object()
-        self._listeners[token] = callback
-        return lambda: self._forget(token)
-
-    def _forget(self, token: object) -> None:
-        self._listeners.pop(token, None)
-
-    def notify(self) -> None:
-        """Report a change."""
-        self._changed.set()
-        for callback in list(self._listeners.values()):
-            callback()
-
-    def wake(self) -> None:
-        """Wake what waits, without a change."""
-        self._changed.set()
-
-    async def next(self) -> None:
-        """Wait for the next change."""
-        self._changed.clear()
-        await self._changed.wait()
-
 
 class Client:
     """Calls one endpoint. Made by `Endpoint.client`; closed with its runtime, or before by `close`."""
@@ -91,7 +57,7 @@ class Client:
         settings = endpoint.runtime.settings
         self._set = InstanceSet(endpoint.path, inhibit_seconds=settings.inhibit_seconds)
         self._policies: dict[RouterMode, Policy] = {}  # made on first use: most clients need one
-        self._changes = _Changes()
+        self._changes = InstanceChanges()
         self._work = Background()
         self._watching: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None  # done once the instances there are now are known
@@ -125,7 +91,7 @@ class Client:
         """Return the instances that discovery lists now, by id."""
         return [InstanceView(instance) for instance in self._set.discovered]
 
-    def on_change(self, callback: OnChange) -> Callable[[], None]:
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back whenever the instances have changed; returns a function that takes it back."""
         return self._changes.listen(callback)
 

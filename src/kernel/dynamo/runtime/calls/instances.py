@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -12,7 +13,14 @@ from dynamo.errors import WorkerUnavailable
 from dynamo.placement import Booking, Candidate, CircuitBreaker, LoadBook, RouterMode
 from dynamo.runtime.calls.request_plane.base import Instance
 
-__all__ = ["DEFAULT_INHIBIT_SECONDS", "InstanceSet", "RouterMode", "decode_instance", "encode_instance"]
+__all__ = [
+    "DEFAULT_INHIBIT_SECONDS",
+    "InstanceChanges",
+    "InstanceSet",
+    "RouterMode",
+    "decode_instance",
+    "encode_instance",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -177,3 +185,35 @@ def encode_instance(
 def decode_instance(value: bytes) -> Instance:
     """Decode the record of a key. Raises `msgspec.MsgspecError` for anything else; unknown members are ignored."""
     return _decoder.decode(value)
+
+
+class InstanceChanges:
+    """The callers that are notified of changes of the instances, and those that wait for the next one."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[object, Callable[[], None]] = {}
+        self._changed = asyncio.Event()
+
+    def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back at every change; returns a function that takes it back."""
+        token = object()
+        self._listeners[token] = callback
+        return lambda: self._forget(token)
+
+    def _forget(self, token: object) -> None:
+        self._listeners.pop(token, None)
+
+    def notify(self) -> None:
+        """Report a change."""
+        self._changed.set()
+        for callback in list(self._listeners.values()):
+            callback()
+
+    def wake(self) -> None:
+        """Wake what waits, without a change."""
+        self._changed.set()
+
+    async def next(self) -> None:
+        """Wait for the next change."""
+        self._changed.clear()
+        await self._changed.wait()
