@@ -227,7 +227,7 @@ async def test_loads_are_followed_for_who_looks_at_them_and_exclude_nobody(
     async with cluster(tmp_path) as house:
         reporter = await Reporter.joins(house)
         loads, lens = house.frontend.kernel.loads, Lens(house)
-        assert not loads._followers
+        assert not loads._followers.tasks
 
         async def look() -> Any:
             (row,) = (await lens.get("snapshot", views="workers"))["workers"]
@@ -247,11 +247,11 @@ async def test_loads_are_followed_for_who_looks_at_them_and_exclude_nobody(
         # A gauge would stay at its last value when nobody looks any more.
         assert "worker_active_decode_blocks" not in house.frontend.metrics.expose().decode()
         # Nobody looks any more.
-        await until(lambda: not loads._followers and not loads.busy_workers.reports_of(reporter.id))
+        await until(lambda: not loads._followers.tasks and not loads.busy_workers.reports_of(reporter.id))
         assert (await look())["kv_blocks_used"] is None
         await heard()  # somebody looks again
         await loads.set(BusyThresholds("m", active_decode_blocks_threshold=0.5))
         await reporter.says(99, is_avoided=True)
-        await until(lambda: [needs_loads for _, needs_loads in loads._followers] == [True])
+        await until(lambda: [needs_loads for _, needs_loads in loads._followers.tasks] == [True])
         await reporter.says(99, is_avoided=True)
         await until(lambda: "worker_active_decode_blocks" in house.frontend.metrics.expose().decode())

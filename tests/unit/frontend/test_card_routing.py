@@ -57,7 +57,7 @@ async def test_prefill_and_decode_workers_may_differ(tmp_path: Path) -> None:
             router_config=KV, wait=False,
         )  # fmt: skip
         await house.worker(say("hello"), component="decode", worker_type=WorkerType.Decode, needs=[["prefill"]])
-        router = house.frontend.models._prefill.get("m", "ns")
+        router = house.frontend.models._stages.prefill.get("m", "ns")
         (served,) = house.frontend.models.served()
         assert router is not None
         assert (router.workers.kv is not None, served.kv) == (True, None)

@@ -64,7 +64,7 @@ async def add(house: Cluster, role: str, script: Script | None = None, **config:
 
 def knows(house: Cluster, worker: ScriptedWorker) -> bool:
     instance_id, models = worker.endpoint.connection_id(), house.frontend.models
-    prefill = models._prefill.get("m", "ns")
+    prefill = models._stages.prefill.get("m", "ns")
     pools = [*models.served(), *([prefill.workers] if prefill is not None else [])]
     return any(pool.instance(instance_id) is not None for pool in pools)
 

@@ -49,7 +49,7 @@ async def add_prefill(house: Cluster, script: Script | None = None, **runtime_co
 
 
 def known(house: Cluster, worker: ScriptedWorker) -> bool:
-    router = house.frontend.models._prefill.get("m", "ns")
+    router = house.frontend.models._stages.prefill.get("m", "ns")
     return router is not None and router.workers.instance(worker.endpoint.connection_id()) is not None
 
 

@@ -113,7 +113,7 @@ async def add_encode(house: Cluster, script: Script | None = None, component: st
 
 
 def knows(house: Cluster, worker: ScriptedWorker) -> bool:
-    router = house.frontend.models._encode.get("m", "ns")
+    router = house.frontend.models._stages.encode.get("m", "ns")
     return router is not None and router.workers.instance(worker.endpoint.connection_id()) is not None
 
 

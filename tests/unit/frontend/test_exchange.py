@@ -79,10 +79,10 @@ async def test_a_caller_in_this_process_is_bounded_by_the_same_admission(tmp_pat
         first = house.client.begin_chat("hi")
         await worker.started.wait()
         assert [status for status, _ in (await run(house)).answers] == [529]
-        assert len(house.frontend.exchanges) == 1
+        assert len(house.frontend.pipeline.register) == 1
         first.disconnect()
         await first.done()
-        assert len(house.frontend.exchanges) == 0
+        assert len(house.frontend.pipeline.register) == 0
 
 
 async def test_the_register_shows_how_far_a_request_has_come(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ async def test_the_register_shows_how_far_a_request_has_come(tmp_path: Path) -> 
         worker.script = worker.hold
         asked = house.client.begin_chat("hi")
         await worker.started.wait()
-        (exchange,) = house.frontend.exchanges
+        (exchange,) = house.frontend.pipeline.register
         assert (exchange.phase, exchange.model, exchange.context.id()) == (
             Phase.DISPATCHED,
             "m",
@@ -111,11 +111,11 @@ async def test_the_register_shows_how_far_a_request_has_come(tmp_path: Path) -> 
         worker.script = script
         streamed = house.client.begin_chat("hi", stream=True)
         await streamed.until(lambda one: b'"a"' in one.body)
-        (exchange,) = house.frontend.exchanges
+        (exchange,) = house.frontend.pipeline.register
         assert exchange.phase is Phase.STREAMING
         go_on.set()
         await streamed.done()
-        assert list(house.frontend.exchanges) == []
+        assert list(house.frontend.pipeline.register) == []
         times = [time for time in exchange.phase_times if time is not None]
         assert len(times) == len(Phase)
         assert times == sorted(times)

@@ -24,7 +24,7 @@ async def test_health_names_a_discovery_store_that_does_not_answer(
 ) -> None:
     await house.worker()
     assert "degraded" not in (await house.client.get("/health")).json
-    monkeypatch.setattr(house.frontend.models._discovery, "trouble", lambda: "etcd at e does not answer")
+    monkeypatch.setattr(house.frontend.models._cluster.store, "trouble", lambda: "etcd at e does not answer")
     answer = await house.client.get("/health")
     assert answer.status == 200  # it still serves, from its last view
     assert answer.json["degraded"] == [

@@ -159,5 +159,9 @@ async def test_no_place_is_lost_where_giving_back_another_one_fails(
         with pytest.raises(RuntimeError, match="broken at the end"):
             await house.client.chat("hi")
     (model,) = house.frontend.models.served()
-    assert (house.frontend.admission.in_flight, model.admission.in_flight, len(house.frontend.exchanges)) == (0, 0, 0)
+    assert (house.frontend.admission.in_flight, model.admission.in_flight, len(house.frontend.pipeline.register)) == (
+        0,
+        0,
+        0,
+    )
     assert (await house.client.chat("hi")).status == 200

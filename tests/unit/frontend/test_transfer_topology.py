@@ -44,7 +44,7 @@ async def add_prefill(house: Cluster, config: ModelRuntimeConfig, script: Script
     models, instance_id = house.frontend.models, worker.endpoint.connection_id()
 
     def is_known() -> bool:
-        router = models._prefill.get("m", "ns")
+        router = models._stages.prefill.get("m", "ns")
         return router is not None and router.workers.instance(instance_id) is not None
 
     async with asyncio.timeout(PATIENCE_SECONDS):

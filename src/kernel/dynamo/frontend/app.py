@@ -19,8 +19,10 @@ from dynamo.frontend.admission.process import Stage
 from dynamo.frontend.application import FrontendRoutes, RoutedParts
 from dynamo.frontend.base.metrics.process import LoopProbe
 from dynamo.frontend.base.offload import Offload
+from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.opening import PortGroup, open_kernel, open_parts
 from dynamo.frontend.pipeline.exchange import FrontendStopping
+from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.settings import FrontendSettings
 
 if TYPE_CHECKING:
@@ -43,9 +45,7 @@ class Frontend:
         self.settings = settings
         opened = open_kernel(settings, runtime, offload, now, peers)
         self.kernel = kernel = opened.kernel
-        self.pipeline = kernel.pipeline
-        self.metrics, self.models = kernel.pipeline.metrics, kernel.pipeline.models
-        self.admission, self.exchanges = kernel.pipeline.admission, kernel.pipeline.register
+        self.metrics, self.admission = kernel.pipeline.metrics, kernel.pipeline.admission
         parts, history = open_parts(settings, opened, peers)
         over = RoutedParts(
             settings, parts, kernel.loads, opened.adapters, kernel.budget, kernel.offload, peers, kernel.shares, history
@@ -91,6 +91,14 @@ class Frontend:
             if begun is not None:
                 await begun
 
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.kernel.pipeline
+
+    @property
+    def models(self) -> ModelDirectory:
+        return self.pipeline.models
+
     async def drain(self, timeout_seconds: float, *, grace_seconds: float = 0.0) -> bool:
         """Decline new requests and wait for those in flight; whether all of them ended in time.
 
@@ -104,7 +112,7 @@ class Frontend:
 
     def cut(self) -> int:
         """End every request in flight with a 503 (or an error event); return how many there were."""
-        return self.exchanges.end_all(FrontendStopping())
+        return self.pipeline.register.end_all(FrontendStopping())
 
     def stopping(self) -> None:
         """Mark the process as neither ready nor alive: the listener is about to close."""

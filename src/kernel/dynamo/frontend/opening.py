@@ -86,7 +86,7 @@ def open_kernel(
         concurrent_loads=settings.concurrent_model_loads,
     )
     register = ExchangeRegister()
-    metrics.requests.read_stage_requests(register.count_in_stage)
+    metrics.requests.stages.read_requests(register.count_in_stage)
     preparing: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
     parts = _parts()
     intake: MediaTaker | None = None if parts is None else parts.open_intake(settings, preparing, metrics)

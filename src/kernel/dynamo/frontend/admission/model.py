@@ -141,6 +141,27 @@ class Shed(Overloaded):
         self.reason = reason
 
 
+class _Starts:
+    """The rate at which requests had their first tokens lately."""
+
+    __slots__ = ("_at", "_since", "lately")
+
+    def __init__(self) -> None:
+        self.lately = 0.0  # first tokens, each weighted by how long ago it came
+        self._at = self._since = 0.0
+
+    def note(self, now: float) -> None:
+        """Count a first token."""
+        if not self.lately:
+            self._since = now
+        self.lately, self._at = self.lately * math.exp((self._at - now) / RATE_SECONDS) + 1.0, now
+
+    def rate(self, now: float) -> float:
+        """Return how many there were in a second."""
+        measured = RATE_SECONDS * -math.expm1((self._since - now) / RATE_SECONDS)
+        return self.lately * math.exp((self._at - now) / RATE_SECONDS) / max(measured, 1.0)
+
+
 class ModelAdmission:
     """Counts one model's requests. Used on the event loop only; times are loop times.
 
@@ -148,14 +169,12 @@ class ModelAdmission:
     """
 
     __slots__ = (
-        "_begun_at",
-        "_begun_lately",
         "_capacity",
         "_limit",
-        "_measured_since",
         "_model",
         "_policy",
         "_said_at",
+        "_starts",
         "_waiting",
         "in_flight",
     )
@@ -165,8 +184,7 @@ class ModelAdmission:
         self._capacity: int | None = None
         self._limit: int | None = None
         self._waiting: OrderedDict[AdmissionSlot, None] = OrderedDict()  # without a token yet, in order of arrival
-        self._begun_lately = 0.0  # first tokens, each weighted by how long ago it came
-        self._begun_at = self._measured_since = 0.0
+        self._starts = _Starts()
         self._said_at = -math.inf
         self.in_flight = 0
         self.set_capacity(None)
@@ -239,25 +257,19 @@ class ModelAdmission:
 
     def retry_after_seconds(self, now: float) -> int:
         """Return when it may be worth to come again: what waits now, by the rate at which requests had their first tokens lately."""
-        if not self._begun_lately:  # unknown yet: it takes longer than it has taken so far
+        if not self._starts.lately:  # unknown yet: it takes longer than it has taken so far
             seconds = now - next(iter(self._waiting)).since if self._waiting else 0.0
         else:
-            measured = RATE_SECONDS * -math.expm1((self._measured_since - now) / RATE_SECONDS)
-            rate = self._decayed(now) / max(measured, 1.0)
+            rate = self._starts.rate(now)
             ahead = max(1, len(self._waiting))
             seconds = ahead / rate if rate * MAX_RETRY_SECONDS > ahead else MAX_RETRY_SECONDS
         return min(MAX_RETRY_SECONDS, max(1, math.ceil(seconds)))
-
-    def _decayed(self, now: float) -> float:
-        return self._begun_lately * math.exp((self._begun_at - now) / RATE_SECONDS)
 
     def _begun(self, slot: AdmissionSlot, now: float) -> None:
         if slot not in self._waiting:
             return
         del self._waiting[slot]
-        if not self._begun_lately:
-            self._measured_since = now
-        self._begun_lately, self._begun_at = self._decayed(now) + 1.0, now
+        self._starts.note(now)
 
     def _left(self, slot: AdmissionSlot) -> None:
         self._waiting.pop(slot, None)

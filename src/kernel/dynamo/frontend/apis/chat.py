@@ -114,8 +114,8 @@ class _ChatRenderer(Renderer):
         answer = self._answer
         return chat_body(
             answer.id,
-            answer.created,
-            answer.model_name,
+            int(answer.received_at),
+            answer.request.model,
             [self._choice(index, choice) for index, choice in enumerate(collected.choices)],
             answer.usage(),
             nvext=self._collected_nvext(collected),
@@ -155,7 +155,7 @@ class _ChatRenderer(Renderer):
         """Return the chunks' fixed bytes; made late, as a model that takes text brings its own id."""
         if self._chunks is None:
             answer = self._answer
-            self._chunks = ChatStream(answer.id, answer.created, answer.model_name, n=answer.choices)
+            self._chunks = ChatStream(answer.id, int(answer.received_at), answer.request.model, n=answer.choices)
         return self._chunks
 
     def _in_full(self, output: ChoiceOutput) -> bytes:

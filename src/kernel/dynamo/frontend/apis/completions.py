@@ -64,7 +64,7 @@ class EchoedPrompts:
         if not isinstance(positions, Sequence) or len(positions) < len(prompt):
             raise RequestRejected(
                 400,
-                f"The engine of model '{self._answer.model_name}' does not report log probabilities of prompt tokens, "
+                f"The engine of model '{self._answer.request.model}' does not report log probabilities of prompt tokens, "
                 "which `echo` with `logprobs` needs: leave one of them out",
                 param="echo",
             )
@@ -270,7 +270,9 @@ class _CompletionRenderer(Renderer):
             beside = members | self._prompt_members(index)
             choices.append(FinishedChoice(index, text, reason, logprobs=logprobs, beside=beside))
         nvext = self._collected_nvext(collected)
-        return completion_body(answer.id, answer.created, answer.model_name, choices, self._usage(), nvext=nvext)
+        return completion_body(
+            answer.id, int(answer.received_at), answer.request.model, choices, self._usage(), nvext=nvext
+        )
 
     def _usage(self) -> bytes | None:
         if self._echo is not None and self._echo.drops_answer:
@@ -281,7 +283,9 @@ class _CompletionRenderer(Renderer):
         """Return the chunks' fixed bytes; made late, as a model that takes text brings its own id."""
         if self._chunks is None:
             answer = self._answer
-            self._chunks = CompletionStream(answer.id, answer.created, answer.model_name, choices=answer.choices)
+            self._chunks = CompletionStream(
+                answer.id, int(answer.received_at), answer.request.model, choices=answer.choices
+            )
         return self._chunks
 
     def _logprobs(self, choice: int, found: Sequence[Logprobs]) -> bytes | None:

@@ -270,7 +270,7 @@ class _MessagesRenderer(Renderer):
         begin = b""
         if not self._has_begun:
             self._has_begun = True
-            begin = message_start(self._id, self._answer.model_name, self._usage())
+            begin = message_start(self._id, self._answer.request.model, self._usage())
         if events:
             if isinstance(last := events[-1], Finished):
                 self._finished = last
@@ -282,7 +282,7 @@ class _MessagesRenderer(Renderer):
 
     def end(self, *, with_usage: bool) -> bytes:
         """Return the last events; every stream of this API ends with its usage."""
-        begin = b"" if self._has_begun else message_start(self._id, self._answer.model_name, self._usage())
+        begin = b"" if self._has_begun else message_start(self._id, self._answer.request.model, self._usage())
         self._order.finish(is_cut=self._is_cut(self._finished))
         held = self._held.get(0)
         nvext = None
@@ -297,7 +297,7 @@ class _MessagesRenderer(Renderer):
         return begin + self._blocks.taken() + message_end(reason, sequence, self._usage(), nvext)
 
     def routed(self, nvext: bytes) -> bytes:
-        start = message_start(self._id, self._answer.model_name, self._usage())
+        start = message_start(self._id, self._answer.request.model, self._usage())
         return start + message_end(None, None, self._usage(), nvext)
 
     def collect(self, collected: CollectedAnswer) -> bytes:
@@ -310,7 +310,7 @@ class _MessagesRenderer(Renderer):
         reason, sequence = self._stop(choice.finished, has_called=order.has_called)
         return message_body(
             self._id,
-            answer.model_name,
+            answer.request.model,
             body.blocks,
             reason,
             sequence,

@@ -166,6 +166,24 @@ async def _truncated(
     return prepared
 
 
+class _Keeper:
+    """Stores one response once its answer is whole."""
+
+    def __init__(self, id: str, request: ResponsesRequest, history: AnswerHistory, offload: Offload) -> None:
+        self._id, self._request, self._history, self._offload = id, request, history, offload
+        self.last = b""  # the response object at the end
+
+    async def keep(self) -> None:
+        request = self._request
+
+        def listed() -> bytes:
+            return json_line(listed_items(request.asked, self._id))
+
+        items = await self._offload(listed) if request.is_large else listed()
+        previous = request.asked.previous_response_id
+        await self._history.keep(StoredResponse(self._id, self.last, items, previous, owner_of(request)))
+
+
 class _ResponseRenderer(Renderer):
     """Events as items. Streamed or not, the items are written by one `OutputWriter`."""
 
@@ -173,13 +191,12 @@ class _ResponseRenderer(Renderer):
         super().__init__(answer, options)
         request = answer.request
         assert isinstance(request, ResponsesRequest)
-        self._history = history if request.asked.store is not False else None  # the API stores by default
-        self._offload = offload
-        self._last = b""  # the response object at the end
-        self._id = answer.id  # ours, also where a worker names its answer itself
+        is_kept = history is not None and request.asked.store is not False  # the API stores by default
+        id = answer.id  # ours, also where a worker names its answer itself
+        self._keeper = _Keeper(id, request, history, offload) if history is not None and is_kept else None
         self._events = EventNumbers()
-        self._output = OutputWriter(self._events, ItemIds(self._id), request.offered.called, request.shape)
-        self._response = ResponseObject(self._id, answer.created, request.asked, is_stored=self._history is not None)
+        self._output = OutputWriter(self._events, ItemIds(id), request.offered.called, request.shape)
+        self._response = ResponseObject(id, int(answer.received_at), request.asked, is_stored=is_kept)
         self._finished: Finished | None = None
         self._is_begun = False
         self._token_ids: list[int] = []
@@ -202,7 +219,7 @@ class _ResponseRenderer(Renderer):
 
     @property
     def keeping(self) -> Callable[[], Awaitable[None]] | None:
-        return None if self._history is None else self._keep
+        return None if self._keeper is None else self._keeper.keep
 
     def failed(self, rejected: RequestRejected) -> bytes:
         last = self._begun() + self._output.finish("incomplete", is_failed=True)
@@ -210,7 +227,9 @@ class _ResponseRenderer(Renderer):
         return last + self._events.event("response.failed", b'"response":' + response) + DONE
 
     def routed(self, nvext: bytes) -> bytes:
-        response = self._response.json("completed", usage=self._usage(), completed_at=self._answer.created, nvext=nvext)
+        response = self._response.json(
+            "completed", usage=self._usage(), completed_at=int(self._answer.received_at), nvext=nvext
+        )
         return self._begun() + self._events.event("response.completed", b'"response":' + response) + DONE
 
     def collect(self, collected: CollectedAnswer) -> bytes:
@@ -267,7 +286,7 @@ class _ResponseRenderer(Renderer):
                 token_ids=self._token_ids,
                 engine_data=self._engine_data,
             )
-        self._last = self._response.json(
+        last = self._response.json(
             status,
             output=self._output.items,
             usage=self._usage(),
@@ -275,19 +294,9 @@ class _ResponseRenderer(Renderer):
             finish_reason=None if self._finished is None else self._finished.reason,
             nvext=nvext,
         )
-        return status, self._last
-
-    async def _keep(self) -> None:
-        request = self._answer.request
-        assert isinstance(request, ResponsesRequest)
-        assert self._history is not None
-
-        def listed() -> bytes:
-            return json_line(listed_items(request.asked, self._id))
-
-        items = await self._offload(listed) if request.is_large else listed()
-        previous = request.asked.previous_response_id
-        await self._history.keep(StoredResponse(self._id, self._last, items, previous, owner_of(request)))
+        if self._keeper is not None:
+            self._keeper.last = last
+        return status, last
 
     @property
     def _status(self) -> Any:

@@ -113,6 +113,22 @@ class _Kind:
         return msgspec.structs.replace(self.group, rate_per_minute=round(recent / minutes, 3), example_id=example)
 
 
+class _Pace:
+    """Bounds how many bundles are made within a second."""
+
+    def __init__(self) -> None:
+        self._second, self._made = 0, 0
+
+    def admits(self, second: int, *, is_first: bool) -> bool:
+        """Return whether a bundle may be made now, and count it. `is_first`: of its kind."""
+        if second != self._second:
+            self._second, self._made = second, 0
+        if self._made >= BUNDLES_PER_SECOND * (2 if is_first else 1):
+            return False
+        self._made += 1
+        return True
+
+
 class FailureRing:
     """Counts failures by kind, and keeps bundles of the last ones."""
 
@@ -130,7 +146,7 @@ class FailureRing:
         self._kept: OrderedDict[str, tuple[FailedRequest, FailureKey, bytes]] = OrderedDict()
         self._bytes = 0
         self._kinds: OrderedDict[FailureKey, _Kind] = OrderedDict()  # the one that failed last at the end
-        self._second, self._made = 0, 0  # bundles that were made within this second
+        self._pace = _Pace()
         self.total = 0
         """Failures since the start."""
 
@@ -187,7 +203,7 @@ class FailureRing:
         `make` is not called where a bundle would not be kept.
         """
         key, kind = self._count(failure)
-        if not self._max_bundles or not self._may_make(is_first=not kind.kept):
+        if not self._max_bundles or not self._pace.admits(int(self._wall_clock()), is_first=not kind.kept):
             return
         made = make()
         if made is None:
@@ -227,15 +243,6 @@ class FailureRing:
         for id in list(self._kinds[key].kept):
             self._forget(id)
         del self._kinds[key]
-
-    def _may_make(self, *, is_first: bool) -> bool:
-        second = int(self._wall_clock())
-        if second != self._second:
-            self._second, self._made = second, 0
-        if self._made >= BUNDLES_PER_SECOND * (2 if is_first else 1):
-            return False
-        self._made += 1
-        return True
 
     def _to_forget(self, newest: str) -> str:
         """Return the oldest bundle of what has the most: of the statuses and codes first, then of its kinds."""

@@ -33,6 +33,39 @@ class FilePiece(Struct, frozen=True):
     begins: bool = False  # the first piece of its file; every file has one
 
 
+class _PartHeaders:
+    """The headers of one part of a form, and what its `Content-Disposition` has."""
+
+    def __init__(self) -> None:
+        self.options: dict[bytes, bytes] = {}
+        self._name, self._value = bytearray(), bytearray()  # of the line that is being read
+        self._bytes = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the field."""
+        return self.options.get(b"name", b"").decode("utf-8", "replace")
+
+    def add_name(self, data: bytes) -> None:
+        self._count(len(data))
+        self._name += data
+
+    def add_value(self, data: bytes) -> None:
+        self._count(len(data))
+        self._value += data
+
+    def end_line(self) -> None:
+        if bytes(self._name).lower() == b"content-disposition":
+            _, self.options = parse_options_header(bytes(self._value))
+        self._name.clear()
+        self._value.clear()
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
+        if self._bytes > MAX_HEADER_BYTES:
+            raise _refused("The headers of a form's part are too long")
+
+
 class _Form:
     """Turns what the parser reports into fields and pieces of files."""
 
@@ -40,10 +73,7 @@ class _Form:
         self._max_fields, self._max_field_bytes = max_fields, max_field_bytes
         self.found: list[FormField | FilePiece] = []
         self.is_ended = False
-        self._header_name = bytearray()
-        self._header_value = bytearray()
-        self._header_bytes = 0
-        self._options: dict[bytes, bytes] = {}
+        self._headers = _PartHeaders()
         self._value = bytearray()
         self._fields = 0
         self._field_bytes = 0
@@ -53,52 +83,29 @@ class _Form:
                 "on_part_begin": self._part_begins,
                 "on_part_data": self._part_data,
                 "on_part_end": self._part_ends,
-                "on_header_field": self._header_field,
-                "on_header_value": self._header_data,
-                "on_header_end": self._header_ends,
+                "on_header_field": lambda data, start, end: self._headers.add_name(data[start:end]),
+                "on_header_value": lambda data, start, end: self._headers.add_value(data[start:end]),
+                "on_header_end": lambda: self._headers.end_line(),
                 "on_headers_finished": self._headers_end,
                 "on_end": self._ended,
             },
         )
 
-    @property
-    def _name(self) -> str:
-        return self._options.get(b"name", b"").decode("utf-8", "replace")
-
     def _part_begins(self) -> None:
         self._fields += 1
         if self._fields > self._max_fields:
             raise _refused(f"A form may have at most {self._max_fields} fields")
-        self._options, self._header_bytes = {}, 0
+        self._headers = _PartHeaders()
         self._value.clear()
 
-    def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._count_header(end - start)
-        self._header_name += data[start:end]
-
-    def _header_data(self, data: bytes, start: int, end: int) -> None:
-        self._count_header(end - start)
-        self._header_value += data[start:end]
-
-    def _count_header(self, size: int) -> None:
-        self._header_bytes += size
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise _refused("The headers of a form's part are too long")
-
-    def _header_ends(self) -> None:
-        if bytes(self._header_name).lower() == b"content-disposition":
-            _, self._options = parse_options_header(bytes(self._header_value))
-        self._header_name.clear()
-        self._header_value.clear()
-
     def _headers_end(self) -> None:
-        if not self._name:
+        if not self._headers.name:
             raise _refused("A part of the form has no name")
-        if b"filename" in self._options:
+        if b"filename" in self._headers.options:
             self._file_piece(b"", begins=True)  # a file may be empty
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
-        if b"filename" in self._options:
+        if b"filename" in self._headers.options:
             self._file_piece(data[start:end])
             return
         self._field_bytes += end - start
@@ -107,12 +114,12 @@ class _Form:
         self._value += data[start:end]
 
     def _part_ends(self) -> None:
-        if b"filename" not in self._options:
-            self.found.append(FormField(self._name, self._value.decode("utf-8", "replace")))
+        if b"filename" not in self._headers.options:
+            self.found.append(FormField(self._headers.name, self._value.decode("utf-8", "replace")))
 
     def _file_piece(self, data: bytes, *, begins: bool = False) -> None:
-        filename = self._options[b"filename"].decode("utf-8", "replace")
-        self.found.append(FilePiece(self._name, filename, data, begins))
+        filename = self._headers.options[b"filename"].decode("utf-8", "replace")
+        self.found.append(FilePiece(self._headers.name, filename, data, begins))
 
     def _ended(self) -> None:
         self.is_ended = True

@@ -189,7 +189,6 @@ class HttpServer:
         """
         settings: HttpSettings = frontend.settings
         self._frontend = frontend
-        self._settings = settings
         self._deliveries = deliveries
         if listener is None and deliveries is None:
             listener = bind(settings.http_host, settings.http_port)
@@ -237,11 +236,11 @@ class HttpServer:
             return
         keys = self._frontend.parts.get("keys")
         store = None if keys is None else keys.store
-        with published_access(self._settings, self.port, self.admin_port, part.inspector.token, store):
+        with published_access(self._frontend.settings, self.port, self.admin_port, part.inspector.token, store):
             yield
 
     def _make_gate(self) -> TlsGate | None:
-        settings = self._settings
+        settings = self._frontend.settings
         if settings.tls_cert_path is None or settings.tls_key_path is None:
             return None
         authority = settings.tls_client_ca_cert_path
@@ -266,7 +265,7 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Drain, then close: section "Lifecycle" of the docs. In-flight requests get `graceful_shutdown_seconds`, after the grace."""
-        settings = self._settings
+        settings = self._frontend.settings
         # A client that keeps connections should use another frontend, and not find one closed under the next request: every answer that
         # begins from now on is the last one of its connection.
         self.service.default_headers.append((b"connection", b"close"))

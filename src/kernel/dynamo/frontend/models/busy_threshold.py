@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -79,6 +80,69 @@ class _Audience:
             await asyncio.sleep(left)
 
 
+class _Thresholds:
+    """The thresholds of models: their own, or the default."""
+
+    def __init__(self, default: BusyThresholds) -> None:
+        self._default = default
+        self.by_model: dict[str, BusyThresholds] = {}
+
+    @property
+    def are_set(self) -> bool:
+        """Whether any model may have one."""
+        return self._default.is_set or bool(self.by_model)
+
+    def of(self, model: str) -> BusyThresholds:
+        """Return the thresholds of a model."""
+        found = self.by_model.get(model)
+        return found if found is not None else msgspec.structs.replace(self._default, model=model)
+
+    def check_room(self, model: str) -> None:
+        """Raise ValueError where a model would be one too many with thresholds of its own."""
+        if model not in self.by_model and len(self.by_model) >= MAX_MODELS:
+            raise ValueError(f"more than {MAX_MODELS} models have thresholds")
+
+
+class _Followers:
+    """The subscriptions to the loads of endpoints."""
+
+    def __init__(
+        self,
+        subscribe: Subscribe,
+        report_own: ReportOwn,
+        report: Callable[[Event, bool], None],
+        background: Background,
+    ) -> None:
+        self._subscribe, self._report_own, self._report, self._background = subscribe, report_own, report, background
+        # By endpoint, and whether a threshold or a signal needs its loads: else a viewer only watches them.
+        self.tasks: dict[tuple[str, bool], asyncio.Task[None]] = {}
+
+    def follow(self, keys: AbstractSet[tuple[str, bool]]) -> None:
+        """Follow these endpoints, and no others."""
+        for key in self.tasks.keys() - keys:
+            self.tasks.pop(key).cancel()
+        for key in keys - self.tasks.keys():
+            self.tasks[key] = self._background.keep(partial(self._follow, *key), f"frontend: loads of {key[0]}")
+
+    async def _follow(self, endpoint: str, needs_loads: bool) -> None:
+        """Follow the loads of an endpoint. Where a viewer only watches them, nothing of this process is reported or counted."""
+        while True:
+            own = self._report_own(endpoint) if needs_loads else nullcontext()
+            try:
+                async with self._subscribe(endpoint) as events, own:
+                    async for event in events:
+                        self._report(event, needs_loads)
+                return  # the plane was closed
+            except DynamoException as error:
+                logger.warning(
+                    "the load reports of %s cannot be followed, next attempt in %g s: %s",
+                    endpoint,
+                    RETRY_SECONDS,
+                    error,
+                )
+            await asyncio.sleep(RETRY_SECONDS)
+
+
 class LoadFollower:
     """Follows the loads of the models that have thresholds, and marks their busy workers. Used on the event loop only."""
 
@@ -92,14 +156,12 @@ class LoadFollower:
         report_own: ReportOwn = _nothing_to_report,
     ) -> None:
         """`report_own`: reports what this process itself has booked at an endpoint, while its loads are followed."""
-        self._models, self._subscribe, self._peers, self._report_own = models, subscribe, peers, report_own
-        self._default = settings.busy_thresholds
+        self._models, self._peers = models, peers
+        self._thresholds = _Thresholds(settings.busy_thresholds)
         self._audience = _Audience(needs_all=settings.autoscale)
-        self._by_model: dict[str, BusyThresholds] = {}
-        self.busy_workers = BusyWorkers(models.pools, self.of)
-        # By endpoint, and whether a threshold or a signal needs its loads: else a viewer only watches them.
-        self._followers: dict[tuple[str, bool], asyncio.Task[None]] = {}
+        self.busy_workers = BusyWorkers(models.pools, self._thresholds.of)
         self._background = Background()
+        self._followers = _Followers(subscribe, report_own, self._report, self._background)
         self._keeper: asyncio.Task[None] | None = None
         self._was_set = asyncio.Event()
         if peers is not None:
@@ -110,7 +172,7 @@ class LoadFollower:
         if (
             self._keeper is None
             and not self._background.is_closed
-            and (self._audience.is_there or self._default.is_set or self._by_model)
+            and (self._audience.is_there or self._thresholds.are_set)
         ):
             self._keeper = self._background.keep(self._keep, "frontend: loads")
 
@@ -122,21 +184,16 @@ class LoadFollower:
 
     async def aclose(self) -> None:
         """Stop following loads. Idempotent."""
-        self._followers.clear()
+        self._followers.tasks.clear()
         self.busy_workers.close()
         await self._background.close()
 
     # -- thresholds --------------------------------------------------------------------------------------------------
 
-    def of(self, model: str) -> BusyThresholds:
-        """Return the thresholds of a model."""
-        found = self._by_model.get(model)
-        return found if found is not None else msgspec.structs.replace(self._default, model=model)
-
     def all(self) -> list[BusyThresholds]:
         """Return the thresholds of every model that has any."""
-        names = {model.name for model in self._models.served()} | self._by_model.keys()
-        return [found for name in sorted(names) if (found := self.of(name)).is_set]
+        names = {model.name for model in self._models.served()} | self._thresholds.by_model.keys()
+        return [found for name in sorted(names) if (found := self._thresholds.of(name)).is_set]
 
     async def set(self, given: BusyThresholds) -> BusyThresholds:
         """Change the thresholds that `given` sets, in all processes of the group; return all of the model's afterwards.
@@ -144,10 +201,9 @@ class LoadFollower:
         Raises ValueError naming a field, or when too many models have thresholds of their own.
         """
         given.check()
-        changed = given.over(self.of(given.model))
+        changed = given.over(self._thresholds.of(given.model))
         if given.is_set:
-            if given.model not in self._by_model and len(self._by_model) >= MAX_MODELS:
-                raise ValueError(f"more than {MAX_MODELS} models have thresholds")
+            self._thresholds.check_room(given.model)
             self._apply(changed)
             if self._peers is not None:
                 await self._peers.share(f"busy_threshold/{given.model}", _encode(changed))
@@ -159,7 +215,7 @@ class LoadFollower:
             self._apply(_decode_thresholds(value))
 
     def _apply(self, thresholds: BusyThresholds) -> None:
-        self._by_model[thresholds.model] = thresholds
+        self._thresholds.by_model[thresholds.model] = thresholds
         self._was_set.set()
         self.start()
         self.busy_workers.thresholds_changed()
@@ -174,7 +230,7 @@ class LoadFollower:
             await first_of(self._models.change(), self._was_set.wait(), self._audience.leave())
 
     def _is_followed(self, model: str) -> bool:
-        return self._audience.needs_all or self.of(model).is_set
+        return self._audience.needs_all or self._thresholds.of(model).is_set
 
     def _reconcile(self) -> None:
         is_looked_at, followed = self._audience.is_looking, list[LoadedPool]()
@@ -185,31 +241,10 @@ class LoadFollower:
                 followed.append(pool)
                 wanted |= {(path, needs_loads) for path in pool.endpoints}
         wanted -= {(path, False) for path, needs_loads in wanted if needs_loads}
-        for key in self._followers.keys() - wanted:
-            self._followers.pop(key).cancel()
-        for key in wanted - self._followers.keys():
-            self._followers[key] = self._background.keep(partial(self._follow, *key), f"frontend: loads of {key[0]}")
+        self._followers.follow(wanted)
         self.busy_workers.keep_only(frozenset(worker for pool in followed for worker in pool.member_ids))
 
-    async def _follow(self, endpoint: str, needs_loads: bool) -> None:
-        """Follow the loads of an endpoint. Where a viewer only watches them, nothing of this process is reported or counted."""
-        while True:
-            own = self._report_own(endpoint) if needs_loads else nullcontext()
-            try:
-                async with self._subscribe(endpoint) as events, own:
-                    async for event in events:
-                        self._report(event, is_counted=needs_loads)
-                return  # the plane was closed
-            except DynamoException as error:
-                logger.warning(
-                    "the load reports of %s cannot be followed, next attempt in %g s: %s",
-                    endpoint,
-                    RETRY_SECONDS,
-                    error,
-                )
-            await asyncio.sleep(RETRY_SECONDS)
-
-    def _report(self, event: Event, *, is_counted: bool) -> None:
+    def _report(self, event: Event, is_counted: bool) -> None:
         try:
             load = _decode_load(event.payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also no UTF-8, or nested too deep

@@ -14,17 +14,15 @@ from typing import Any, Final
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import MAX_MODELS, CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.models.changes import Changes
-from dynamo.frontend.models.encode_pools import EncodePools
 from dynamo.frontend.models.endpoint_clients import Connect, EndpointClients
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.loader import CONCURRENT_LOADS, ClusterView, Load, ModelLoader
-from dynamo.frontend.models.prefill_pools import PrefillPools
-from dynamo.frontend.models.readiness import DECODE, ENCODE, PREFILL, Readiness, unservable
+from dynamo.frontend.models.readiness import Readiness, unservable
 from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.frontend.models.reports import ModelReports
 from dynamo.frontend.models.served import NameIndex, ServedModel, ServedModels, ServingRules
+from dynamo.frontend.models.stage_pools import ENCODE, PREFILL, StagePools
 from dynamo.kv.overlap import WorkerRank
-from dynamo.router.dispatch.query_of_death import QueriesOfDeath
 from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.workers.busy_workers import LoadReport
 from dynamo.router.workers.pool import ModelPool
@@ -54,20 +52,17 @@ class ModelDirectory:
         max_models: int = MAX_MODELS,
         concurrent_loads: int = CONCURRENT_LOADS,
     ) -> None:
-        self._discovery, self._rules = discovery, rules
+        self._rules = rules
         self._background = Background()
         cards = CardBook(scope, max_groups=max_models, refused=metrics.refused)
         changes = Changes(self._update, lambda: len(cards) > INDEXED_AT_ONCE)
         clients = EndpointClients(connect, self._changed, self._background)
-        self._cluster = ClusterView(cards, InstanceBook(scope), clients, changes)
+        self._cluster = ClusterView(discovery, cards, InstanceBook(scope), clients, changes)
         is_endless = rules.cold_start_wait_seconds > 0
         self._served = ServedModels(
             ReplacementWaits(rules.replacement_wait_seconds, self._changed, is_endless=is_endless)
         )
-        self._prefill = PrefillPools(rules, clients.by_endpoint, self._background)
-        self._encode = EncodePools(
-            cards, clients.by_endpoint, self._prefill, self._background, metrics.models.encoder_outcome
-        )
+        self._stages = StagePools(cards, clients.by_endpoint, rules, self._background, metrics.models.encoder_outcome)
         self._loader = ModelLoader(
             load,
             self._cluster,
@@ -80,14 +75,12 @@ class ModelDirectory:
             cards,
             self._cluster.instances,
             self._served,
-            self._prefill,
-            self._encode,
+            self._stages,
             load_error=self._loader.last_error,
             rules=rules,
         )
         self.names = NameIndex()
         self._reports = ModelReports(metrics)
-        self._queries_of_death = QueriesOfDeath()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -107,14 +100,13 @@ class ModelDirectory:
         self._loader.forget_all()
         await self._background.close()
         self._served.close()
-        await self._encode.aclose()
-        await self._prefill.aclose()
+        await self._stages.aclose()
 
     async def _follow(
         self, bucket: str, take: Callable[[Sequence[Change]], None], first: asyncio.Event, known: set[str]
     ) -> None:
         """Take what changes until the store is closed. `known`: the keys that an attempt that failed may have taken."""
-        async with aclosing(follow(self._discovery, bucket, known)) as changes:
+        async with aclosing(follow(self._cluster.store, bucket, known)) as changes:
             async for batch in changes:
                 for start in range(0, len(batch), SLICE):
                     await asyncio.sleep(0)  # streams go on while hundreds of records come in
@@ -161,7 +153,7 @@ class ModelDirectory:
 
     def pools(self) -> list[ModelPool]:
         """Return the workers of every loaded model, and the prefill workers beside them, each with the name of its model."""
-        return [*self._served.values(), *self._prefill.pools]
+        return [*self._served.values(), *self._stages.prefill.pools]
 
     def groups(self) -> list[Group]:
         """Return the workers that registered each model, by namespace and role; those that are left out, too."""
@@ -179,14 +171,11 @@ class ModelDirectory:
 
     def pool_of(self, key: GroupKey) -> ModelPool | None:
         """Return the pool of a group; None: the group is not loaded, or is not used."""
-        if key.role == PREFILL:
-            router = self._prefill.get(key.model, key.namespace)
-            return None if router is None else router.workers
-        return self._encode.pool(key) if key.role == ENCODE else self._served.get(key)
+        return self._stages.pool(key) if key.role in (PREFILL, ENCODE) else self._served.get(key)
 
     def roles(self) -> dict[GroupKey, ModelPool]:
         """Return the workers of every loaded model, and the prefill workers beside them, by role."""
-        return {**self._served, **self._prefill.by_role()}
+        return {**self._served, **self._stages.prefill.by_role()}
 
     @property
     def is_loading(self) -> bool:
@@ -196,7 +185,7 @@ class ModelDirectory:
     @property
     def store_trouble(self) -> str | None:
         """Why the view of the cluster may be out of date; None while the discovery store answers."""
-        return self._discovery.trouble()
+        return self._cluster.store.trouble()
 
     def instances(self) -> list[dict[str, Any]]:
         """Return every instance record, sorted by key, without its "type"."""
@@ -249,12 +238,8 @@ class ModelDirectory:
             self._on_group_gone(key)
             return
         self._reports.conflicts(group)
-        if key.role == PREFILL:  # kept beside the models that need them
-            self._prefill.update(group)
-            self._reach(group)
-            return
-        if key.role == ENCODE:
-            self._encode.update(group)
+        if key.role in (PREFILL, ENCODE):  # kept beside the models that need them
+            self._stages.update(group)
             self._reach(group)
             return
         served = self._served.get(key)
@@ -271,10 +256,8 @@ class ModelDirectory:
             self._loader.start(group)
 
     def _on_group_gone(self, key: GroupKey) -> None:
-        if key.role == PREFILL:
-            self._prefill.group_gone(key)
-        elif key.role == ENCODE:
-            self._encode.group_gone(key)
+        if key.role in (PREFILL, ENCODE):
+            self._stages.group_gone(key)
         elif (served := self._served.get(key)) is None:
             self._readiness.forget(key)
             self._rules.forget(key)
@@ -284,13 +267,12 @@ class ModelDirectory:
         else:
             served.set_members(())  # it is forgotten once no request may wait for a worker of it
         self._reports.forget_conflicts(self._cluster.cards)
-        self._prefill.leave_all_but(self._cluster.cards.keys)
-        self._encode.leave_all_but(self._cluster.cards.keys)
+        self._stages.leave_all_but(self._cluster.cards.keys)
         self._cluster.clients.leave_all_but(self._cluster.cards.endpoints)
 
     def _loaded(self, group: Group, text: TextModel) -> None:
         clients, key = self._cluster.clients, group.key
-        served = ServedModel(group, text, clients.by_endpoint, self._rules, queries_of_death=self._queries_of_death)
+        served = ServedModel(group, text, clients.by_endpoint, self._rules)
         self._served.add(key, served)
         self._reports.served(served, self._rules.admission)
         self._changed()
@@ -308,7 +290,7 @@ class ModelDirectory:
             self._readiness.forget(key)
             self._rules.forget(key)
             self._reports.gone(key, is_last=not cards.groups(key.model))
-        self._prefill.instances_changed()
+        self._stages.prefill.instances_changed()
         self._cluster.changes.note()
 
     def _update(self) -> None:
@@ -318,9 +300,7 @@ class ModelDirectory:
         ready = {key.model: False for key in cards.keys}  # a model's own name is never another model's alias
         for key in sorted(self._served):
             served = self._served[key]
-            before = self._prefill.stages(key, served) if key.role == DECODE else ()
-            encode = self._encode.stage(key, served)
-            served.dispatcher.stages = before if encode is None else (encode, *before)
+            served.dispatcher.stages = self._stages.before(key, served)
             is_ready = self._readiness.is_ready(key)
             if not is_ready and not self._served.awaits_replacement(key):
                 continue

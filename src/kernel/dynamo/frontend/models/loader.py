@@ -17,6 +17,7 @@ from dynamo.frontend.models.instances import InstanceBook
 from dynamo.protocol.records import ModelCard
 from dynamo.runtime.base.forever import counted
 from dynamo.runtime.base.tasks import Background
+from dynamo.runtime.discovery.base import Discovery
 from dynamo.text.model import TextModel
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,9 @@ called again after a while."""
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """What is known of the cluster: the cards, the workers behind them, and the way to each."""
+    """What is known of the cluster: the store that has it, the cards, the workers behind them, and the way to each."""
 
+    store: Discovery
     cards: CardBook
     instances: InstanceBook
     clients: EndpointClients

@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from dynamo.frontend.models.cards import CardBook, Group, GroupKey
-from dynamo.frontend.models.encode_pools import EncodePools
 from dynamo.frontend.models.instances import InstanceBook
-from dynamo.frontend.models.prefill_pools import PrefillPools
 from dynamo.frontend.models.served import ServedModels, ServingRules
+from dynamo.frontend.models.stage_pools import DECODE, ENCODE, PREFILL, StagePools
 from dynamo.protocol.model_types import VECTORS, ModelInput, ModelType, WorkerType
 
 logger = logging.getLogger(__name__)
@@ -18,7 +17,6 @@ logger = logging.getLogger(__name__)
 SERVABLE: Final = (
     ModelType.Chat | ModelType.Completions | ModelType.Images | ModelType.Audios | ModelType.Videos | VECTORS
 )
-PREFILL, DECODE, ENCODE = str(WorkerType.Prefill), str(WorkerType.Decode), str(WorkerType.Encode)
 
 
 class Readiness:
@@ -29,16 +27,14 @@ class Readiness:
         cards: CardBook,
         instances: InstanceBook,
         served: ServedModels,
-        prefill: PrefillPools,
-        encode: EncodePools,
+        stages: StagePools,
         *,
         load_error: Callable[[GroupKey], str | None],
         rules: ServingRules,
     ) -> None:
         """`load_error`: why a group could not be loaded so far. `rules.enforce_disagg`: a model is not ready while a role is
         missing, even if it was complete before. `rules.min_initial_workers`: nor before so many of its workers came."""
-        self._cards, self._instances, self._served, self._prefill = cards, instances, served, prefill
-        self._encode = encode
+        self._cards, self._instances, self._served, self._stages = cards, instances, served, stages
         self._load_error, self._rules = load_error, rules
         self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
 
@@ -109,9 +105,9 @@ class Readiness:
             return False
         beside = [group for group in self._cards.groups(key.model) if group.key.namespace == key.namespace]
         present = {group.key.role for group in beside if self._instances.count(group.accepted)}
-        if not self._prefill.is_reachable(key):
+        if not self._stages.prefill.is_reachable(key):
             present.discard(PREFILL)
-        if not self._encode.is_reachable(key):
+        if not self._stages.encode.is_reachable(key):
             present.discard(ENCODE)
         # What its prefill workers need, it needs as well.
         needs = [own, *(group.card.needs for group in beside if group.key.role == PREFILL and key.role == DECODE)]

@@ -53,6 +53,7 @@ class ServingRules:
     )
 
     holds: WorkerHolds = field(default_factory=WorkerHolds)  # drains and quarantines set by an operator
+    queries_of_death: QueriesOfDeath = field(default_factory=QueriesOfDeath)
 
     @property
     def worker_wait(self) -> WorkerWait:
@@ -118,10 +119,8 @@ class ServedModel(ModelPool):
         text: TextModel,
         clients: Mapping[str, WorkerClient],
         rules: ServingRules,
-        *,
-        queries_of_death: QueriesOfDeath | None = None,
     ) -> None:
-        """`clients`: by endpoint; it may change any time. `queries_of_death`: shared by all models of a process."""
+        """`clients`: by endpoint; it may change any time."""
         super().__init__(group.key.model, clients, rules.policy(group))
         rules.equip(group, self)
         self.admission = ModelAdmission(group.key.model, rules.admission)
@@ -131,7 +130,7 @@ class ServedModel(ModelPool):
         self.dispatcher = Dispatcher(
             self,
             worker_wait=rules.worker_wait,
-            queries_of_death=queries_of_death,
+            queries_of_death=rules.queries_of_death,
         )
         self.update(group)
 

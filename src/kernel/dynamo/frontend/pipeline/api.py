@@ -55,8 +55,7 @@ class Answer:
     """What is known of the request that is answered, and the optional members that every API can show."""
 
     __slots__ = (
-        "_wanted", "created", "exchange", "explains_routing", "id", "model", "model_name", "received_at", "request",
-        "wants_logprobs", "work",
+        "_wanted", "exchange", "explains_routing", "id", "model", "received_at", "request", "wants_logprobs", "work",
     )  # fmt: skip
 
     def __init__(
@@ -75,8 +74,6 @@ class Answer:
             exchange.response_id = f"{prefix}-{request.request_id}"
         self.id = exchange.response_id
         self.received_at = time.time() - (exchange.now() - exchange.arrival.at)  # seconds since the epoch
-        self.created = int(self.received_at)
-        self.model_name = request.model
         self._wanted = frozenset(request.extra_fields)
         self.wants_logprobs = request.requested_logprobs is not None
         self.explains_routing = explains_routing

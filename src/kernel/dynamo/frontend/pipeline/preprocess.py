@@ -102,7 +102,7 @@ class Preprocessor:
             limits.fill_in(plan.fields.stop_conditions, plan.prompts, is_chat=True)
         if (parsing := self._parsing(options, model, plan, text)) is not None:
             plan = plan.reading(parsing)
-        self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
+        self._metrics.requests.stages.preprocess_seconds.observe(perf_counter() - began)
         return plan, text
 
     async def count_chat(self, request: ChatRequest, model: ServedModel, overhead: StageTimer) -> int:
@@ -168,7 +168,7 @@ class Preprocessor:
             limits.clamp(plan.fields.stop_conditions, max(map(len, plan.prompts)))
         if limits.combined is not None:
             limits.fill_in(plan.fields.stop_conditions, plan.prompts, is_chat=False)
-        self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
+        self._metrics.requests.stages.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
         return plan, only if isinstance(only, str) else None
 

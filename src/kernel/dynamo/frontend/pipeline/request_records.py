@@ -263,7 +263,7 @@ class RequestCounts(RequestListener):
                     output_tokens=usage.output_tokens,
                     cached_tokens=usage.cached_tokens,
                 )
-                requests.observe_stages(exchange.timer)
+                requests.stages.observe(exchange.timer)
                 self._note_pace(counters, outcome)
         elif outcome.failure is not None:
             if counters is None:

@@ -16,15 +16,56 @@ MAX_PARTS: Final = 200_000  # of one answer
 MAX_CHARACTERS: Final = 8 * 1024 * 1024
 
 
+class _Content:
+    """What the parts of an answer hold."""
+
+    __slots__ = ("_calls", "characters", "outputs")
+
+    def __init__(self) -> None:
+        self.outputs: list[str | dict[str, Any]] = []
+        self.characters = 0
+        self._calls: dict[int, int] = {}  # choice -> calls that began
+
+    def add(self, output: ChoiceOutput) -> None:
+        """Note a part: a string where it is text alone, else an object in the form of a chat's delta."""
+        text, reasoning, calls = "", "", list[dict[str, Any]]()
+        found: dict[str, Any] = {}
+        for event in output.events:
+            if isinstance(event, Content):
+                text += event.text
+            elif isinstance(event, Reasoning):
+                reasoning += event.text
+            elif isinstance(event, CallBegan):
+                number = self._calls.get(output.choice, 0)
+                self._calls[output.choice] = number + 1
+                function = {"name": event.name, "arguments": ""}
+                calls.append({"index": number, "id": event.id, "type": "function", "function": function})
+            elif isinstance(event, CallArguments):
+                last = self._calls.get(output.choice, 1) - 1
+                number = last if event.call is None else event.call
+                calls.append({"index": number, "function": {"arguments": event.text}})
+            elif isinstance(event, Finished):
+                found["finish_reason"] = event.reason
+        self.characters += len(text) + len(reasoning) + sum(len(each["function"]["arguments"]) for each in calls)
+        if not (reasoning or calls or found):
+            self.outputs.append(text)
+            return
+        if text:
+            found["content"] = text
+        if reasoning:
+            found["reasoning_content"] = reasoning
+        if calls:
+            found["tool_calls"] = calls
+        self.outputs.append(found)
+
+
 class RequestTap:
     """One answer. The times are loop times; nothing is formatted before the answer has ended."""
 
     __slots__ = (
         "_at",
-        "_calls",
-        "_characters",
         "_choices",
-        "_outputs",
+        "_content",
         "_tokens",
         "agent_context",
         "body",
@@ -43,9 +84,7 @@ class RequestTap:
         self._at = [at]  # and when each part of the answer came
         self._tokens: list[int] = []
         self._choices: list[int] = []
-        self._outputs: list[Any] | None = [] if keeps_content else None
-        self._calls: dict[int, int] = {}  # choice -> calls that began
-        self._characters = 0
+        self._content = _Content() if keeps_content else None
 
     def add(self, outputs: Sequence[ChoiceOutput], tokens: Sequence[int], now: float) -> None:
         """Note what one wake-up brought: the outputs and tokens of some choices, in the same order."""
@@ -55,13 +94,13 @@ class RequestTap:
             self._at.append(now)
             self._tokens.append(tokens[position] if position < len(tokens) else 0)
             self._choices.append(output.choice)
-            if self._outputs is not None and self._characters < MAX_CHARACTERS:
-                self._outputs.append(self._written(output))
+            if self._content is not None and self._content.characters < MAX_CHARACTERS:
+                self._content.add(output)
 
     def folded(self) -> dict[str, Any]:
         """Return the parts that were kept as one chat completion, whichever API they were for."""
         choices: dict[int, dict[str, Any]] = {}
-        for number, output in zip(self._choices, self._outputs or (), strict=False):
+        for number, output in zip(self._choices, () if self._content is None else self._content.outputs, strict=False):
             message = choices.setdefault(number, {"content": "", "finish_reason": None, "calls": {}})
             part: dict[str, Any] = {"content": output} if isinstance(output, str) else output
             message["content"] += part.get("content", "")
@@ -82,7 +121,7 @@ class RequestTap:
     @property
     def keeps_content(self) -> bool:
         """Whether it keeps what the parts of the answer hold."""
-        return self._outputs is not None
+        return self._content is not None
 
     def timing(self, *, with_content: bool) -> dict[str, Any]:
         """Return the parts as a record shows them: the first time counts from the request, each further one from the time before.
@@ -96,40 +135,11 @@ class RequestTap:
         }
         if any(self._choices):
             found["choices"] = self._choices
-        if with_content and self._outputs is not None:
-            found["outputs"] = self._outputs
-        if len(self._tokens) >= MAX_PARTS or self._characters >= MAX_CHARACTERS:
+        content = self._content
+        if with_content and content is not None:
+            found["outputs"] = content.outputs
+        if len(self._tokens) >= MAX_PARTS or (content is not None and content.characters >= MAX_CHARACTERS):
             found["is_cut"] = True
-        return found
-
-    def _written(self, output: ChoiceOutput) -> Any:
-        text, reasoning, calls = "", "", list[dict[str, Any]]()
-        found: dict[str, Any] = {}
-        for event in output.events:
-            if isinstance(event, Content):
-                text += event.text
-            elif isinstance(event, Reasoning):
-                reasoning += event.text
-            elif isinstance(event, CallBegan):
-                number = self._calls.get(output.choice, 0)
-                self._calls[output.choice] = number + 1
-                function = {"name": event.name, "arguments": ""}
-                calls.append({"index": number, "id": event.id, "type": "function", "function": function})
-            elif isinstance(event, CallArguments):
-                last = self._calls.get(output.choice, 1) - 1
-                number = last if event.call is None else event.call
-                calls.append({"index": number, "function": {"arguments": event.text}})
-            elif isinstance(event, Finished):
-                found["finish_reason"] = event.reason
-        self._characters += len(text) + len(reasoning) + sum(len(each["function"]["arguments"]) for each in calls)
-        if not (reasoning or calls or found):
-            return text
-        if text:
-            found["content"] = text
-        if reasoning:
-            found["reasoning_content"] = reasoning
-        if calls:
-            found["tool_calls"] = calls
         return found
 
 

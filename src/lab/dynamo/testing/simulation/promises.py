@@ -231,7 +231,7 @@ class Promises:
         """Check every counter of requests: it must be at rest when no request is in flight."""
         for frontend in self._cluster.living_frontends:
             self._zero(frontend.name, "places taken", frontend.frontend.admission.in_flight)
-            self._zero(frontend.name, "exchanges", len(frontend.frontend.exchanges))
+            self._zero(frontend.name, "exchanges", len(frontend.frontend.pipeline.register))
             self._zero(frontend.name, "calls in flight", _value(frontend.runtime.caller_metrics.inflight_requests))
             for model in frontend.frontend.models.served():
                 self._zero(frontend.name, "places of the model", model.admission.in_flight)

@@ -25,6 +25,34 @@ CLIENTS_AND_LOAD: Final = frozenset({"validation", "not_found", "not_implemented
 """The error types of clients' mistakes and of refused load. The alert of the error rate leaves the same ones out."""
 
 
+class _TokenFamilies:
+    """The families with the tokens of each request that has ended."""
+
+    def __init__(self, families: FrontendFamilies) -> None:
+        self.input = families.histograms("input_sequence_tokens", "INPUT_SEQUENCE_TOKENS")
+        self.output = families.histograms("output_sequence_tokens", "OUTPUT_SEQUENCE_TOKENS")
+        self.cached = families.histograms("cached_tokens", "CACHED_TOKENS")
+        self.output_total = families.counters("output_tokens_total")
+
+
+class _TokenSeries:
+    """Counts the tokens of the requests of one model that have ended."""
+
+    __slots__ = ("_lengths", "_output_total", "cached", "input")
+
+    def __init__(self, families: _TokenFamilies, model: str) -> None:
+        self.input: Histogram = families.input.labels(model)
+        self._lengths: tuple[Histogram, Histogram] = (self.input, families.output.labels(model))
+        self.cached: Histogram = families.cached.labels(model)
+        self._output_total: Counter = families.output_total.labels(model)
+
+    def count(self, input: int, output: int, cached: int | None) -> None:
+        observe_each(self._lengths, (input, output))
+        self._output_total.inc(output)
+        if cached is not None:
+            self.cached.observe(cached)
+
+
 class ModelFamilies:
     """The families with a series for each model."""
 
@@ -36,10 +64,7 @@ class ModelFamilies:
         self.duration = families.histograms("request_duration_seconds", "REQUEST_DURATION")
         self.time_to_first_token = families.histograms("time_to_first_token_seconds", "TTFT")
         self.inter_token = families.histograms("inter_token_latency_seconds", "ITL")
-        self.input_tokens = families.histograms("input_sequence_tokens", "INPUT_SEQUENCE_TOKENS")
-        self.output_tokens = families.histograms("output_sequence_tokens", "OUTPUT_SEQUENCE_TOKENS")
-        self.cached_tokens = families.histograms("cached_tokens", "CACHED_TOKENS")
-        self.output_tokens_total = families.counters("output_tokens_total")
+        self.tokens = _TokenFamilies(families)
 
 
 class OutcomeFamilies:
@@ -63,11 +88,9 @@ class ModelSeries:
 
     __slots__ = (
         "active",
-        "cached_tokens",
         "duration",
         "inflight",
         "inter_token",
-        "output_tokens_total",
         "queue_age",
         "queued",
         "time_to_first_token",
@@ -82,12 +105,7 @@ class ModelSeries:
         self.duration: Histogram = families.duration.labels(model)
         self.time_to_first_token: Histogram = families.time_to_first_token.labels(model)
         self.inter_token: Histogram = families.inter_token.labels(model)
-        self.tokens: tuple[Histogram, Histogram] = (
-            families.input_tokens.labels(model),
-            families.output_tokens.labels(model),
-        )  # input, output
-        self.cached_tokens: Histogram = families.cached_tokens.labels(model)
-        self.output_tokens_total: Counter = families.output_tokens_total.labels(model)
+        self.tokens = _TokenSeries(families.tokens, model)
 
 
 class RouteSeries:
@@ -102,6 +120,31 @@ class RouteSeries:
         self.request_success: Counter = outcomes.requests.labels(*key, "success", "")
 
 
+class StageSeries:
+    """The stages of requests: how long each takes, and how many requests are in it."""
+
+    def __init__(self, families: FrontendFamilies) -> None:
+        self._requests = families.gauges("stage_requests")
+        stage = families.histograms("stage_duration_seconds")
+        stages = families.histograms("overhead_seconds")
+        self.preprocess_seconds: Histogram = stage.labels("preprocess", "")
+        self._seconds: tuple[Histogram, ...] = (  # as `observe` counts them
+            *[stages.labels(name) for name in STAGES],
+            stage.labels("route", ""),
+            stage.labels("dispatch", ""),
+        )
+
+    def read_requests(self, count: Callable[[str], int]) -> None:
+        """Take the requests of each stage from `count`, at every scrape."""
+        for stage in ("preprocess", "route", "dispatch"):
+            self._requests.labels(stage, "").read_from(partial(count, stage))
+
+    def observe(self, timer: StageTimer) -> None:
+        """Count the stages of a request that was answered in full."""
+        seconds = timer.seconds
+        observe_each(self._seconds, (*seconds, seconds[ROUTE], timer.dispatch_seconds))
+
+
 class RequestSeries:
     """Begins the counting of each request, and counts what a request leaves behind."""
 
@@ -113,15 +156,7 @@ class RequestSeries:
         self._shed = families.counters("model_shed_total")
         self._moves = families.counters("model_migration_total")
         self._move_seconds = families.histograms("model_migration_duration_seconds")
-        self._in_stage = families.gauges("stage_requests")
-        stage = families.histograms("stage_duration_seconds")
-        stages = families.histograms("overhead_seconds")
-        self.preprocess_seconds: Histogram = stage.labels("preprocess", "")
-        self._stages: tuple[Histogram, ...] = (  # as `observe_stages` counts them
-            *[stages.labels(name) for name in STAGES],
-            stage.labels("route", ""),
-            stage.labels("dispatch", ""),
-        )
+        self.stages = StageSeries(families)
 
     def begin(self, model: str, endpoint: str, request_type: RequestType, now: float) -> RequestMetrics:
         """Begin to count one request that arrived at `now` (loop time); `model` must be registered or `UNKNOWN_MODEL`."""
@@ -151,11 +186,6 @@ class RequestSeries:
         for key in [key for key in self._routes if key[0] == name]:
             del self._routes[key]
 
-    def read_stage_requests(self, count: Callable[[str], int]) -> None:
-        """Take the requests of each stage from `count`, at every scrape."""
-        for stage in ("preprocess", "route", "dispatch"):
-            self._in_stage.labels(stage, "").read_from(partial(count, stage))
-
     def shed(self, model: str, reason: str) -> None:
         """Count a request that the limits of its model refused."""
         self._shed.labels(model, reason).inc()
@@ -182,19 +212,14 @@ class RequestSeries:
             totals.running += model.inflight.value
             totals.waiting += model.queued.value
             totals.ended += model.duration.count
-            totals.input_tokens += model.tokens[0].sum
-            totals.cached_tokens += model.cached_tokens.sum
+            totals.input_tokens += model.tokens.input.sum
+            totals.cached_tokens += model.tokens.cached.sum
             totals.first_token = list(map(add, totals.first_token, model.time_to_first_token.counts))
             totals.inter_token = list(map(add, totals.inter_token, model.inter_token.counts))
         totals.started = totals.ended + totals.running
         totals.failed, totals.refused = self._outcomes.failed, self._outcomes.refused
         totals.output_tokens = sum(totals.first_token) + sum(totals.inter_token)  # counted as they come
         return totals
-
-    def observe_stages(self, timer: StageTimer) -> None:
-        """Count the stages of a request that was answered in full."""
-        seconds = timer.seconds
-        observe_each(self._stages, (*seconds, seconds[ROUTE], timer.dispatch_seconds))
 
 
 class RequestTotals(Struct):
@@ -285,7 +310,7 @@ class RequestMetrics:
         """End a request that was answered in full."""
         if self._close(now):
             self._series.request_success.inc()
-            self._count_tokens(prompt_tokens, output_tokens, cached_tokens)
+            self._series.model.tokens.count(prompt_tokens, output_tokens, cached_tokens)
 
     def fail(
         self,
@@ -310,7 +335,7 @@ class RequestMetrics:
         if error_type == "overload":
             outcomes.rejections.labels(self._key[0], self._key[1]).inc()
         if output_tokens:
-            self._count_tokens(prompt_tokens, output_tokens, None)
+            self._series.model.tokens.count(prompt_tokens, output_tokens, None)
 
     def cancel(self, now: float, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """End a request whose client left."""
@@ -321,14 +346,7 @@ class RequestMetrics:
         outcomes.requests.labels(*self._key, "error", "cancelled").inc()
         outcomes.cancellations.labels(*self._key).inc()
         if output_tokens:
-            self._count_tokens(prompt_tokens, output_tokens, None)
-
-    def _count_tokens(self, prompt_tokens: int, output_tokens: int, cached_tokens: int | None) -> None:
-        model = self._series.model
-        observe_each(model.tokens, (prompt_tokens, output_tokens))
-        model.output_tokens_total.inc(output_tokens)
-        if cached_tokens is not None:
-            model.cached_tokens.observe(cached_tokens)
+            self._series.model.tokens.count(prompt_tokens, output_tokens, None)
 
     def _close(self, now: float) -> bool:
         if self._ended:
