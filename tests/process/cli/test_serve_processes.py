@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 from support.serve_command import is_running, left_behind, serve_command
 
@@ -138,6 +139,24 @@ def test_one_process_serves_the_same(tmp_path: Path) -> None:
     assert status == 0, command.err
     assert command.out.endswith("stopped\n")
     assert port_is_free(command.url)
+
+
+@each_case("more", [(), ("--in-process",), ("--frontend-workers", "2")])
+def test_a_model_that_still_loads_for_the_first_time_is_a_503(tmp_path: Path, more: tuple[str, ...]) -> None:
+    home = tmp_path / "".join(more)
+    home.mkdir(exist_ok=True)
+    (home / "hold").touch()
+    with serve_command(home, "my-model", *ENGINE, *more) as command:
+        command.wait_for(lambda: "serving HTTP on" in command.err or "waiting for 1 worker" in command.out, "it")
+        with pytest.raises(AssertionError, match=r"^503: .*is not ready to serve requests yet"):
+            command.ask("my-model")
+        with pytest.raises(AssertionError, match=r"^404: "):
+            command.ask("another")
+        (home / "hold").unlink()
+        command.wait_ready()
+        assert command.ask("my-model") == "hello from the guide"
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait_ended() == 0
 
 
 def test_a_bad_flag_of_the_engine_ends_everything_with_the_engines_own_words(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from dynamo.cli.serve import read_options
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.lines import CUT, LineSplitter
 from dynamo.supervise.process import GaveUp, Program, SupervisedProcess, exit_words
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 # -- lines --------------------------------------------------------------------------------------------------------------
@@ -302,6 +303,23 @@ def test_what_the_user_set_about_hosts_and_times_stays() -> None:
     _, worker = started(**given, DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT="10")
     assert given.items() <= worker.env.items()
     assert worker.stop_seconds == 10 + 3 + 5
+
+
+@each_case(
+    ("argv", "name"),
+    [
+        (["m", "--engine", "sample"], "m"),
+        (["/models/llama/", "--engine", "sample"], "/models/llama/"),
+        (["/models/llama/", "--engine", "sample", "--", "--served-model-name=short"], "short"),
+        (["--engine", "sample", "--", "--served-model-name", "short", "--model", "long"], "short"),
+        (["--engine", "sample", "--", "--model", "long"], "long"),
+        (["--engine", "sample"], None),
+    ],
+)
+def test_the_frontend_gets_the_name_that_is_being_started(argv: list[str], name: str | None) -> None:
+    frontend, *workers = started(*argv)
+    assert frontend.env.get("DYN_STARTING_MODEL") == name
+    assert not any("DYN_STARTING_MODEL" in worker.env for worker in workers)
 
 
 def test_a_fixed_port_counts_up_over_the_workers_and_zero_stays() -> None:

@@ -343,6 +343,19 @@ async def test_a_model_whose_only_worker_restarts_is_not_ready_and_not_unknown(
     assert (await house.client.get("/v1/models/m/ready")).status == 404
 
 
+async def test_a_model_that_starts_for_the_first_time_is_not_ready_until_a_worker_has_registered(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path, starting_model="m") as house:
+        answer = await house.client.chat("hi")
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json["message"].startswith("Model `m` is not ready to serve requests yet.")
+        assert (await house.client.get("/v1/models/m/ready")).status == 503
+        assert (await house.client.chat("hi", model="another")).status == 404
+        await house.worker(model="by another name")
+        assert (await house.client.chat("hi")).status == 404
+
+
 def test_names_that_left_are_bounded_and_one_that_comes_back_is_not_gone() -> None:
     now = [0.0]
     names = NameIndex(lambda: now[0])

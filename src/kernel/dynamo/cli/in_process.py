@@ -25,6 +25,7 @@ from dynamo.runtime.base.settings import RuntimeSettings, SystemSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.settings.command import EXIT_USAGE
+from dynamo.worker.hub import served_name
 from dynamo.worker.run import event_loop_factory
 from dynamo.worker.signals import Deadline
 from dynamo.worker.worker import Worker, shutdown_times
@@ -82,7 +83,7 @@ class _OneProcess:
                 *(() if admin is None else ("--admin-port", str(admin))),
                 *(() if self._options.flags.keys is None else ("--keys", self._options.flags.keys)),
             ],
-            {**os.environ, "DYN_API_KEY": self._options.own_key or ""},
+            self._frontend_env(made[0][1]),
         )
         log_exposure(settings)
         runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "mem", settings=settings.runtime)
@@ -101,6 +102,10 @@ class _OneProcess:
                     await self._serve(HttpServer(frontend, listener=self._listener), made)
             finally:
                 await runtime.aclose()
+
+    def _frontend_env(self, config: WorkerConfig) -> dict[str, str]:
+        starting = config.served_model_name or (served_name(config.model_name) if config.model_name else "")
+        return {"DYN_STARTING_MODEL": starting, **os.environ, "DYN_API_KEY": self._options.own_key or ""}
 
     async def _make(self, engine_cls: type[BaseEngine]) -> tuple[BaseEngine, WorkerConfig]:
         engine, config = await engine_cls.from_args(list(self._options.engine_args))

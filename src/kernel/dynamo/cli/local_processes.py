@@ -6,8 +6,9 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,6 +43,8 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
     if options.flags.store is None:  # a private store holds what these workers register, whatever its namespace
         for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
             env.pop(name, None)
+    if (starting := starting_model(options.engine_args)) is not None:
+        env.setdefault("DYN_STARTING_MODEL", starting)
     if options.own_key is not None:
         env["DYN_API_KEY"] = options.own_key
     limits = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": 5.0, "DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 0.0}
@@ -56,6 +59,21 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
         *(() if options.flags.frontend_workers is None else ("--workers", str(options.flags.frontend_workers))),
     )
     return Program("frontend", arguments, env, stop_seconds, (listener,))
+
+
+def starting_model(engine_args: Sequence[str]) -> str | None:
+    """Return the name that an engine with these arguments will serve; None: they do not name it."""
+    found: dict[str, str] = {}
+    for argument, following in pairwise((*engine_args, "")):
+        flag, is_joined, value = argument.partition("=")
+        found[flag] = value if is_joined else following
+    if name := found.get("--served-model-name"):
+        return name
+    if not (model := found.get("--model-name") or found.get("--model")):
+        return None
+    from dynamo.worker.hub import served_name
+
+    return served_name(model)
 
 
 def _scaling_arguments(options: ServeOptions) -> tuple[str, ...]:

@@ -99,6 +99,7 @@ class ClusterAccess:
             min_initial_workers=settings.router_min_initial_workers,
             replacement_wait_seconds=settings.replacement_wait_seconds,
             cold_start_wait_seconds=settings.cold_start_wait_seconds,
+            starting_model=settings.starting_model,
             rng=self._runtime.rng,
             kv=self.kv,
             cards=self.cards,

@@ -79,7 +79,7 @@ class ModelDirectory:
             load_error=self._loader.last_error,
             rules=rules,
         )
-        self.names = NameIndex()
+        self.names = NameIndex(starting=rules.starting_model)
         self._reports = ModelReports(metrics)
 
     # -- life --------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class ServingRules:
     """How long a model whose last worker was lost goes on taking requests, which wait for the next worker."""
     cold_start_wait_seconds: float = 0.0
     """Above 0: a model stays without any worker, and each of its requests waits so long for one."""
+    starting_model: str | None = None  # that is expected until any worker has registered
     rng: random.Random | None = None
     kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
     cards: CardRouting | None = None  # what cards declare of the policy; None: they do not count
@@ -258,8 +259,10 @@ def _capacity(group: Group) -> int | None:
 class NameIndex:
     """Names and aliases of the models that may get requests, and the names that are or were only registered."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, starting: str | None = None) -> None:
+        """`starting`: a name that is expected until any other is registered, as its first worker still loads."""
         self._now = now
+        self._starting = starting
         self._gone: dict[str, float] = {}  # when the last worker of a name left, oldest first
         self._unloaded: set[str] = set()  # since the last `set`
         self._by_name: dict[str, tuple[ServedModel, ...]] = {}
@@ -270,7 +273,10 @@ class NameIndex:
         """Take over the models by name; `registered`: every name that a worker registered."""
         before = self._pending.union(self._by_name)
         self._by_name = {name: tuple(models) for name, models in by_name.items()}
-        self._pending = frozenset(registered) - self._by_name.keys()
+        registered = frozenset(registered)
+        if registered:
+            self._starting = None
+        self._pending = registered - self._by_name.keys()
         for name in before:
             if not self.is_registered(name):
                 self._gone.pop(name, None)
@@ -308,8 +314,8 @@ class NameIndex:
         return name in self._by_name or name in self._pending
 
     def is_expected(self, name: str) -> bool:
-        """Return whether a worker registered the name, or had registered it a moment ago and may be restarting."""
-        if self.is_registered(name):
+        """Return whether a worker registered the name, is starting with it, or had it a moment ago and may be restarting."""
+        if self.is_registered(name) or name == self._starting:
             return True
         left_at = self._gone.get(name)
         return left_at is not None and self._now() - left_at < GONE_SECONDS

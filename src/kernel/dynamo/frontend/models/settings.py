@@ -54,6 +54,9 @@ class ModelSettings(BusySettings, ScalingSettings):
         "Serve models of this namespace only", flag="--namespace", group=_CLUSTER)
     namespace_prefix: str | None = setting(None, "DYN_NAMESPACE_PREFIX", text,
         "Serve models of namespaces that begin so; wins over `--namespace`", flag="--namespace-prefix", group=_CLUSTER)
+    starting_model: str | None = setting(None, "DYN_STARTING_MODEL", text,
+        "A model that is being started: until a first worker has registered, requests for it get a 503 with "
+        "`Retry-After`, not a 404. `dynamo serve` sets it", flag="--starting-model", group=_CLUSTER)
     router_mode: str = setting("round-robin", "DYN_ROUTER_MODE", one_of(*ROUTER_MODES, metavar="MODE"),
         "How a worker is chosen: `round-robin`, `random`, `power-of-two`, `least-loaded`, `kv` (by what the workers have "
         "cached and what they have to do: [KV routing](#kv-routing)), `direct` or `device-aware-weighted`", flag="--router-mode", group=_CLUSTER)
