@@ -46,8 +46,8 @@ from dynamo.runtime.calls.request_plane.memory import MemoryPlane
 from dynamo.runtime.calls.request_plane.mux.client import MuxClient
 from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
 from dynamo.runtime.calls.request_plane.native.client import NativeClient
-from dynamo.runtime.calls.request_plane.native.nats_client import NatsClient
 from dynamo.runtime.calls.request_plane.native.nats_server import NatsServer
+from dynamo.runtime.calls.request_plane.native.plane import NatsClient
 from dynamo.runtime.observe.tracing import TraceContext
 from support.nats_server import NatsServer as NatsServerProcess
 from support.nats_server import shared_nats

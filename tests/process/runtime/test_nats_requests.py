@@ -19,10 +19,10 @@ from dynamo.runtime.base.settings import NatsSettings, RequestPlaneSettings
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.nats_connection import NatsConnection
 from dynamo.runtime.calls.request_plane.base import Handler, Instance, ResponseSink
-from dynamo.runtime.calls.request_plane.native import nats_client
+from dynamo.runtime.calls.request_plane.native import plane
 from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
-from dynamo.runtime.calls.request_plane.native.nats_client import NatsClient
 from dynamo.runtime.calls.request_plane.native.nats_server import NatsServer, subject_of
+from dynamo.runtime.calls.request_plane.native.plane import NatsClient
 from dynamo.runtime.calls.request_plane.native.stream import NativeStream
 from support.native_caller import NativeCaller, two_part
 from support.native_worker import Request
@@ -218,7 +218,7 @@ async def test_a_request_over_the_servers_limit_is_the_callers_error(shared_nats
 async def test_a_worker_that_takes_a_request_and_vanishes_is_lost(
     shared_nats: NatsProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nats_client, "HOME_SECONDS", 0.05)
+    monkeypatch.setattr(plane, "HOME_SECONDS", 0.05)
 
     async def take(message: Msg) -> None:
         await message.respond(b"")

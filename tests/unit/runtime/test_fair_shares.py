@@ -14,7 +14,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.limits import PendingBytes
 from dynamo.runtime.calls.request_plane.core import FairQueue
 from dynamo.runtime.calls.request_plane.expansion import exceeds_when_decoded
-from dynamo.runtime.calls.request_plane.native.call_home_policy import CallHomePolicy, is_own_address
+from dynamo.runtime.calls.request_plane.native.call_home import CallHomePolicy, is_own_address
 from dynamo.runtime.observe.log_rate import LogRate
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS

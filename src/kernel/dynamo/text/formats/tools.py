@@ -10,14 +10,12 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from dynamo.text.formats.brace_calls import BraceCalls
+from dynamo.text.formats.brace_calls import BraceCalls, MistralCalls
 from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.channels import Harmony, Inkling, KimiK3, Muse
-from dynamo.text.formats.element_calls import ElementCalls
+from dynamo.text.formats.element_calls import ElementCalls, TaggedPairs
 from dynamo.text.formats.json_calls import HERMES_KEYS, CallKeys, NamedJson, TaggedJson, call_objects
-from dynamo.text.formats.mistral import MistralCalls
 from dynamo.text.formats.output import Output
-from dynamo.text.formats.pair_calls import TaggedPairs
 from dynamo.text.formats.python_calls import PythonCalls
 from dynamo.text.formats.scanner import Grammar, NotACall, Scanner, Step, TextMachine
 from dynamo.text.formats.tagged_answer import tagged_machine

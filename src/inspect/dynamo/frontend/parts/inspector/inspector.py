@@ -22,12 +22,8 @@ from dynamo.frontend.base.peers import TOKEN_KEY
 from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import GroupKey
-from dynamo.frontend.parts.inspector.actions import MAX_SHOWN_IDS, Actions
 from dynamo.frontend.parts.inspector.clock import InspectorClock
-from dynamo.frontend.parts.inspector.configuration import setting_rows
-from dynamo.frontend.parts.inspector.details import request_detail
-from dynamo.frontend.parts.inspector.errors import error_rows, without_texts
-from dynamo.frontend.parts.inspector.explaining import explain_request
+from dynamo.frontend.parts.inspector.details import explain_request, request_detail
 from dynamo.frontend.parts.inspector.figures import SLOT_SECONDS, FigureRing, Slot, history_of, now_of
 from dynamo.frontend.parts.inspector.members import (
     AskAbort,
@@ -40,11 +36,11 @@ from dynamo.frontend.parts.inspector.members import (
     Members,
     Question,
 )
-from dynamo.frontend.parts.inspector.operating import WorkerOperator
+from dynamo.frontend.parts.inspector.operating import MAX_SHOWN_IDS, Actions, WorkerOperator
 from dynamo.frontend.parts.inspector.other_frontends import OtherFrontends, PeerAnswers
 from dynamo.frontend.parts.inspector.pictures import MemberPicture, PictureQuery, merge
 from dynamo.frontend.parts.inspector.streams import sort_of
-from dynamo.frontend.parts.inspector.tables import Tables
+from dynamo.frontend.parts.inspector.tables import Tables, error_rows, setting_rows, without_texts
 from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.frontend.parts.inspector.watching import Watching
 from dynamo.frontend.pipeline.exchange import Exchange

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import logging
+import os
+import re
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from dynamo.frontend.base.failures import FailureRing
+from dynamo.frontend.base.failures import FailureGroup, FailureRing
 from dynamo.frontend.base.redaction import Redact, load_redaction
 from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.parts.inspector.caches import CacheTable
 from dynamo.frontend.parts.inspector.clock import InspectorClock
-from dynamo.frontend.parts.inspector.events import EventLog
 from dynamo.frontend.parts.inspector.recent import RecentRequests
 from dynamo.frontend.parts.inspector.routing import RoutingLog
 from dynamo.frontend.parts.inspector.stream_rows import key_name, worker_name
@@ -26,7 +29,148 @@ from dynamo.frontend.parts.inspector.workers import ClusterTable
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.pipeline.text_generation import TextPlan
+from dynamo.protocol.inspector.views import ErrorGroup, EventView, SettingView
+from dynamo.settings.table import Setting, settings_of, without_secrets
 from dynamo.text.tokenizer import Tokenizer
+
+# What happened: workers that came and went, requests that moved, actions of operators. The last thousand of it.
+
+MAX_EVENTS: Final = 1000
+
+
+class EventLog:
+    """A bounded list of events, the newest last. Used on the event loop only."""
+
+    def __init__(self, clock: InspectorClock, frontend_id: str) -> None:
+        self._clock, self._frontend_id = clock, frontend_id
+        self._events: deque[EventView] = deque(maxlen=MAX_EVENTS)
+        self._number = 0
+
+    def add(
+        self,
+        kind: str,
+        text: str,
+        *,
+        worker: str | None = None,
+        model: str | None = None,
+        request_id: str | None = None,
+        by: str | None = None,
+    ) -> EventView:
+        """Note an event that happens now."""
+        self._number += 1
+        event = EventView(
+            id=f"{self._frontend_id}/{self._number}",
+            at_ms=self._clock.now_ms(),
+            kind=kind,
+            text=text,
+            worker=worker,
+            model=model,
+            request_id=request_id,
+            by=by,
+        )
+        self._events.append(event)
+        return event
+
+    def last(self, limit: int) -> list[EventView]:
+        """Return the last events, the newest first."""
+        found = list(self._events)
+        return found[::-1][:limit]
+
+    def of_request(self, id: str) -> list[EventView]:
+        """Return the events of one request, in order."""
+        return [event for event in self._events if event.request_id == id]
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+
+# The settings in force, and where each is from. A secret is never shown.
+
+_LINK: Final = re.compile(r"\[([^\]]+)\]\([^)]*\)")  # of the page that this text is written for
+
+
+def setting_rows(settings: HttpSettings, environment: Mapping[str, str] = os.environ) -> list[SettingView]:
+    """Return every setting of a frontend.
+
+    A value that differs from the default is from its variable where that is set to it, else from a flag.
+    """
+    shown = dict(_values(settings, without_secrets(settings)))
+    rows = []
+    for name, made in settings_of(type(settings)):
+        if name not in shown:
+            continue
+        value = shown[name]
+        rows.append(
+            SettingView(
+                name=_name_of(name, made),
+                value=_plain(value),
+                origin=_origin(made, value, environment),
+                help=_LINK.sub(r"\1", made.meaning).replace("\\|", "|"),
+            )
+        )
+    return rows
+
+
+def _values(table: Any, shown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for entry in dataclasses.fields(table):
+        value = getattr(table, entry.name)
+        if dataclasses.is_dataclass(value) and isinstance(shown[entry.name], Mapping):
+            yield from _values(value, shown[entry.name])
+        else:
+            yield entry.name, shown[entry.name]
+
+
+def _name_of(name: str, made: Setting) -> str:
+    return made.flags[0] if made.flags else made.variable or name
+
+
+def _origin(made: Setting, value: Any, environment: Mapping[str, str]) -> str:
+    if value == made.default or (value is None and made.default is None):
+        return "default"
+    if made.variable and environment.get(made.variable, "").strip():
+        return "environment"
+    return "flag" if made.flags else "default"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value)
+
+
+# Failures by kind, as rows.
+
+HIDDEN: Final = "(not shown: it may repeat what the client wrote)"
+
+
+def error_rows(ring: FailureRing | None, limit: int) -> list[ErrorGroup]:
+    """Return the kinds of failures, the one that failed last first."""
+    return [] if ring is None else [_row(group) for group in ring.grouped(limit)]
+
+
+def without_texts(rows: list[ErrorGroup]) -> list[ErrorGroup]:
+    """Return the rows as viewers may see them that see no content: what is wrong with a request may repeat all of it."""
+    return [msgspec.structs.replace(row, message=HIDDEN) if row.status in (400, 422) else row for row in rows]
+
+
+def _row(group: FailureGroup) -> ErrorGroup:
+    kind = (str(group.status), group.code, group.model, group.worker, group.template)
+    return ErrorGroup(
+        id=hashlib.blake2b("\0".join(kind).encode(), digest_size=8).hexdigest(),
+        status=group.status,
+        code=group.code or None,
+        model=group.model or None,
+        worker=group.worker or None,
+        message=group.template,
+        count=group.count,
+        per_minute=group.rate_per_minute,
+        first_ms=group.first_ms,
+        last_ms=group.last_ms,
+        example=group.example_id or "",
+    )
+
 
 # Follows the workers of the cluster as they come and go, for the events and the ages that the inspector shows.
 

@@ -17,8 +17,8 @@ from dynamo.runtime.base.timers import due_of
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.core import ServerCore
 from dynamo.runtime.calls.request_plane.expansion import exceeds_when_decoded
-from dynamo.runtime.calls.request_plane.native.call_home_policy import SETTING as CALL_HOME_SETTING
-from dynamo.runtime.calls.request_plane.native.call_home_policy import CallHomePolicy
+from dynamo.runtime.calls.request_plane.native.call_home import SETTING as CALL_HOME_SETTING
+from dynamo.runtime.calls.request_plane.native.call_home import CallHomePolicy
 from dynamo.runtime.calls.request_plane.native.frames import (
     ACCEPTED,
     OVERLOADED,
