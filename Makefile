@@ -45,8 +45,8 @@ serve: $(VENV)/.run $(VENV)/.model ## a frontend and a worker on this machine (A
 test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 50 to 80 seconds, the first time three minutes
 	@$(PYTEST) $(UNITS) $(FORKS) tests/unit tests/contract $(ARGS)
 
-test-all: $(VENV)/.dev ## the rest: every example of the properties, processes, real servers, simulated clusters, hostile peers
-	@$(PYTEST) -q -n 2 -m "(process or property) and not browser" $(ARGS)
+test-all: $(VENV)/.dev ## the rest: four times the examples of the properties, processes, real servers, simulated clusters, hostile peers
+	@$(PYTEST) -q $(FORKS) --hypothesis-profile=thorough -m "(process or property) and not browser" $(ARGS)
 
 coverage: $(VENV)/.dev ## the lines that make test runs, by file (ARGS="--cov-fail-under=90")
 	@$(PYTEST) $(UNITS) -n 3 --dist worksteal --cov=dynamo --cov-report=term:skip-covered tests/unit tests/contract $(ARGS)
@@ -91,7 +91,8 @@ soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether a
 mutants: $(VENV)/.dev ## 69 deliberate breaks of the source, one by one: the tests must notice (ARGS="--only stream")
 	@$(BIN)/python tools/mutants.py $(ARGS)
 
-test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation), and FUZZ_TEXTS=1000000 tool calls
+test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation), FUZZ_TEXTS=1000000 tool calls, and every example of the properties
+	@$(PYTEST) -q $(FORKS) -m property tests/unit tests/contract tests/process
 	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} FUZZ_TEXTS=$${FUZZ_TEXTS:-1000000} \
 	  $(BIN)/python -m pytest -q -m fuzz tests/process/hostile tests/process/formats -rs $(ARGS)
 

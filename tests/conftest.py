@@ -18,6 +18,7 @@ from support.forked_run import ForkedRun
 # --hypothesis-profile) looks further; what it finds becomes an @example.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("quick", max_examples=10, derandomize=True, deadline=None)  # make test
+settings.register_profile("thorough", max_examples=40, derandomize=True, deadline=None)  # make test-all
 settings.register_profile("explore", max_examples=2000, deadline=None)
 # Else Hypothesis puts constants of all modules of ours that happen to be loaded among its examples: not the same in every
 # process, and 700 files to parse in each.

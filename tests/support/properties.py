@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: all of them, or a tenth in the suite that runs at every change.
+"""How many examples a property is tried with: a tenth of them in the suite that runs at every change, all in the long one.
 
 What is true of every place of a text is a property, too: `some_of` gives the places, and the test has the mark.
 """
@@ -23,7 +23,7 @@ def share() -> float:
 
 
 def some_of(cases: Sequence[T], first: int = 0) -> Sequence[T]:
-    """Return all cases, or every tenth where the profile has a tenth of the examples.
+    """Return all cases, or every tenth where the profile has a tenth of the examples, and so on.
 
     `first` shifts which ones: neighbours that are given different numbers have different places tried.
     """

@@ -188,6 +188,7 @@ async def test_a_worker_lost_in_any_phase_costs_no_answer(
         for _ in range(50):  # until its turn has come
             await whole()
             if doomed.has_ended:
+                await stack.knows(others)  # its record is gone, too
                 return
         raise AssertionError(f"{doomed.name} never had its turn:\n{doomed.log}")
 
