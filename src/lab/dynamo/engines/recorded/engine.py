@@ -19,7 +19,7 @@ from msgspec import Struct
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, RawEngine, RawRequest, RawResponseChunk
-from dynamo.engines.recorded.files import RecordedRequest, read_recordings
+from dynamo.engines.recorded.files import JsonRecord, RecordedRequest, read_recordings
 from dynamo.errors import HttpError, InvalidArgument
 from dynamo.protocol.content_key import content_key
 from dynamo.protocol.model_types import ModelInput
@@ -33,7 +33,7 @@ class RecordedPart(Struct, frozen=True):
 
     at: float  # seconds since the request
     choice: int
-    delta: Mapping[str, Any]
+    delta: JsonRecord
     finish_reason: str | None
 
 
@@ -173,7 +173,7 @@ def _recorded_parts(request: RecordedRequest) -> list[RecordedPart]:
     return parts
 
 
-def _whole_parts(response: Mapping[str, Any]) -> list[RecordedPart]:
+def _whole_parts(response: JsonRecord) -> list[RecordedPart]:
     """Return an answer that was recorded as one body, in the form of chats and completions."""
     parts = []
     for choice in response.get("choices") or ():

@@ -26,6 +26,7 @@ _PIECE_BYTES: Final = 1024 * 1024
 _GZIP: Final = b"\x1f\x8b"
 
 T = TypeVar("T")
+JsonRecord = Mapping[str, Any]
 
 
 class RecordedRequest(Struct):
@@ -66,7 +67,7 @@ def read_recordings(paths: Iterable[Path]) -> list[RecordedRequest]:
     return sorted(found.values(), key=lambda request: request.received_ms)
 
 
-def _objects(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _objects(path: Path) -> Iterator[tuple[int, JsonRecord]]:
     """Yield the JSON objects of a file with their lines. The last line may be torn: its writer may have been killed."""
     try:
         data = path.read_bytes()
@@ -121,7 +122,7 @@ def _json(data: bytes) -> Any:
         return None
 
 
-def _take(found: dict[str, RecordedRequest], line: Mapping[str, Any]) -> None:
+def _take(found: dict[str, RecordedRequest], line: JsonRecord) -> None:
     if line.get("schema") == BUNDLE_SCHEMA:
         made = _of_bundle(line)
         found[made.id] = made
@@ -140,7 +141,7 @@ def _take(found: dict[str, RecordedRequest], line: Mapping[str, Any]) -> None:
             return  # a record of something else
 
 
-def _of(found: dict[str, RecordedRequest], record: Mapping[str, Any]) -> RecordedRequest:
+def _of(found: dict[str, RecordedRequest], record: JsonRecord) -> RecordedRequest:
     id = str(record["request_id"])
     made = found.get(id)
     if made is None:
@@ -150,7 +151,7 @@ def _of(found: dict[str, RecordedRequest], record: Mapping[str, Any]) -> Recorde
     return made
 
 
-def _take_end(made: RecordedRequest, record: Mapping[str, Any]) -> None:
+def _take_end(made: RecordedRequest, record: JsonRecord) -> None:
     made.path, made.model = str(record.get("path", "")), str(record.get("model") or made.model)
     made.status = _number(record.get("http_status"), int)
     made.error = str(record.get("error") or "")
@@ -163,14 +164,14 @@ def _take_end(made: RecordedRequest, record: Mapping[str, Any]) -> None:
         made.body = dict(record["parameters"])
 
 
-def _take_stream(made: RecordedRequest, record: Mapping[str, Any]) -> None:
+def _take_stream(made: RecordedRequest, record: JsonRecord) -> None:
     made.keys = list(record.get("content_keys") or made.keys)
     made.gaps_ms = [float(gap) for gap in record["gaps_ms"]]
     made.choices = [int(choice) for choice in record.get("choices", ())]
     made.outputs = record.get("outputs")
 
 
-def _take_payload(made: RecordedRequest, record: Mapping[str, Any]) -> None:
+def _take_payload(made: RecordedRequest, record: JsonRecord) -> None:
     made.path, made.model = str(record.get("path") or made.path), str(record.get("model") or made.model)
     made.keys = list(record.get("content_keys") or made.keys)
     if made.status is None:
@@ -181,7 +182,7 @@ def _take_payload(made: RecordedRequest, record: Mapping[str, Any]) -> None:
         made.response = dict(record["response"])
 
 
-def _of_bundle(bundle: Mapping[str, Any]) -> RecordedRequest:
+def _of_bundle(bundle: JsonRecord) -> RecordedRequest:
     request, error = bundle["request"], bundle["error"]
     tokens = cast("dict[str, Any]", bundle.get("tokens") or {})
     body = request.get("body")
@@ -207,7 +208,7 @@ def _time(value: Any) -> float:
     return made
 
 
-def _number(value: Any, *kinds: type[T]) -> T | None:
+def _number(value: object, *kinds: type[T]) -> T | None:
     """Return a number, or None where there is none. Raises TypeError for anything else."""
     if value is None:
         return None
