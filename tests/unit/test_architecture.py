@@ -19,7 +19,7 @@ from support.cases import each_case
 PURE_FORBIDDEN = frozenset({"asyncio", "socket", "ssl", "selectors", "time", "os", "threading", "subprocess", "signal"})
 
 # Each room and the rooms it may import. The longest prefix of a module's name decides.
-PURE = frozenset({"errors", "settings", "protocol", "text", "kv", "placement", "scheduling", "scaling"})
+PURE = frozenset({"errors", "settings", "protocol", "text", "kv", "placement", "scheduling", "scaling", "residency"})
 CONTRACT = frozenset(
     {
         "errors",
@@ -41,6 +41,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "text": frozenset({"errors", "settings", "protocol", "text"}),
     "kv": frozenset({"errors", "protocol", "kv"}),
     "scaling": frozenset({"errors", "scaling"}),
+    "residency": frozenset({"errors", "residency"}),
     "scheduling": frozenset({"errors", "protocol", "kv", "scheduling"}),
     "prometheus_names": frozenset(),
     "runtime": frozenset({"errors", "settings", "placement", "runtime"}),

@@ -1,0 +1,251 @@
+"""The decision which models are in memory, under a budget. It has no clock, no process and no request: the caller has them.
+
+The caller reports what happens (`arrive`, `leave`, `loaded`, `failed`, ...) and does what `decide` orders. Memory counts from
+the order to load until the process has ended, so a model is loaded only after what had to make room for it is gone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+PATIENCE_SECONDS: Final = 5.0
+"""How long others wait for a model that is used without a pause. Then it takes no new requests: those that it has come to
+their end, and the others have their turn. Shorter, and two busy models would load all the time."""
+FIRST_BACKOFF_SECONDS: Final = 1.0
+LONGEST_BACKOFF_SECONDS: Final = 60.0
+HEALTHY_SECONDS: Final = 60.0  # a model that served so long before it died has not failed in a row
+
+
+class Residence(enum.Enum):
+    """Where one model is."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    LOADED = "loaded"
+    CLOSING = "closing"  # it takes no new requests, and those that it has come to their end
+    UNLOADING = "unloading"
+
+
+class Action(enum.Enum):
+    """What is to be done about a model."""
+
+    LOAD = "load"
+    UNLOAD = "unload"
+
+
+class Verdict(enum.Enum):
+    """What becomes of a request that has arrived."""
+
+    RUNS = "runs"
+    WAITS = "waits"
+    REFUSED = "refused"  # its model has failed a moment ago, or never fits (`Resident.failure`)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One thing to be done."""
+
+    action: Action
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """Why a model cannot be had, and when it is tried again."""
+
+    reason: str
+    in_a_row: int
+    retry_at: float
+
+
+class RoomNeed(NamedTuple):
+    """How much memory is missing, and whether a busy model is to make room for it."""
+
+    bytes: int
+    is_urgent: bool
+
+
+class Resident:
+    """One model, and the requests for it."""
+
+    __slots__ = ("bytes", "failure", "is_pinned", "name", "running", "since", "state", "used_at", "waiting")
+
+    def __init__(self, name: str, estimated_bytes: int, *, is_pinned: bool = False) -> None:
+        """`estimated_bytes`: what it takes, before that was measured."""
+        self.name, self.is_pinned = name, is_pinned
+        self.bytes = estimated_bytes
+        self.state = Residence.ABSENT
+        self.since = 0.0  # when that state began; of one that is not loaded, when the first waiting request arrived
+        self.running = self.waiting = 0  # requests
+        self.used_at = 0.0
+        self.failure: LoadFailure | None = None
+
+    @property
+    def holds_memory(self) -> bool:
+        return self.state is not Residence.ABSENT
+
+    @property
+    def may_be_unloaded(self) -> bool:
+        """Whether nothing would be cut or broken by it now."""
+        return self.state in (Residence.LOADED, Residence.CLOSING) and not self.is_pinned and not self.running
+
+
+class Residency:
+    """The models of one server. Times are of any one clock, in seconds, and never fall."""
+
+    def __init__(
+        self, models: Sequence[Resident], *, budget_bytes: int | None = None, idle_seconds: float | None = None
+    ) -> None:
+        """None: no limit. `idle_seconds`: how long a model stays without any request."""
+        self.models = {model.name: model for model in models}
+        self.budget_bytes, self.idle_seconds = budget_bytes, idle_seconds
+
+    @property
+    def used_bytes(self) -> int:
+        """What the models take that are loaded, or on their way in or out."""
+        return sum(model.bytes for model in self.models.values() if model.holds_memory)
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def arrive(self, name: str, now: float) -> Verdict:
+        """Take a request for a model."""
+        model = self.models[name]
+        model.used_at = now
+        if model.state is Residence.LOADED:
+            model.running += 1
+            return Verdict.RUNS
+        if model.state is Residence.ABSENT and self._is_refused(model, now):
+            return Verdict.REFUSED
+        if not model.waiting and model.state is Residence.ABSENT:
+            model.since = now
+        model.waiting += 1
+        return Verdict.WAITS
+
+    def leave(self, name: str, now: float, *, was_running: bool) -> None:
+        """Take the end of a request: of one that was running, or of one that no longer waits."""
+        model = self.models[name]
+        if was_running:
+            model.running -= 1
+            model.used_at = now
+        else:
+            model.waiting -= 1
+
+    def loaded(self, name: str, taken_bytes: int, now: float) -> None:
+        """Record a model as serving, and what it takes. The requests that wait for it are running from now on."""
+        model = self.models[name]
+        model.bytes = taken_bytes
+        self._open(model, now)
+
+    def measured(self, name: str, taken_bytes: int) -> None:
+        """Take what a model takes by now."""
+        self.models[name].bytes = taken_bytes
+
+    def failed(self, name: str, reason: str, now: float) -> None:
+        """Record the failure of a load, or the death of a process. Those that wait for it are to be answered."""
+        model = self.models[name]
+        was_well = model.state in (Residence.LOADED, Residence.CLOSING) and now - model.since >= HEALTHY_SECONDS
+        was_loaded = model.state in (Residence.LOADED, Residence.CLOSING)
+        before = 0 if model.failure is None or was_well else model.failure.in_a_row
+        # The first death of one that served is followed by a load at once: its requests are waiting for that.
+        steps = before - 1 if was_loaded else before
+        delay = 0.0 if steps < 0 else min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(steps, 16))
+        model.failure = LoadFailure(reason, before + 1, now + delay)
+        model.state, model.since = Residence.ABSENT, now
+
+    def gone(self, name: str, now: float) -> None:
+        """Record the end of the process of a model that was unloaded."""
+        model = self.models[name]
+        model.state, model.since = Residence.ABSENT, now
+        model.failure = None
+
+    # -- what is to be done --------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Order]:
+        """Return what is to be done now. Each order counts as given: it is not repeated."""
+        orders = self._unload_idle(now)
+        need = self._load_wanted(now, orders)
+        if self.budget_bytes is not None and (over := self.used_bytes - self.budget_bytes) > 0:
+            need = RoomNeed(over if need is None else max(need.bytes, over), is_urgent=True)
+        if need is None:
+            for model in self.models.values():
+                if model.state is Residence.CLOSING:  # those that it was to make room for have left
+                    self._open(model, now)
+        else:
+            self._make_room(need, now, orders)
+        return orders
+
+    def next_look(self, now: float) -> float | None:
+        """Return after how many seconds `decide` may have something to do although nothing happens; None: never."""
+        times = [now + PATIENCE_SECONDS] if any(self._wants(model) for model in self.models.values()) else []
+        for model in self.models.values():
+            if self.idle_seconds is not None and model.may_be_unloaded:
+                times.append(model.used_at + self.idle_seconds)
+            if model.failure is not None and model.state is Residence.ABSENT and self._wants(model):
+                times.append(model.failure.retry_at)
+        return max(0.0, min(times) - now) if times else None
+
+    def never_fits(self, model: Resident) -> bool:
+        """Return whether it is larger than what the pinned models leave of the budget."""
+        if self.budget_bytes is None or model.is_pinned:
+            return False
+        pinned = sum(each.bytes for each in self.models.values() if each.is_pinned)
+        return model.bytes > self.budget_bytes - pinned
+
+    def _unload_idle(self, now: float) -> list[Order]:
+        if self.idle_seconds is None:
+            return []
+        idle = [
+            model
+            for model in self.models.values()
+            if model.may_be_unloaded and not model.waiting and now - model.used_at >= self.idle_seconds
+        ]
+        return [self._unload(model, now) for model in idle]
+
+    def _load_wanted(self, now: float, orders: list[Order]) -> RoomNeed | None:
+        """Order to load what fits, in the order of arrival; return the need of the first that does not fit."""
+        wanted = [model for model in self.models.values() if self._wants(model) and not self._is_refused(model, now)]
+        for model in sorted(wanted, key=lambda each: (not each.is_pinned, each.since)):
+            if self.budget_bytes is not None:
+                lacks = self.used_bytes + model.bytes - self.budget_bytes
+                if lacks > 0:  # none that came later overtakes it: it would take the room that is being made
+                    return RoomNeed(lacks, is_urgent=now - model.since >= PATIENCE_SECONDS)
+                if any(each.state is Residence.LOADING for each in self.models.values()):
+                    return None  # what that one takes is an estimate, and two of them could be wrong together
+            model.state, model.since = Residence.LOADING, now
+            orders.append(Order(Action.LOAD, model.name))
+        return None
+
+    def _make_room(self, need: RoomNeed, now: float, orders: list[Order]) -> None:
+        """Unload the models that were not used for longest until there is room; busy ones where it is urgent."""
+        residents = sorted(self.models.values(), key=lambda model: model.used_at)
+        orders += [
+            self._unload(model, now) for model in residents if model.state is Residence.CLOSING and not model.running
+        ]
+        short = need.bytes - sum(
+            model.bytes for model in residents if model.state in (Residence.CLOSING, Residence.UNLOADING)
+        )
+        for model in residents:
+            if short > 0 and model.may_be_unloaded:
+                orders.append(self._unload(model, now))
+                short -= model.bytes
+        for model in residents:
+            if short > 0 and need.is_urgent and model.state is Residence.LOADED and not model.is_pinned:
+                model.state, model.since = Residence.CLOSING, now
+                short -= model.bytes
+
+    def _wants(self, model: Resident) -> bool:
+        return model.state is Residence.ABSENT and (model.is_pinned or model.waiting > 0 or model.running > 0)
+
+    def _is_refused(self, model: Resident, now: float) -> bool:
+        return self.never_fits(model) or (model.failure is not None and now < model.failure.retry_at)
+
+    def _open(self, model: Resident, now: float) -> None:
+        model.state, model.since, model.used_at = Residence.LOADED, now, now
+        model.running, model.waiting = model.running + model.waiting, 0
+
+    def _unload(self, model: Resident, now: float) -> Order:
+        model.state, model.since = Residence.UNLOADING, now
+        return Order(Action.UNLOAD, model.name)
