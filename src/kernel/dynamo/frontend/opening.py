@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from dynamo.errors import InvalidArgument, Unknown
 from dynamo.frontend.admission.model import AdmissionPolicy
@@ -67,7 +67,7 @@ class ClusterAccess:
         """Return a client of an endpoint."""
         return await self._runtime.endpoint(endpoint).client()
 
-    async def ask_adapters(self, entry: CardEntry, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def ask_adapters(self, entry: CardEntry, body: Mapping[str, object]) -> Mapping[str, object]:
         """Send a request for adapters to the worker of a card. Raises `DynamoException`."""
         namespace, component, _ = entry.endpoint.split(".")
         path = f"{namespace}.{component}.{ADAPTERS_ENDPOINT}"

@@ -123,7 +123,7 @@ class _ChatRenderer(Renderer):
             beside=self._collected_members(collected),
         )
 
-    def _collected_members(self, collected: CollectedAnswer) -> dict[str, Any]:
+    def _collected_members(self, collected: CollectedAnswer) -> dict[str, object]:
         """Return vLLM's members of the whole answer, which are about its prompt."""
         members = self._prompt_members(0)
         if self._answer.request.prompt_logprobs is not None:
@@ -263,12 +263,12 @@ class _ChatRenderer(Renderer):
         return chat_logprobs(items) if items else None
 
 
-def _joined_members(members: Mapping[str, Any]) -> bytes:
+def _joined_members(members: Mapping[str, object]) -> bytes:
     """Return members as they stand behind others in an object."""
     return b"," + json_line(members)[1:-1] if members else b""
 
 
-def _call_members(piece: dict[str, Any]) -> bytes:
+def _call_members(piece: dict[str, object]) -> bytes:
     """Return the member of one piece of a call; the first piece also has an empty text, as in 1.6.1."""
     content = _NO_CONTENT + b"," if "id" in piece else b""
     return content + b'"tool_calls":[' + json_line(piece) + b"]"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import msgspec
 
@@ -116,7 +115,11 @@ class PoolingApi(ResultApi[PoolingRequest]):
 
 
 async def _plan(
-    preprocessor: Preprocessor, request: VectorRequest, model: ServedModel, timer: StageTimer, more: Mapping[str, Any]
+    preprocessor: Preprocessor,
+    request: VectorRequest,
+    model: ServedModel,
+    timer: StageTimer,
+    more: Mapping[str, object],
 ) -> ResultPlan:
     check_served(model, "Vectors")
     inputs = check_inputs(request.input)

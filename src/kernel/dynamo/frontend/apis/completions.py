@@ -53,7 +53,7 @@ class EchoedPrompts:
         return self._answer.model.text.tokenizer.decode(source, skip_special_tokens=False)
 
     def logprobs(
-        self, choice: int, engine_data: Mapping[str, Any] | None, generated: Sequence[TokenLogprob]
+        self, choice: int, engine_data: Mapping[str, object] | None, generated: Sequence[TokenLogprob]
     ) -> tuple[bytes, int]:
         """Return the log probabilities of the prompt and of what was generated behind it, and where their texts end.
 
@@ -306,12 +306,12 @@ class _CompletionRenderer(Renderer):
         return completion_logprobs(items, text_offset=offset)
 
 
-def _joined_members(members: Mapping[str, Any]) -> bytes:
+def _joined_members(members: Mapping[str, object]) -> bytes:
     """Return members as they stand behind others in an object."""
     return b"," + json_line(members)[1:-1] if members else b""
 
 
-def _completion_shape(part: Mapping[str, Any], offset: int) -> Mapping[str, Any]:
+def _completion_shape(part: Mapping[str, object], offset: int) -> Mapping[str, Any]:
     """Return log probabilities of a worker as completions have them; llama.cpp writes those of chats for both."""
     content = part.get("content")
     if not isinstance(content, list) or not all(isinstance(item, Mapping) for item in content):
@@ -325,9 +325,9 @@ def _completion_shape(part: Mapping[str, Any], offset: int) -> Mapping[str, Any]
     return {"tokens": tokens, "token_logprobs": scores, "top_logprobs": tops, "text_offset": offsets}
 
 
-def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merged(parts: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Return log probability objects of a worker as one: their lists one behind the other."""
-    whole: dict[str, Any] = {}
+    whole: dict[str, object] = {}
     for part in parts:
         for name, value in part.items():
             held = whole.get(name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec import Struct
+
+from dynamo.protocol.openai.shapes import JsonObject
 
 
 def scoped_owner(key_owner: str | None, tenant: str) -> str:
@@ -38,8 +40,8 @@ class AnswerHistory(Protocol):
     async def keep(self, stored: StoredResponse) -> None:
         """Keep a response. One that cannot be kept was answered all the same: that is logged."""
 
-    async def items_before(self, previous_id: str, owner: str) -> tuple[list[Any], int]:
+    async def items_before(self, previous_id: str, owner: str) -> tuple[list[JsonObject], int]:
         """Return the items of the conversation that ends with a response, and their bytes. Raises RequestRejected (400)."""
 
-    async def items(self, references: Mapping[str, str], owner: str) -> dict[str, Any]:
+    async def items(self, references: Mapping[str, str], owner: str) -> dict[str, JsonObject]:
         """Return items by their ids; `references` gives where each was named. Raises RequestRejected (400)."""

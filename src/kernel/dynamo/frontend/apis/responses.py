@@ -23,6 +23,7 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.openai.sse import DONE
 from dynamo.protocol.responses.events import EventNumbers
 from dynamo.protocol.responses.lowering import (
@@ -107,7 +108,7 @@ class ResponsesApi(GenerationApi[ResponsesRequest]):
                 "(--responses-store, DYN_RESPONSES_STORE)",
                 "previous_response_id",
             )
-        earlier, size = list[Any](), 0
+        earlier, size = list[JsonObject](), 0
         if asked.previous_response_id is not None:
             earlier, size = await history.items_before(asked.previous_response_id, owner)
         named = await history.items(request.references, owner)
@@ -200,7 +201,7 @@ class _ResponseRenderer(Renderer):
         self._finished: Finished | None = None
         self._is_begun = False
         self._token_ids: list[int] = []
-        self._engine_data: dict[str, Any] | None = None
+        self._engine_data: dict[str, object] | None = None
         self._is_plain = not answer.wants_logprobs and not answer.wants_nvext and answer.work.plan.parsing is None
 
     def stream(self, output: ChoiceOutput) -> bytes:

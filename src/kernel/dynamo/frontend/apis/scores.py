@@ -148,7 +148,7 @@ def _cosines(pairs: Sequence[tuple[str, str]], vectors: Sequence[InputVector]) -
     ]
 
 
-def _entries(answer: ResultAnswer, member: str, count: int) -> list[Any]:
+def _entries(answer: ResultAnswer, member: str, count: int) -> list[object]:
     found = answer.results[0]
     entries = found.get(member) if isinstance(found, Mapping) else None
     if not isinstance(entries, list) or len(entries) != count:
@@ -156,7 +156,7 @@ def _entries(answer: ResultAnswer, member: str, count: int) -> list[Any]:
     return entries
 
 
-def _ranked_entries(answer: ResultAnswer) -> list[Any]:
+def _ranked_entries(answer: ResultAnswer) -> list[object]:
     """Return the list of a worker that reranks by itself, bare or as `results`."""
     found = answer.results[0]
     entries = found.get("results") if isinstance(found, Mapping) else found
@@ -178,7 +178,7 @@ def _placed(entries: Sequence[Any], count: int, top_n: int | None) -> dict[int, 
     return scores
 
 
-def _number(entry: Any, member: str) -> float:
+def _number(entry: object, member: str) -> float:
     value = entry.get(member) if isinstance(entry, Mapping) else None
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise Unknown(f"the worker sent the `{member}` {value!r}")

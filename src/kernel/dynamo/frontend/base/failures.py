@@ -19,7 +19,7 @@ import re
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -137,7 +137,7 @@ class FailureRing:
         max_bundles: int,
         max_bytes: int,
         *,
-        process: Callable[[], Mapping[str, Any]] = dict,
+        process: Callable[[], Mapping[str, object]] = dict,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`process`: what is the same for all bundles of this process, such as its version; called when a bundle is read."""
@@ -167,7 +167,7 @@ class FailureRing:
         kinds = list(reversed(self._kinds.values()))
         return [kind.shown(now_ms) for kind in kinds[:limit]]
 
-    def bundle(self, id: str) -> dict[str, Any] | None:
+    def bundle(self, id: str) -> dict[str, object] | None:
         """Return everything that is known of one failure, as JSON values; None: it has no bundle, or has one no longer.
 
         Its members are described in docs/recording.md; `schema` names their version.
@@ -178,7 +178,7 @@ class FailureRing:
             kept = next((each for key, each in self._kept.items() if uuid_in(key) == known), None)
         if kept is None:
             return None
-        found: dict[str, Any] = msgspec.json.decode(kept[2])
+        found: dict[str, object] = msgspec.json.decode(kept[2])
         found["process"] = dict(self._process())
         return found
 
@@ -197,7 +197,7 @@ class FailureRing:
         """Count a failure that gets no bundle."""
         self._count(failure)
 
-    def add(self, failure: FailedRequest, make: Callable[[], Mapping[str, Any] | None]) -> None:
+    def add(self, failure: FailedRequest, make: Callable[[], Mapping[str, object] | None]) -> None:
         """Count a failure, and keep its bundle, which is what `make` returns; None: it is not to be kept.
 
         `make` is not called where a bundle would not be kept.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -30,7 +30,7 @@ from dynamo.runtime.observe.metrics import CONTENT_TYPE
 LAG_SECONDS: Final = 1.0  # of the event loop: every stream of the process stood still for that long
 
 
-def _encode(value: Any) -> bytes:
+def _encode(value: object) -> bytes:
     return msgspec.json.encode(value)
 
 
@@ -67,7 +67,7 @@ class HealthRoute:
             return
         instances = self._models.instances()
         endpoints = sorted({f"dyn://{one['namespace']}.{one['component']}.{one['endpoint']}" for one in instances})
-        healthy: dict[str, Any] = {"status": "healthy", "endpoints": endpoints, "instances": instances}
+        healthy: dict[str, object] = {"status": "healthy", "endpoints": endpoints, "instances": instances}
         if self._peers is not None:
             healthy["processes"] = self._peers.describe()
         now = asyncio.get_running_loop().time()
@@ -95,7 +95,7 @@ def _sees_operations(scope: Scope) -> bool:
     return identity is not None and identity.sees_operations
 
 
-def _load_of(model: ServedModel, now: float) -> dict[str, Any]:
+def _load_of(model: ServedModel, now: float) -> dict[str, object]:
     admission = model.admission
     return {
         "model": model.name,
@@ -255,7 +255,7 @@ class ModelsRoute:
     def _names(self, identity: Caller | None) -> list[str]:
         return [model.name for model in self._allowed(identity)]
 
-    def _list(self, models: Sequence[ServedModel], anthropic: bool) -> Mapping[str, Any]:
+    def _list(self, models: Sequence[ServedModel], anthropic: bool) -> Mapping[str, object]:
         data = [self._describe(model, model.name, anthropic) for model in models]
         if anthropic:
             return {
@@ -266,7 +266,7 @@ class ModelsRoute:
             }
         return {"object": "list", "data": data}
 
-    def _describe(self, model: ServedModel, name: str, anthropic: bool) -> dict[str, Any]:
+    def _describe(self, model: ServedModel, name: str, anthropic: bool) -> dict[str, object]:
         window = self._settings.context_window or model.context_length
         if anthropic:
             return {
@@ -276,7 +276,7 @@ class ModelsRoute:
                 "created_at": model.created_at_text,
                 "max_input_tokens": window,
             }
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "id": name,
             "object": "model",
             "created": model.created,

@@ -195,7 +195,9 @@ class AdapterKeeper:
         _, failure = await self._answer(entry, _loading(name, source))
         return failure or WorkerAnswer(entry.instance_id, entry.endpoint, "success")
 
-    async def _answer(self, entry: CardEntry, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], WorkerAnswer | None]:
+    async def _answer(
+        self, entry: CardEntry, body: Mapping[str, object]
+    ) -> tuple[Mapping[str, object], WorkerAnswer | None]:
         """Return what a worker answers, and how it failed if it did."""
         try:
             async with self._slots, asyncio.timeout(ANSWER_SECONDS):
@@ -211,7 +213,7 @@ class AdapterKeeper:
         return {}, WorkerAnswer(entry.instance_id, entry.endpoint, "error", message)
 
 
-def _loading(name: str, source: str) -> dict[str, Any]:
+def _loading(name: str, source: str) -> dict[str, object]:
     return {"operation": "load_lora", "lora_name": name, "source": {"uri": source, "managed": True}}
 
 
@@ -252,7 +254,7 @@ class AdaptersRoute:
             status, answer = rejected.status, _refusal(str(rejected))
         await reply(send, status, msgspec.json.encode(answer))
 
-    async def _load(self, body: bytes) -> tuple[int, dict[str, Any]]:
+    async def _load(self, body: bytes) -> tuple[int, dict[str, object]]:
         try:
             given = msgspec.json.decode(body, type=AdapterLoad)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -282,15 +284,15 @@ class AdaptersRoute:
         return _judged(name, answers)
 
 
-def _judged(name: str, answers: Sequence[WorkerAnswer]) -> tuple[int, dict[str, Any]]:
+def _judged(name: str, answers: Sequence[WorkerAnswer]) -> tuple[int, dict[str, object]]:
     """Return 200 where every worker did it, else 502: the change holds for some of them only."""
     failed = [answer for answer in answers if answer.status != "success"]
     status = "success" if not failed else "partial" if len(failed) < len(answers) else "error"
-    body: dict[str, Any] = {"status": status, "lora_name": name, "workers": answers}
+    body: dict[str, object] = {"status": status, "lora_name": name, "workers": answers}
     if failed:
         body["message"] = failed[0].message
     return (502 if failed else 200), body
 
 
-def _refusal(message: str) -> dict[str, Any]:
+def _refusal(message: str) -> dict[str, object]:
     return {"status": "error", "message": message}

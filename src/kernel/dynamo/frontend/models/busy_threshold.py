@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -274,7 +274,7 @@ class BusyThresholdRoute:
             status, answer = rejected.status, {"error": str(rejected)}
         await reply(send, status, _encode(answer))
 
-    async def _change(self, body: bytes) -> tuple[int, Any]:
+    async def _change(self, body: bytes) -> tuple[int, object]:
         try:
             given = _decode_thresholds(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import MAX_MODELS, CardBook, CardEntry, Group, GroupKey, Scope
@@ -23,6 +23,7 @@ from dynamo.frontend.models.reports import ModelReports
 from dynamo.frontend.models.served import NameIndex, ServedModel, ServedModels, ServingRules
 from dynamo.frontend.models.stage_pools import ENCODE, PREFILL, StagePools
 from dynamo.kv.overlap import WorkerRank
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.workers.busy_workers import LoadReport
 from dynamo.router.workers.pool import ModelPool
@@ -187,7 +188,7 @@ class ModelDirectory:
         """Why the view of the cluster may be out of date; None while the discovery store answers."""
         return self._cluster.store.trouble()
 
-    def instances(self) -> list[dict[str, Any]]:
+    def instances(self) -> list[JsonObject]:
         """Return every instance record, sorted by key, without its "type"."""
         return self._cluster.instances.records()
 
@@ -206,7 +207,7 @@ class ModelDirectory:
             entry for name in sorted(self._cluster.cards.names) for entry in self.workers_of(name) if entry.card.lora
         ]
 
-    def readiness(self, name: str) -> dict[str, Any] | None:
+    def readiness(self, name: str) -> JsonObject | None:
         """Return the body of `/v1/models/{name}/ready`, or None for a name that no worker registered."""
         return self._readiness.body(name)
 

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from dynamo.errors import InvalidArgument
@@ -56,7 +56,7 @@ def path_part(name: str) -> str:
     return f"{readable or 'model'}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
-def host_of_instance(record: Mapping[str, Any]) -> str | None:
+def host_of_instance(record: Mapping[str, object]) -> str | None:
     """Return the host that an instance record advertises, or None where its transport has no address."""
     transport = record.get("transport")
     address = transport.get("tcp") if isinstance(transport, Mapping) else None

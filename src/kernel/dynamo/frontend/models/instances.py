@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
 
 import msgspec
 
 from dynamo.frontend.models.cards import CardEntry, Scope
 from dynamo.frontend.models.file_policy import host_of_instance
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.records import UNREADABLE
 from dynamo.runtime.discovery.base import INSTANCES, Change, Put
 
@@ -21,7 +21,7 @@ class InstanceBook:
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._records: dict[str, dict[str, Any]] = {}  # by key, without "type"
+        self._records: dict[str, JsonObject] = {}  # by key, without "type"
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Take over a batch."""
@@ -31,7 +31,7 @@ class InstanceBook:
                 self._records.pop(key, None)
                 continue
             try:
-                record = msgspec.json.decode(change.value, type=dict[str, Any])
+                record = msgspec.json.decode(change.value, type=JsonObject)
             except UNREADABLE as error:
                 logger.warning("instance record %s is not readable and ignored: %s", key, error)
                 continue
@@ -56,7 +56,7 @@ class InstanceBook:
         found = (host_of_instance(self._records[_key(entry)]) for entry in entries if self.has(entry))
         return frozenset(host for host in found if host is not None)
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[JsonObject]:
         """Return every record, sorted by key, without its "type"."""
         return [record for _, record in sorted(self._records.items())]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final
+from typing import Final
 
 from dynamo.frontend.models.cards import CardBook, Group, GroupKey
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.served import ServedModels, ServingRules
 from dynamo.frontend.models.stage_pools import DECODE, ENCODE, PREFILL, StagePools
 from dynamo.protocol.model_types import VECTORS, ModelInput, ModelType, WorkerType
+from dynamo.protocol.openai.shapes import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Readiness:
         """Forget a group that has gone. An unknown key is fine."""
         self._complete.discard(key)
 
-    def body(self, name: str) -> dict[str, Any] | None:
+    def body(self, name: str) -> JsonObject | None:
         """Return the body of `/v1/models/{name}/ready`, or None for a name that no worker registered."""
         groups = self._cards.groups(name)
         if not groups and (owner := self._cards.owner_of(name)) is not None:
@@ -60,12 +61,12 @@ class Readiness:
         bodies = {namespace: self._namespace_body(members) for namespace, members in namespaces.items()}
         return {"model": name, "ready": any(body["ready"] for body in bodies.values()), "namespaces": bodies}
 
-    def _namespace_body(self, groups: Sequence[Group]) -> dict[str, Any]:
+    def _namespace_body(self, groups: Sequence[Group]) -> JsonObject:
         there = self._instances.has
         workers = {group.key.role: self._instances.count(group.accepted) for group in groups}
         present = sorted(role for role, count in workers.items() if count)
         missing = sorted({role for group in groups for role in _missing(group.card.needs, present)})
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "ready": any(self.is_ready(group.key) for group in groups) and not (missing and self._rules.enforce_disagg),
             "worker_types": {
                 group.key.role: {

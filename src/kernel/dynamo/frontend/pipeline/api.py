@@ -138,7 +138,7 @@ class Answer:
         finished: bool,
         stop_reason: str | int | None = None,
         token_ids: Sequence[int] | None = None,
-        engine_data: Mapping[str, Any] | None = None,
+        engine_data: Mapping[str, object] | None = None,
     ) -> bytes | None:
         """Return the extension members the client requested; None when there are none.
 
@@ -147,7 +147,7 @@ class Answer:
         wanted = self._wanted
         if self.work.plan.is_query:
             return nvext_json(**queried_routing(self.work.plan, self.work.tally))
-        members: dict[str, Any] = {
+        members: dict[str, object] = {
             "stop_reason": stop_reason if "stop_reason" in wanted else None,
             "completion_token_ids": token_ids if "completion_token_ids" in wanted else None,
             "engine_data": engine_data if "engine_data" in wanted else None,
@@ -238,10 +238,10 @@ class Renderer(ABC):
         return ChoiceOutput(output.choice, output.events, token_ids, merged(held.engine_data, output.engine_data))
 
     def _members(
-        self, token_ids: Sequence[int], finished: Finished | None, engine_data: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, token_ids: Sequence[int], finished: Finished | None, engine_data: Mapping[str, object] | None = None
+    ) -> dict[str, object]:
         """Return vLLM's members of one part of a choice: why it stopped, and what its client has requested."""
-        request, members = self._answer.request, dict[str, Any]()
+        request, members = self._answer.request, dict[str, object]()
         if finished is not None and finished.stop_reason is not None:
             members["stop_reason"] = finished.stop_reason
         if request.return_token_ids is True:
@@ -250,7 +250,7 @@ class Renderer(ABC):
             members[PROMPT_LOGPROBS] = (engine_data or {})[PROMPT_LOGPROBS]
         return members
 
-    def _prompt_members(self, choice: int) -> dict[str, Any]:
+    def _prompt_members(self, choice: int) -> dict[str, object]:
         """Return the tokens of a choice's prompt, where its client has requested them."""
         answer = self._answer
         if answer.request.return_token_ids is not True:

@@ -51,8 +51,8 @@ class Delta:
         self.finish_reason: str | None = None  # "stop", "length", "content_filter"; on the choice's last delta
         self.stop_reason: str | int | None = None
         self.log_probs: list[float | None] | None = None  # by position of `token_ids`
-        self.top_logprobs: list[list[dict[str, Any]]] | None = None
-        self.engine_data: dict[str, Any] | None = None
+        self.top_logprobs: list[list[dict[str, object]]] | None = None
+        self.engine_data: dict[str, object] | None = None
 
 
 class Choice:
@@ -154,7 +154,7 @@ class TokenChoice(Choice):
         delta = Delta(self._index)
         decoder = self._decoder
         before = decoder.generated
-        reason: Any = None
+        reason: object = None
         for item in items:
             if item.index < 0:
                 ids, reason, extra = _chunk_of(item)
@@ -201,8 +201,8 @@ class TokenChoice(Choice):
                 delta.stop_reason = value
         delta.text += self._decoder.push(ids, text)
 
-    def _absorb_usage(self, usage: dict[str, Any]) -> None:
-        details: Any = usage.get("prompt_tokens_details")
+    def _absorb_usage(self, usage: dict[str, object]) -> None:
+        details: object = usage.get("prompt_tokens_details")
         # The wire makes dicts; whether another object is a mapping takes a search through its bases.
         if details.__class__ is dict or isinstance(details, Mapping):
             cached = reported_count(details.get("cached_tokens"))
@@ -243,7 +243,7 @@ def _placed(held: list[T] | None, before: int, absent: T, added: Sequence[T], co
     return [*found, *[absent] * (before - len(found)), *added[:count]]
 
 
-def _chunk_of(item: StreamItem) -> tuple[list[int], Any, dict[str, Any] | None]:
+def _chunk_of(item: StreamItem) -> tuple[list[int], object, dict[str, object] | None]:
     """Decode a chunk that came as an object (from a bare endpoint handler). Raises the error the chunk carries, if any."""
     envelope = item.extra or {}
     if envelope.get("event") == "error":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.text.output import Joined, joined
@@ -21,7 +20,7 @@ class CollectedChoice:
         self.scores: list[Sequence[bytes]] = []
         """Written log probabilities, in the pieces that their API makes of them."""
         self.token_ids: list[int] = []
-        self.engine_data: dict[str, Any] | None = None
+        self.engine_data: dict[str, object] | None = None
 
     def add(self, output: ChoiceOutput) -> None:
         self.token_ids += output.token_ids
@@ -62,7 +61,7 @@ class CollectedAnswer:
 
     def __init__(self, choices: int) -> None:
         self.choices = [CollectedChoice() for _ in range(choices)]
-        self.engine_data: dict[str, Any] | None = None
+        self.engine_data: dict[str, object] | None = None
         self.stop_reason: str | int | None = None
 
     @property
@@ -81,7 +80,7 @@ class CollectedAnswer:
                 self.engine_data = merged(self.engine_data, output.engine_data)
 
 
-def merged(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def merged(first: Mapping[str, object] | None, second: Mapping[str, object] | None) -> dict[str, object] | None:
     """Return the members of both; those of the second win."""
     if first is None and second is None:
         return None

@@ -73,10 +73,10 @@ _PARAMETERS: Final = (
 
 
 def request_attributes(
-    endpoint: str, model: str, request: Any, effects: HeaderEffects, *, is_stream: bool
-) -> dict[str, Any]:
+    endpoint: str, model: str, request: object, effects: HeaderEffects, *, is_stream: bool
+) -> dict[str, object]:
     """Return what a request sets, without its content; what it leaves open is left out."""
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         GenAi.OPERATION: OPERATIONS.get(endpoint, endpoint),
         GenAi.PROVIDER: PROVIDER,
         GenAi.REQUEST_MODEL: model,
@@ -101,7 +101,7 @@ def request_attributes(
     return found
 
 
-def content_attributes(request: Any) -> dict[str, str]:
+def content_attributes(request: object) -> dict[str, str]:
     """Return the content of a request, for spans whose operator enabled content; the oldest messages go where it is too long."""
     found: dict[str, str] = {}
     messages = getattr(request, "messages", None)
@@ -142,7 +142,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": message.get("role", "user"), "parts": parts}
 
 
-def _bounded(values: Sequence[Any]) -> str:
+def _bounded(values: Sequence[object]) -> str:
     """Return a list as JSON within the limit, without its first members if need be."""
     encoded = [msgspec.json.encode(value).decode() for value in values]
     size = sum(len(each) + 1 for each in encoded) + 1

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from dynamo.errors import Overloaded, ResponseTimeout, RouterQueueLimitExceeded, WorkerUnavailable
 from dynamo.frontend.admission.model import urgency_of
@@ -59,7 +58,7 @@ class Pipeline:
 class Call:
     """One inference API of a frontend, whatever its answers are made of."""
 
-    def __init__(self, api: Api[Any], pipeline: Pipeline) -> None:
+    def __init__(self, api: Api[object], pipeline: Pipeline) -> None:
         self._api = api
         self.dialect = api.dialect
         self.response_id = api.response_id

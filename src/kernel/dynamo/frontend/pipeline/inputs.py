@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.stage_timer import PARSE, QUEUE, TOKENISE, StageTimer
@@ -99,7 +99,7 @@ def vector_plan(
     request: ResultRequest,
     model: ServedModel,
     ids: Sequence[list[int]],
-    more: Mapping[str, Any],
+    more: Mapping[str, object],
 ) -> ResultPlan:
     """Return the plan for inputs; `more` are further members of each request to a worker."""
     routing = routing_of(request, model)
@@ -112,7 +112,7 @@ def result_plan(
     preprocessor: Preprocessor,
     request: ResultRequest,
     model: ServedModel,
-    parts: Sequence[Mapping[str, Any]],
+    parts: Sequence[Mapping[str, object]],
     tokens: int,
 ) -> ResultPlan:
     """Return the plan of parts, which go where the request may go."""
@@ -130,9 +130,9 @@ def result_plan(
     return ResultPlan(PlannedRequest(), [[]], 1, pinned, limits, parts=parts, input_tokens=tokens)
 
 
-def routing_of(request: ResultRequest, model: ServedModel) -> dict[str, Any]:
+def routing_of(request: ResultRequest, model: ServedModel) -> dict[str, object]:
     """Return what a worker and the way to it may know of where the request goes."""
-    routing: dict[str, Any] = {}
+    routing: dict[str, object] = {}
     if (nvext := request.nvext) is not None:
         for name in ("backend_instance_id", "dp_rank"):
             if (value := getattr(nvext, name)) is not None:

@@ -12,7 +12,7 @@ import string
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.protocol.openai.closed_schema import closed_schema
@@ -244,7 +244,7 @@ class _Policy(NamedTuple):
 
 def structural_tag(
     options: ChatOptions, config: ModelRuntimeConfig, form: ToolFormat, *, closes_objects: bool = True
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Return the structural tag of this request, which may call tools; None when the engine is not guided by a tag."""
     policy = _policy(config)
     if policy is None or form.call_tag is None:
@@ -265,7 +265,7 @@ def structural_tag(
         for tool in tools
     ]
     is_one = options.only_first_call or choice not in (None, REQUIRED)
-    calls: dict[str, Any] = {"tags": tags, "stop_after_first": is_one}
+    calls: dict[str, object] = {"tags": tags, "stop_after_first": is_one}
     if choice is not None or shape is not None:  # nothing but calls, from the first token on
         calls = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **calls}
     else:

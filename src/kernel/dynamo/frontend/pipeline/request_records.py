@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import Shed
@@ -34,7 +34,7 @@ SPAN: Final = "http-request"
 MAX_CANDIDATES: Final = 16  # of a routing decision that a span names, the cheapest ones
 
 
-def begin_record(exchange: Exchange, request: Any, effects: HeaderEffects) -> None:
+def begin_record(exchange: Exchange, request: object, effects: HeaderEffects) -> None:
     """Log an admitted request, open its server span, and name it in the task's further records."""
     context, ids, span = exchange.context, _ids(exchange), None
     if is_tracing():
@@ -84,7 +84,7 @@ def record_declined(exchange: Exchange, outcome: Outcome, error: str) -> None:
         span = start_server_span(context, f"POST {arrival.path}", attributes)
     _trace_ids(ids, context, span)
     enter_log_span(SPAN, ids)
-    fields: dict[str, Any] = {"route": arrival.path, "endpoint": outcome.endpoint}
+    fields: dict[str, object] = {"route": arrival.path, "endpoint": outcome.endpoint}
     if logger.isEnabledFor(level):
         logger.log(level, RECEIVED, extra=fields)
     fields |= {"status": "error", "http_status": status}
@@ -100,7 +100,7 @@ def record_declined(exchange: Exchange, outcome: Outcome, error: str) -> None:
         span.finish()
 
 
-def _trace_ids(ids: dict[str, Any], context: Context, span: RequestSpan | None) -> None:
+def _trace_ids(ids: dict[str, object], context: Context, span: RequestSpan | None) -> None:
     """Add the ids of the trace of a request, where it has one, and of its span."""
     if span is not None:
         ids |= {"trace_id": context.trace_id, "span_id": span.span_id}
@@ -108,15 +108,15 @@ def _trace_ids(ids: dict[str, Any], context: Context, span: RequestSpan | None) 
         ids |= {"trace_id": context.trace_id, "parent_id": trace.span_id}
 
 
-def _span_attributes(exchange: Exchange, request: Any, effects: HeaderEffects) -> dict[str, Any]:
-    fields = _request_fields(exchange)
-    is_stream = fields["request_type"] == "stream"
-    found = request_attributes(fields["endpoint"], fields["model"], request, effects, is_stream=is_stream)
-    found |= {"http.request.method": "POST", "http.route": fields["route"], **_server(exchange)}
+def _span_attributes(exchange: Exchange, request: object, effects: HeaderEffects) -> dict[str, object]:
+    assert exchange.counters is not None  # it was admitted
+    model, endpoint, request_type = exchange.counters.key
+    found = request_attributes(endpoint, model, request, effects, is_stream=request_type == "stream")
+    found |= {"http.request.method": "POST", "http.route": exchange.arrival.path, **_server(exchange)}
     return found | content_attributes(request) if exports_content() else found
 
 
-def _server(exchange: Exchange) -> dict[str, Any]:
+def _server(exchange: Exchange) -> dict[str, object]:
     """Return where the request came in, as its client calls it."""
     host, _, port = exchange.arrival.headers.get(b"host", b"").decode("latin-1").rpartition(":")
     if not port.isdecimal():
@@ -124,9 +124,9 @@ def _server(exchange: Exchange) -> dict[str, Any]:
     return {"server.address": host[:255], "server.port": int(port[:5])}
 
 
-def _ids(exchange: Exchange) -> dict[str, Any]:
+def _ids(exchange: Exchange) -> dict[str, object]:
     arrival = exchange.arrival
-    ids: dict[str, Any] = {"request_id": exchange.context.id(), "response_id": exchange.response_id}
+    ids: dict[str, object] = {"request_id": exchange.context.id(), "response_id": exchange.response_id}
     if arrival.client_request_id is not None:
         ids["x_request_id"] = arrival.client_request_id
     elif arrival.request_id_note:
@@ -134,7 +134,7 @@ def _ids(exchange: Exchange) -> dict[str, Any]:
     return ids
 
 
-def _request_fields(exchange: Exchange) -> dict[str, Any]:
+def _request_fields(exchange: Exchange) -> dict[str, object]:
     assert exchange.counters is not None  # it was admitted
     model, endpoint, request_type = exchange.counters.key
     return {"route": exchange.arrival.path, "model": model, "endpoint": endpoint, "request_type": request_type}
@@ -173,7 +173,7 @@ def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_typ
     span.finish()
 
 
-def _add_stream_fields(fields: dict[str, Any], exchange: Exchange) -> None:
+def _add_stream_fields(fields: dict[str, object], exchange: Exchange) -> None:
     """Add what came of the answer; what is not known is left out."""
     counted, work = exchange.counters, exchange.work
     assert counted is not None
@@ -208,12 +208,12 @@ def worker_fields(tally: Tally) -> dict[str, str]:
     return found
 
 
-def _route_attributes(tally: Tally) -> dict[str, Any]:
+def _route_attributes(tally: Tally) -> dict[str, object]:
     """Return the last choice of a worker, with its reasons."""
     if tally.placement is None:
         return {}
     explained = explain_placement(tally.placement)
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "dynamo.route.policy": explained["policy"],
         "dynamo.route.worker_id": f"{explained['worker_id']:x}",
         "dynamo.route.summary": explained["summary"],
@@ -229,11 +229,11 @@ def _route_attributes(tally: Tally) -> dict[str, Any]:
     return found
 
 
-def _add_parts(span: RequestSpan, stage_seconds: Sequence[float], route: Mapping[str, Any]) -> None:
+def _add_parts(span: RequestSpan, stage_seconds: Sequence[float], route: Mapping[str, object]) -> None:
     """Record the stages before the first token as child spans, from their sums: the stages follow each other."""
     at = time.time_ns() - int(sum(stage_seconds) * 1e9)
     spans: tuple[
-        tuple[str, float, Mapping[str, Any]], ...
+        tuple[str, float, Mapping[str, object]], ...
     ] = (  # the calls to workers, which follow, have spans of their own
         ("preprocess", sum(stage_seconds[:ROUTE]), {}),
         ("route", stage_seconds[ROUTE], route),

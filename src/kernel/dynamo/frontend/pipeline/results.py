@@ -62,7 +62,7 @@ class ResultCall(Call):
         await opened.sink.reply(200, reply.body, headers)
 
 
-async def gather_results(model: GenerationModel, work: WorkRequest, plan: ResultPlan, context: Context) -> list[Any]:
+async def gather_results(model: GenerationModel, work: WorkRequest, plan: ResultPlan, context: Context) -> list[object]:
     """Return the object of each part, in their order. A failure of one cancels the others.
 
     Raises:
@@ -76,7 +76,7 @@ async def gather_results(model: GenerationModel, work: WorkRequest, plan: Result
             only.close()
         return [] if found is None else [found.value]
     slots = asyncio.Semaphore(PARTS_AT_ONCE)
-    results: list[Any] = [None] * len(plan.parts)
+    results: list[object] = [None] * len(plan.parts)
     async with FanOut[_Found](context) as fan_out:
         for number in range(len(plan.parts)):
             fan_out.add(_Part(model, work, plan, fan_out.child(number), number, slots))
@@ -132,7 +132,7 @@ class _Part:
         self._stream.close()
 
 
-def object_of(item: StreamItem) -> Any:
+def object_of(item: StreamItem) -> object:
     """Return the object of an item. Raises the error that the item may carry, and Unknown for tokens."""
     if item.index >= 0:
         raise Unknown("the worker sent token ids in place of a result")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from dynamo.frontend.pipeline.plan import Plan, Tally
@@ -35,11 +33,11 @@ def worker_ids(tally: Tally) -> dict[str, int] | None:
     }
 
 
-def explained_routing(tally: Tally) -> dict[str, Any] | None:
+def explained_routing(tally: Tally) -> dict[str, object] | None:
     """Return why the workers of an answer were chosen, by stage, and how long it waited in queues of the router; None while
     there is no worker."""
     stages = {"prefill": tally.prefill_placement, "decode": tally.placement}
-    found: dict[str, Any] = {stage: explain_placement(made) for stage, made in stages.items() if made is not None}
+    found: dict[str, object] = {stage: explain_placement(made) for stage, made in stages.items() if made is not None}
     if tally.bypass is not None and found:
         found["bypass"] = msgspec.to_builtins(tally.bypass)
     if found and tally.queued_seconds:
@@ -63,7 +61,7 @@ def kv_timing(tally: Tally, pool: ModelPool) -> dict[str, float]:
     return {"kv_hit_rate": rate, "router_queue_depth": 0 if pool.gate is None else len(pool.gate)}
 
 
-def queried_routing(plan: Plan, tally: Tally) -> dict[str, Any]:
+def queried_routing(plan: Plan, tally: Tally) -> dict[str, object]:
     """Return the extension members of a request that was only placed."""
     return {"worker_id": worker_ids(tally), "token_ids": plan.prompts[0]}
 

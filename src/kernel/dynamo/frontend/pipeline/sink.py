@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from dynamo.frontend.base.asgi import HeaderPairs
 from dynamo.protocol.dialect import Dialect
@@ -22,7 +22,7 @@ class SplicedEvents(Protocol):
         """Do what `AnswerStream.push` does for `opening + middle + closing`."""
 
     @staticmethod
-    def push_each(splicers: Sequence[Any], middles: Sequence[bytes], now: float) -> Sequence[int]:
+    def push_each(splicers: Sequence[object], middles: Sequence[bytes], now: float) -> Sequence[int]:
         """Push one event through each of `splicers`, which are all of this kind; return the places of those that refused it,
         in order."""
 

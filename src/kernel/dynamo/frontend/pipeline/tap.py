@@ -22,7 +22,7 @@ class _Content:
     __slots__ = ("_calls", "characters", "outputs")
 
     def __init__(self) -> None:
-        self.outputs: list[str | dict[str, Any]] = []
+        self.outputs: list[str | dict[str, object]] = []
         self.characters = 0
         self._calls: dict[int, int] = {}  # choice -> calls that began
 
@@ -75,7 +75,7 @@ class RequestTap:
     )
 
     def __init__(
-        self, request: Any, agent: dict[str, object] | None, at: float, *, follows: bool, keeps_content: bool
+        self, request: object, agent: dict[str, object] | None, at: float, *, follows: bool, keeps_content: bool
     ) -> None:
         """`at`: when the request came. `follows`: notes the parts of the answer. `keeps_content`: with what they hold."""
         self.request, self.agent_context, self.follows = request, agent, follows
@@ -123,13 +123,13 @@ class RequestTap:
         """Whether it keeps what the parts of the answer hold."""
         return self._content is not None
 
-    def timing(self, *, with_content: bool) -> dict[str, Any]:
+    def timing(self, *, with_content: bool) -> dict[str, object]:
         """Return the parts as a record shows them: the first time counts from the request, each further one from the time before.
 
         A part of plain text is a string, any other an object in the form of a chat's delta.
         """
         at = self._at
-        found: dict[str, Any] = {
+        found: dict[str, object] = {
             "gaps_ms": [round((later - before) * 1000, 1) for before, later in pairwise(at)],
             "tokens": self._tokens,
         }
@@ -147,7 +147,7 @@ TAP: Final[PartSlot[RequestTap]] = PartSlot("notes of the answer")
 """What notes the answer for a part, which keeps it here once the request is planned."""
 
 
-def open_tap(exchange: Exchange, request: Any, effects: HeaderEffects) -> RequestTap | None:
+def open_tap(exchange: Exchange, request: object, effects: HeaderEffects) -> RequestTap | None:
     """Return what notes the answer to a request, for a part or for its span; None: neither needs it."""
     tap = exchange.of(TAP)
     is_shown = exports_content() and exchange.context.current_span().is_recording

@@ -42,7 +42,7 @@ class TextTally(Tally):
 
     __slots__ = ("_prompt_counts", "_reported", "worker_answer_id")
 
-    def __init__(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, bodies: Sequence[Mapping[str, object]]) -> None:
         self._prompt_counts = [prompt_tokens(body) for body in bodies]
         self._reported: set[int] = set()  # the prompts with a usage of the worker's own
         self.worker_answer_id: str | None = None  # what the worker calls its answer
@@ -57,7 +57,7 @@ class TextTally(Tally):
         """Return whether the worker has reported usage for this prompt."""
         return prompt_index in self._reported
 
-    def note_usage(self, prompt_index: int, usage: Mapping[str, Any]) -> None:
+    def note_usage(self, prompt_index: int, usage: Mapping[str, object]) -> None:
         """Take over what the worker reports of a prompt, but for the tokens of its answer."""
         self._reported.add(prompt_index)
         prompt = reported_count(usage.get("prompt_tokens"))
@@ -76,7 +76,7 @@ class TextTally(Tally):
 class TextPlan(Plan, frozen=True):
     """A request to a text model: one body and one stream per prompt, whatever the number of choices."""
 
-    bodies: Sequence[dict[str, Any]] = ()
+    bodies: Sequence[dict[str, object]] = ()
     stops: Sequence[str] = ()
     include_stop: bool = False
 
@@ -88,7 +88,7 @@ class TextPlan(Plan, frozen=True):
         return TextTally(self.bodies)
 
 
-def _detail(usage: Mapping[str, Any], group: str, name: str) -> Any:
+def _detail(usage: Mapping[str, object], group: str, name: str) -> object:
     details = usage.get(group)
     return details.get(name) if isinstance(details, Mapping) else None
 
@@ -296,7 +296,7 @@ class TextStream(Choice):
                 self.stream.stop()  # the worker does not search for the request's stop strings, and would go on
         return delta
 
-    def _note_usage(self, usage: Mapping[str, Any]) -> None:
+    def _note_usage(self, usage: Mapping[str, object]) -> None:
         self._tally.note_usage(self._prompt_index, usage)
         completion = reported_count(usage.get("completion_tokens"))
         if completion is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dynamo.settings.readers import SettingReader, integer, mebibytes, number, one_of, seconds, switch, text
 from dynamo.settings.table import setting
@@ -85,9 +85,9 @@ class FetchRules:
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
     @classmethod
-    def of(cls, fetcher: Any, *, allow_internal: bool) -> FetchRules:
+    def of(cls, fetcher: object, *, allow_internal: bool) -> FetchRules:
         """Read the card's `media_fetcher`. A member of another type than it should have is the strict default."""
-        card: Mapping[str, Any] = fetcher if isinstance(fetcher, Mapping) else {}
+        card: Mapping[str, object] = fetcher if isinstance(fetcher, Mapping) else {}
         agent, domains = card.get("user_agent"), card.get("allowed_media_domains")
         is_agent = isinstance(agent, str) and 0 < len(agent) <= 200 and agent.isascii() and agent.isprintable()
         return cls(
@@ -100,14 +100,14 @@ class FetchRules:
         )
 
 
-def _domains(given: Any) -> frozenset[str] | None:
+def _domains(given: object) -> frozenset[str] | None:
     if given is None:
         return None
     listed = given if isinstance(given, list | tuple | set | frozenset) else ()  # unreadable: no host is allowed
     return frozenset(each.lower().rstrip(".") for each in listed if isinstance(each, str))
 
 
-def _timeout(card: Mapping[str, Any]) -> float:
+def _timeout(card: Mapping[str, object]) -> float:
     """Return the limit of one fetch: `{"secs", "nanos"}` as cards write it, or milliseconds."""
     found = card.get("timeout")
     if isinstance(found, Mapping):

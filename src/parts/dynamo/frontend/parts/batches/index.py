@@ -9,7 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -191,7 +191,7 @@ class BatchIndex:
     # -- both --------------------------------------------------------------------------------------------------------
 
     def _page(
-        self, table: str, where: str, given: list[Any], owner: str, query: PageQuery, read: Callable[[bytes], T]
+        self, table: str, where: str, given: list[object], owner: str, query: PageQuery, read: Callable[[bytes], T]
     ) -> tuple[list[T], bool] | None:
         if query.after is not None:
             row = self._database.execute(

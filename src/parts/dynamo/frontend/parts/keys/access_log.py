@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp
@@ -109,7 +109,7 @@ class AccessLog:
             await self._app(scope, receive, _watched(scope, send, seen))
         finally:
             ended = self._wall_clock()
-            fields: dict[str, Any] = {
+            fields: dict[str, object] = {
                 "time": _timestamp(began),
                 "request_id": seen.request_id,
                 "remote": remote,
@@ -139,7 +139,7 @@ def _second(at: int) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def _add_exchange(fields: dict[str, Any], exchange: Exchange) -> None:
+def _add_exchange(fields: dict[str, object], exchange: Exchange) -> None:
     """Add what came of an inference request; what is not known is left out."""
     if exchange.is_client_gone:
         fields["status"] = 499
@@ -235,7 +235,7 @@ class AuditLog:
         for message in held:
             await send(message)
 
-    async def _state(self, route: AuditedRoute, scope: Scope, headers: list[tuple[bytes, bytes]]) -> Any:
+    async def _state(self, route: AuditedRoute, scope: Scope, headers: list[tuple[bytes, bytes]]) -> object:
         """Return what the route of an action shows to its own caller when it is read; None where that is not a 200."""
         if not route.is_action or not route.can_be_read:
             return None
@@ -261,7 +261,7 @@ class AuditLog:
         return _plain(seen.body) if seen.status == 200 else None
 
 
-def _plain(body: bytes) -> Any:
+def _plain(body: bytes) -> object:
     """Return JSON as what it holds, and anything else as None: it is not known what it may be."""
     if len(body) >= MAX_BODY_BYTES:
         return None

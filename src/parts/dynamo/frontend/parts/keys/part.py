@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp
@@ -76,7 +76,8 @@ def reserve_tokens(charge: Charge, plan: Plan, limits: LengthLimits) -> None:
     if isinstance(plan, TextPlan):
         # The words of a prompt are counted by its worker. Bytes are more than its tokens, and are given back at the end.
         input_tokens = plan.tally().prompt_tokens
-        asked = next((body[name] for body in plan.bodies[:1] for name in _NAMES if body.get(name) is not None), None)
+        named = (body.get(name) for body in plan.bodies[:1] for name in _NAMES)
+        asked = next((most for most in named if isinstance(most, int)), None)
     else:
         asked = plan.fields.stop_conditions.max_tokens
     room = None if most is None else max(1, most - longest)
@@ -90,7 +91,7 @@ def reserve_tokens(charge: Charge, plan: Plan, limits: LengthLimits) -> None:
         plan.fields.stop_conditions.max_tokens = cap
 
 
-def _limit_text(body: dict[str, Any], cap: int) -> None:
+def _limit_text(body: dict[str, object], cap: int) -> None:
     named = [name for name in _NAMES if body.get(name) is not None]
     for name in named or _NAMES[1:]:
         body[name] = cap

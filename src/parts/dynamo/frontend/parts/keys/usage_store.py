@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from msgspec import Struct
 
@@ -172,7 +172,7 @@ class UsageMeter:
             spent[budget] = spent.get(budget, 0) + units
         self._counted = counted
 
-    async def rows(self, query: UsageQuery) -> list[dict[str, Any]]:
+    async def rows(self, query: UsageQuery) -> list[dict[str, object]]:
         """Return what was used until now. Raises UsageUnavailable, and InvalidArgument for a wrong query."""
         if self._store is None:
             raise UsageUnavailable("the usage of keys is not kept: set DYN_USAGE_DB=FILE for the frontend")
@@ -222,7 +222,7 @@ class UsageStore:
         """
         await self._run(partial(self._add, rows, spent, oldest))
 
-    async def rows(self, query: UsageQuery) -> list[dict[str, Any]]:
+    async def rows(self, query: UsageQuery) -> list[dict[str, object]]:
         """Return the sums of each group, the largest number of tokens first. Raises UsageUnavailable."""
         return await self._run(partial(usage_rows, self._database, query))
 
@@ -244,7 +244,7 @@ class UsageStore:
             database.execute("DELETE FROM usage WHERE minute < ?", (oldest,))
 
 
-def usage_rows(database: sqlite3.Connection, query: UsageQuery) -> list[dict[str, Any]]:
+def usage_rows(database: sqlite3.Connection, query: UsageQuery) -> list[dict[str, object]]:
     """Return the sums of each group. Raises InvalidArgument for a group that there is none of."""
     for group in query.groups:
         if group not in GROUPS:

@@ -167,13 +167,13 @@ class MediaIntake:
         """
         contents = await self.contents(media, model, context)
         fields = work.plan.fields
-        slots: dict[str, list[Any]] = {}
+        slots: dict[str, list[object]] = {}
         uuids: dict[str, list[str | None]] = {}
         for part, content in zip(media.parts, contents, strict=True):
             key = _KEY[part.kind]
             slots.setdefault(key, []).append(_slot(part, content))
             uuids.setdefault(key, []).append(part.uuid)
-        members: dict[str, Any] = {"multi_modal_data": slots}
+        members: dict[str, object] = {"multi_modal_data": slots}
         if any(part.uuid is not None for part in media.parts):
             members["multi_modal_uuids"] = {key: named for key, named in uuids.items() if any(named)}
         extra = {**(fields.extra_args or {}), "messages": media.messages}
@@ -275,7 +275,7 @@ class MediaIntake:
 
     def _expand(
         self, parts: Sequence[MediaPart], contents: Sequence[Media], model: ServedModel, prompt: list[int]
-    ) -> tuple[int, dict[str, Any]] | None:
+    ) -> tuple[int, dict[str, object]] | None:
         """Return how many tokens the images become, and what routers hash in place of the prompt; None: it is not known."""
         tokens = model.text.media
         if tokens.image_token_id is None or tokens.count_image is None or any(part.kind != "image" for part in parts):
@@ -341,7 +341,7 @@ def _slot(part: MediaPart, content: Media | None) -> dict[str, str]:
     return {"UuidOnly": part.uuid}
 
 
-def _decoder_fault(decoder: Any, content: Media) -> str | None:
+def _decoder_fault(decoder: object, content: Media) -> str | None:
     """Return why an image is more than the decoder of a card takes; None: it is not."""
     options = decoder.get("image") if isinstance(decoder, Mapping) else None
     limits = options.get("limits") if isinstance(options, Mapping) else None

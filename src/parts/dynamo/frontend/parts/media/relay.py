@@ -71,7 +71,7 @@ class RelayWriter(ABC):
             raise Unknown(f"the worker's answer has more than {MAX_RESULT_BYTES} bytes")
 
     @abstractmethod
-    def take(self, found: Any) -> bytes:
+    def take(self, found: object) -> bytes:
         """Take the next object; return what a stream sends of it. Raises Unknown for one that breaks the contract."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ def check_raw(model: ServedModel, what: str) -> None:
         raise not_built(f"{what} of a model that takes token ids are not in this version", "model")
 
 
-def note_usage(tally: Tally, usage: Any) -> None:
+def note_usage(tally: Tally, usage: object) -> None:
     """Take over what an engine counts, if it does: `input_tokens` and `output_tokens`."""
     if not isinstance(usage, Mapping):
         return
@@ -113,7 +113,7 @@ def note_usage(tally: Tally, usage: Any) -> None:
             setattr(tally, counter, value)
 
 
-def check_status(found: Mapping[str, Any]) -> None:
+def check_status(found: Mapping[str, object]) -> None:
     """Raise the failure that an object reports in place of a result: `status` "failed", with `error`."""
     if found.get("status") != "failed":
         return
@@ -126,7 +126,9 @@ def check_status(found: Mapping[str, Any]) -> None:
 class RelayCall(Call):
     """One inference API whose answers are what a raw engine yields."""
 
-    def __init__(self, api: RelayedApi[Any], pipeline: Pipeline, media: MediaIntake, link_prefix: str | None) -> None:
+    def __init__(
+        self, api: RelayedApi[object], pipeline: Pipeline, media: MediaIntake, link_prefix: str | None
+    ) -> None:
         """`link_prefix`: what comes before the path of a link; None: the address that the client used."""
         super().__init__(api, pipeline)
         self._relayed, self._media, self._link_prefix = api, media, link_prefix
@@ -145,7 +147,7 @@ class RelayCall(Call):
 
     async def _serve_request(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
         pipeline, timer, model = self._pipeline, exchange.timer, resolved.model
-        request: Any = resolved.request
+        request: object = resolved.request
         at = Planning(pipeline.preprocessor, self._media, model, exchange.context)
         plan = await self._relayed.plan(at, request)
         work = self._work(exchange, resolved, plan)
@@ -176,7 +178,7 @@ class RelayCall(Call):
             stream.close()
 
     async def _send_events(
-        self, exchange: Exchange, writer: RelayWriter, objects: AsyncIterator[Any], stream: AnswerStream
+        self, exchange: Exchange, writer: RelayWriter, objects: AsyncIterator[object], stream: AnswerStream
     ) -> None:
         async for found in objects:
             self._note_progress(exchange)
@@ -188,7 +190,7 @@ class RelayCall(Call):
         await stream.end(last)
 
     async def _send_plain(
-        self, exchange: Exchange, writer: RelayWriter, objects: AsyncIterator[Any], opened: OpenAnswer
+        self, exchange: Exchange, writer: RelayWriter, objects: AsyncIterator[object], opened: OpenAnswer
     ) -> None:
         """Send bytes as they come, where the writer declares what they are; else one body."""
         timer, sent = exchange.timer, None

@@ -75,7 +75,7 @@ class MediaStore:
         owner: str,
         kind: str,
         id: str = "",
-        details: dict[str, Any] | None = None,
+        details: dict[str, object] | None = None,
     ) -> KeptMedia:
         """Keep a content and return its facts. Raises OSError, and nothing of it is left then."""
         now = self._now()

@@ -10,7 +10,7 @@ import logging
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
@@ -161,13 +161,13 @@ class FailureNotes:
         lines = self.log_lines.take(exchange.context.id())
         body = {"body_bytes": kept.size, **self._body(decoded, held)}
 
-        def make() -> dict[str, Any] | None:
+        def make() -> dict[str, object] | None:
             bundle = self._bundle(exchange, failure, rejected, body, lines, clean)
             return self._redacted(bundle) if self._redact is not None and self._keeps_content else bundle
 
         self.ring.add(failure, make)
 
-    def _redacted(self, bundle: dict[str, Any]) -> dict[str, Any] | None:
+    def _redacted(self, bundle: dict[str, object]) -> dict[str, object] | None:
         """Return what the operator's function leaves of a bundle with content; None: it is not kept."""
         assert self._redact is not None
         try:
@@ -182,12 +182,12 @@ class FailureNotes:
         exchange: Exchange,
         failure: FailedRequest,
         rejected: RequestRejected,
-        body: Mapping[str, Any],
+        body: Mapping[str, object],
         lines: Iterable[str],
         clean: Callable[[str], str],
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         arrival, began, now = exchange.arrival, exchange.arrival.at, exchange.now()
-        found: dict[str, Any] = {
+        found: dict[str, object] = {
             "schema": BUNDLE_SCHEMA,
             "id": failure.id,
             "request_id": failure.request_id,
@@ -224,7 +224,7 @@ class FailureNotes:
             found |= _what_came(tally, began, clean)
         return found
 
-    def _body(self, decoded: Any, held: bytes) -> dict[str, Any]:
+    def _body(self, decoded: object, held: bytes) -> dict[str, object]:
         """Return the body as far as it may be kept, and how far that is."""
         if not held:
             return {"content": "too_long"}
@@ -236,9 +236,9 @@ class FailureNotes:
         return {"content": "not_json"} if shape is None else {"content": "omitted", "body": shape}
 
 
-def _what_came(tally: Tally, began: float, clean: Callable[[str], str]) -> dict[str, Any]:
+def _what_came(tally: Tally, began: float, clean: Callable[[str], str]) -> dict[str, object]:
     """Return the tokens, the workers that were tried, and why these were chosen."""
-    attempts: list[dict[str, Any]] = [
+    attempts: list[dict[str, object]] = [
         {
             "stage": failed.stage,
             "worker": f"{failed.placement.candidate.instance_id:x}",
@@ -249,14 +249,14 @@ def _what_came(tally: Tally, began: float, clean: Callable[[str], str]) -> dict[
         }
         for failed in tally.failed_attempts
     ]
-    chosen: dict[str, Any] = {
+    chosen: dict[str, object] = {
         stage: explain_placement(made)
         for stage, made in (("prefill", tally.prefill_placement), ("generate", tally.placement))
         if made is not None
     }
     for failed in tally.failed_attempts:
         chosen.setdefault(failed.stage, explain_placement(failed.placement))
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "tokens": {"input": tally.prompt_tokens, "output": tally.completion_tokens, "cached": tally.cached_tokens},
         "workers": [f"{instance.instance_id:x}" for instance in tally.instances],
         "attempts": attempts,

@@ -91,7 +91,7 @@ class RequestRecorder:
         """How long a body may be that is to be held until its request ends."""
         return RECORDED_BODY_BYTES if self._settings.has_content else 0
 
-    def begin(self, exchange: Exchange, request: Any, effects: HeaderEffects) -> RequestTap | None:
+    def begin(self, exchange: Exchange, request: object, effects: HeaderEffects) -> RequestTap | None:
         """Return what notes the answer to a request that was understood; None: it is not in the sample."""
         if not self._is_drawn():
             return None
@@ -172,10 +172,10 @@ class RequestRecorder:
         return found
 
 
-def _facts(exchange: Exchange, endpoint: str, now: float) -> dict[str, Any]:
+def _facts(exchange: Exchange, endpoint: str, now: float) -> dict[str, object]:
     """Return what became of a request; what is not known is left out."""
     arrival, counters, tally = exchange.arrival, exchange.counters, exchange.tally
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "request_id": exchange.context.id(),
         "response_id": exchange.response_id,
         "endpoint": endpoint,
@@ -207,8 +207,8 @@ def _facts(exchange: Exchange, endpoint: str, now: float) -> dict[str, Any]:
     return facts
 
 
-def _what_came(tally: Tally) -> dict[str, Any]:
-    facts: dict[str, Any] = {"input_tokens": tally.prompt_tokens, "output_tokens": tally.completion_tokens}
+def _what_came(tally: Tally) -> dict[str, object]:
+    facts: dict[str, object] = {"input_tokens": tally.prompt_tokens, "output_tokens": tally.completion_tokens}
     if tally.cached_tokens is not None:
         facts["cached_tokens"] = tally.cached_tokens
     worker: dict[str, str] = {}
@@ -225,7 +225,7 @@ def _what_came(tally: Tally) -> dict[str, Any]:
     return facts
 
 
-def _hashes(prompt: Sequence[int]) -> dict[str, Any]:
+def _hashes(prompt: Sequence[int]) -> dict[str, object]:
     """Return the prompt as hashes of its blocks, the unfinished last one included: what the benchmark replays."""
     ids = list(prompt[:MAX_HASHED_TOKENS])
     hashes = sequence_hashes(block_hashes(ids, BLOCK_TOKENS))
@@ -235,11 +235,11 @@ def _hashes(prompt: Sequence[int]) -> dict[str, Any]:
     return {"trace_block_size": BLOCK_TOKENS, "input_length": len(prompt), "input_sequence_hashes": hashes}
 
 
-def _content_keys(request: Any) -> tuple[str, ...]:
+def _content_keys(request: object) -> tuple[str, ...]:
     """Return the key of a request, or of each prompt of it, as the worker of a recording computes them."""
     if not isinstance(request, msgspec.Struct):
         return ()
-    body: Mapping[str, Any] = msgspec.to_builtins(request)
+    body: Mapping[str, object] = msgspec.to_builtins(request)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         return tuple([content_key({**body, "prompt": each}) for each in prompt])
@@ -335,7 +335,7 @@ def open_recording(settings: HttpSettings, families: FrontendFamilies) -> Record
     )
 
 
-def _process(settings: HttpSettings) -> Mapping[str, Any]:
+def _process(settings: HttpSettings) -> Mapping[str, object]:
     """Return what all bundles of this process share: its versions, and the settings that are not the defaults."""
     defaults = without_secrets(type(settings)())
     return {
@@ -346,7 +346,7 @@ def _process(settings: HttpSettings) -> Mapping[str, Any]:
     }
 
 
-def _differing(value: Any, default: Any) -> Any:
+def _differing(value: object, default: object) -> object:
     """Return the members of nested dictionaries that differ, as JSON values."""
     if not isinstance(value, dict) or not isinstance(default, dict):
         return value if isinstance(value, bool | int | float | str | None) else str(value)

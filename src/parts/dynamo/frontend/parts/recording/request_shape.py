@@ -40,7 +40,7 @@ MAX_PARTS: Final = 64  # of one message
 _MARK_KEY: Final = os.urandom(16)  # marks of short texts could be guessed if others could compute them
 
 
-def decode_body(body: bytes) -> Any:
+def decode_body(body: bytes) -> object:
     """Return the JSON of a body; None where it is not JSON."""
     try:
         return msgspec.json.decode(body)
@@ -67,7 +67,7 @@ def shape_of(body: Any) -> dict[str, Any] | None:
     return shape
 
 
-def describe(value: Any) -> Any:
+def describe(value: object) -> object:
     """Return what may be shown of a value that is content: its kind, its size, and a mark that equal values share.
 
     Marks are comparable within one process and mean nothing outside it. null, true and false stay.
@@ -75,7 +75,7 @@ def describe(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     encoded = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
-    found: dict[str, Any]
+    found: dict[str, object]
     if isinstance(value, str):
         found = {"omitted": "text", "characters": len(value)}
     elif isinstance(value, list):
@@ -90,7 +90,7 @@ def describe(value: Any) -> Any:
     return found
 
 
-def content_texts(body: Any) -> Iterator[str]:
+def content_texts(body: object) -> Iterator[str]:
     """Yield every text of a body that is content."""
     if isinstance(body, dict):
         for name, value in body.items():
@@ -98,11 +98,11 @@ def content_texts(body: Any) -> Iterator[str]:
                 yield from _texts(value)
 
 
-def _message(message: Any) -> Any:
+def _message(message: object) -> object:
     """Describe one message: its role, and each part of its content apart."""
     if not isinstance(message, dict):
         return describe(message)
-    shape: dict[str, Any] = {}
+    shape: dict[str, object] = {}
     for name, value in message.items():
         if name in _MESSAGE_WORDS and isinstance(value, str) and len(value) <= 32:
             shape[name] = value
@@ -120,7 +120,7 @@ def _part(part: Any) -> Any:
     return {"type": kind, **{name[:64]: describe(value) for name, value in part.items() if name != "type"}}
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

@@ -212,11 +212,11 @@ class TraceWriter:
             return []
         return [line for record in records if (line := self._line(record)) is not None]
 
-    def _line(self, record: dict[str, Any]) -> bytes | None:
+    def _line(self, record: dict[str, object]) -> bytes | None:
         """Return a record as a line; None: it is dropped."""
         now = time.time()
         event = {"schema": SCHEMA, "event_time_unix_ms": int(now * 1000), "event_source": "dynamo"}
-        made: dict[str, Any] | None = {"timestamp": int((now - self._began) * 1000), "event": {**event, **record}}
+        made: dict[str, object] | None = {"timestamp": int((now - self._began) * 1000), "event": {**event, **record}}
         try:
             if self._redact is not None:
                 made = self._redact(made or {})

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 from urllib.parse import parse_qs
 
 import msgspec
@@ -23,6 +23,7 @@ from dynamo.frontend.parts.stored_responses.base import ResponseStore, StoreUnav
 from dynamo.frontend.parts.stored_responses.memory import MemoryResponseStore
 from dynamo.protocol.openai.errors import RequestRejected, not_built, response_not_found
 from dynamo.protocol.openai.escaping import json_line
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.runtime.observe.metrics import Family
 
 _decode: Final = msgspec.json.decode
@@ -83,13 +84,13 @@ class ResponseHistory:
         if not is_gone:
             raise response_not_found(id)
 
-    async def items_before(self, previous_id: str, owner: str) -> tuple[list[Any], int]:
+    async def items_before(self, previous_id: str, owner: str) -> tuple[list[JsonObject], int]:
         """Return the items of the conversation that ends with a response, its output included, and their bytes.
 
         Raises:
             RequestRejected: 400 when a response of it is not kept (any more), or the conversation is too long.
         """
-        turns: list[list[Any]] = []
+        turns: list[list[JsonObject]] = []
         id: str | None = previous_id
         count = size = 0
         while id is not None:
@@ -113,13 +114,13 @@ class ResponseHistory:
             id = found.previous_id
         return [item for turn in reversed(turns) for item in turn], size
 
-    async def items(self, references: Mapping[str, str], owner: str) -> dict[str, Any]:
+    async def items(self, references: Mapping[str, str], owner: str) -> dict[str, JsonObject]:
         """Return items by their ids; `references` holds where each was named.
 
         Raises:
             RequestRejected: 400 for an item that is not kept (any more).
         """
-        found: dict[str, Any] = {}
+        found: dict[str, JsonObject] = {}
         for id, path in references.items():
             stored = await self._get(id, owner)
             items = [] if stored is None else await self._items_of(stored)
@@ -129,10 +130,10 @@ class ResponseHistory:
             found[id] = item
         return found
 
-    async def _items_of(self, stored: StoredResponse) -> list[Any]:
+    async def _items_of(self, stored: StoredResponse) -> list[JsonObject]:
         """Return the items of one response: of its input, and of its output."""
 
-        def read() -> list[Any]:
+        def read() -> list[JsonObject]:
             return [*_decode(stored.input_items), *_decode(stored.response)["output"]]
 
         return await self._offload(read) if stored.size > LARGE_BODY_BYTES else read()
@@ -197,7 +198,7 @@ class InputItemsRoute(_StoredRoute):
         if not limit.isdecimal() or len(limit) > 4 or not 1 <= int(limit) <= LARGEST_PAGE:
             raise _refused(f"limit must be between 1 and {LARGEST_PAGE}, got '{limit[:64]}'", "limit")
         stored = await history.find(id, owner)
-        items: Sequence[Any] = msgspec.json.decode(stored.input_items)
+        items: Sequence[JsonObject] = msgspec.json.decode(stored.input_items)
         if order == "desc":
             items = items[::-1]
         if after:

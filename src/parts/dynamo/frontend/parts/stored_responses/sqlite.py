@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.apis.history import StoredResponse
@@ -125,7 +125,7 @@ class SqliteResponseStore:
         projects, limits = self._projects(), self._limits
         entries, size = (sum(column) for column in zip((0, 0), *projects.values(), strict=True))
         oldest_first: dict[str, sqlite3.Cursor] = {}
-        gone: list[tuple[Any]] = []
+        gone: list[tuple[object]] = []
         while entries > limits.entries or size > limits.bytes:
             column = 1 if size > limits.bytes else 0
             most = largest_owner({project: has[column] for project, has in projects.items()})

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import date, datetime
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -147,11 +147,11 @@ def _as_json(ring: KeyRing, text: str) -> str:
 
 def key_toml(record: KeyRecord) -> str:
     """Write a key as a `[[keys]]` table."""
-    plain: dict[str, Any] = msgspec.to_builtins(record, builtin_types=(datetime,))
+    plain: dict[str, object] = msgspec.to_builtins(record, builtin_types=(datetime,))
     return "".join(_tables(plain, "keys", "[[keys]]"))
 
 
-def _tables(members: Mapping[str, Any], path: str, header: str) -> Iterator[str]:
+def _tables(members: Mapping[str, object], path: str, header: str) -> Iterator[str]:
     yield f"{header}\n"
     inner = {}
     for name, value in members.items():

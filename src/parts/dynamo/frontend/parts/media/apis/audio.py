@@ -91,9 +91,9 @@ class _SpeechWriter(RelayWriter):
     def __init__(self, request: SpeechRequest, relayed: Relayed) -> None:
         super().__init__()
         self._request, self._relayed = request, relayed
-        self._object: Any = None  # that names a URL
+        self._object: object = None  # that names a URL
         self._has_sound = False
-        self._usage: Any = None
+        self._usage: object = None
 
     def take(self, found: Any) -> bytes:
         if isinstance(found, Mapping):
@@ -191,7 +191,7 @@ class _TranscriptWriter(RelayWriter):
         self._request, self._relayed = request, relayed
         self._transcript = Transcript(request)
 
-    def take(self, found: Any) -> bytes:
+    def take(self, found: object) -> bytes:
         if isinstance(found, Mapping):
             check_status(found)
         text = self._transcript.add(found)
@@ -200,7 +200,7 @@ class _TranscriptWriter(RelayWriter):
         return transcript_event("delta", {"delta": text}) if self._request.is_streaming and text else b""
 
     def end(self) -> bytes:
-        done: dict[str, Any] = {"text": self._transcript.text}
+        done: dict[str, object] = {"text": self._transcript.text}
         if self._transcript.usage is not None:
             done["usage"] = self._transcript.shown_usage()
         return transcript_event("done", done)

@@ -80,7 +80,7 @@ class _VideoWriter(RelayWriter):
         self._request, self._relayed, self._store = request, relayed, store
         self._created = int(time.time())
         self._made: MadeVideo | None = None
-        self._answer: Mapping[str, Any] = {}
+        self._answer: Mapping[str, object] = {}
 
     def take(self, found: Any) -> bytes:
         if isinstance(found, Mapping):
