@@ -110,14 +110,14 @@ class Stack:
                 async for items in stream:
                     sender = stream.instance_id
                     for item in items:
-                        request.generated += item.token_ids
+                        request.answer.generated += item.token_ids
                         if item.finish_reason is not None:
-                            request.is_complete = True
+                            request.answer.is_complete = True
                             stream.finish()
-                    at_token(len(request.generated), sender)
+                    at_token(len(request.answer.generated), sender)
         finally:
             stream.close()
-        return request.generated, record
+        return request.answer.generated, record
 
 
 def body_of(number: int, max_tokens: int = 60) -> WorkerRequest:

@@ -16,7 +16,7 @@ from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.dispatch.conditional import BYPASS_MARKER, ConditionalSettings
-from dynamo.router.kv.domains import KvDomain
+from dynamo.router.kv.domain import KvDomain
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink

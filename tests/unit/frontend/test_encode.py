@@ -64,13 +64,13 @@ class Asked:
         self.stream: RoutedStream = served.dispatcher.open(self.request, self.context)
 
     async def text(self) -> str:
-        found = self.request.generated
+        found = self.request.answer.generated
         try:
             async for items in self.stream:
                 for item in items:
                     found += item.token_ids
                     if item.finish_reason is not None:
-                        self.request.is_complete = True
+                        self.request.answer.is_complete = True
                         self.stream.finish()
             return bytes(found).decode()
         finally:

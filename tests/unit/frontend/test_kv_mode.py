@@ -22,7 +22,7 @@ from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelCard, ModelRuntimeConfig
 from dynamo.router.kv.decisions import read_decisions, recompute
-from dynamo.router.kv.domains import KvDomain
+from dynamo.router.kv.domain import KvDomain
 from dynamo.router.kv.sessions import PoolSessions
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.calls.context import Context

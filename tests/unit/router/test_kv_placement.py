@@ -85,7 +85,7 @@ async def test_one_id_for_many_requests_books_each_of_them_once() -> None:
         worker: Any = ChosenWorker(chosen, SimpleNamespace(), client, placement)  # type: ignore[arg-type]
         await placement.open(worker, {"token_ids": list(range(16))}, Context("the same"))
     assert len(placement) == len(placement.router.load) == 50
-    assert max(map(len, placement._running)) < 16
+    assert max(map(len, placement._running.by_booking)) < 16
     for stream in streams:
         stream.released()
     assert len(placement) == len(placement.router.load) == 0

@@ -91,12 +91,12 @@ def opened(workers: Workers, context: Context | None = None, **limits: Any) -> t
 async def read(stream: RoutedStream, request: DispatchRequest) -> list[int]:
     while items := await stream.next_batch():
         for item in items:
-            request.generated += item.token_ids
+            request.answer.generated += item.token_ids
             if item.finish_reason is not None:
                 stream.finish()
                 stream.close()
-                return request.generated
-    return request.generated
+                return request.answer.generated
+    return request.answer.generated
 
 
 async def test_every_later_worker_is_sent_where_the_clients_own_prompt_ends() -> None:

@@ -149,12 +149,14 @@ async def test_any_body_and_any_item_survive(codec: str, value: Any) -> None:
 async def test_a_declined_request_leaves_the_connection_usable() -> None:
     watcher = Watcher()
     async with worker(watcher.handle, engine_request_limit=1, engine_queue_limit=1) as (listener, caller):
+        rejected: list[int] = []
+        listener.core.observe(waited=lambda _: None, rejected=lambda: rejected.append(1))
         first = await caller.call(PATH, 1)
         second = await caller.call(PATH, 2)
         third, _ = caller.frame(PATH, 3)
         caller.writer.write(third)
         assert await caller.ack() == "Server overloaded: worker at capacity"
-        assert listener.core.rejected_total == 1
+        assert rejected == [1]
         watcher.leave.set()
         assert (await first.everything())[-1] == "sentinel"
         assert (await second.everything())[-1] == "sentinel"

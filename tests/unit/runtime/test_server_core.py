@@ -199,14 +199,15 @@ async def test_a_path_is_taken_once_and_free_again_after_it_was_unregistered() -
 
 
 async def test_one_runs_one_waits_and_the_third_is_declined() -> None:
-    core, gate = limited(1, 1), Gate()
+    core, gate, rejected = limited(1, 1), Gate(), list[int]()
     core.register(PATH, gate.handle)
+    core.observe(waited=lambda _: None, rejected=lambda: rejected.append(1))
     first, _ = dispatch(core, 1)
     second, _ = dispatch(core, 2)
     with pytest.raises(Overloaded, match=r"^Server overloaded: worker at capacity$"):
         dispatch(core, 3)
     await turns()
-    assert (gate.entered, core.running, core.queued, core.rejected_total) == ([1], 1, 1, 1)
+    assert (gate.entered, core.running, core.queued, sum(rejected)) == ([1], 1, 1, 1)
     gate.open.set()
     assert await first.outcome() is None
     assert await second.outcome() is None

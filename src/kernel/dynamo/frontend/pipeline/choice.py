@@ -127,7 +127,7 @@ class TokenChoice(Choice):
             pinned_instance_id=work.plan.pinned_instance_id,
             stall_detector=work.stall_detector,
         )
-        self._generated = request.generated
+        self._generated = request.answer.generated
         self._decoder = ChoiceDecoder(
             model.text.tokenizer,
             prompt,

@@ -34,9 +34,11 @@ class GenerationModel(Protocol):
 class MovableStream(Protocol):
     """What is needed of the `RoutedStream` of one choice."""
 
-    request: DispatchRequest
     is_reading: bool
     """Whether it waits for the worker, and not for the reader."""
+
+    @property
+    def request(self) -> DispatchRequest: ...
 
     @property
     def tokens(self) -> int: ...

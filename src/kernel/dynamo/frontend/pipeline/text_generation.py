@@ -249,7 +249,7 @@ class TextStream(Choice):
         try:
             return await super().next()
         except DynamoException:
-            if not self._request.is_complete:
+            if not self._request.answer.is_complete:
                 raise
             self.is_over = True
             return None
@@ -259,7 +259,7 @@ class TextStream(Choice):
         try:
             await super().push(accept, plain)
         except DynamoException:
-            if not self._request.is_complete:
+            if not self._request.answer.is_complete:
                 raise
             self.is_over = True
 
@@ -277,7 +277,7 @@ class TextStream(Choice):
                     choice.has_run_on = choice.has_run_on or bool(one.text)
                     continue
                 tokens = count(one.text) + count(one.reasoning)
-                request.text_tokens += tokens
+                request.answer.text_tokens += tokens
                 delta.tokens += tokens
                 tally.completion_tokens += tokens
                 if events := choice.events(one):
@@ -287,7 +287,7 @@ class TextStream(Choice):
             if chunk.usage is not None:
                 self._note_usage(chunk.usage)
         if all(choice.is_over for choice in self._choices):
-            request.is_complete = True  # from here on only usage can follow
+            request.answer.is_complete = True  # from here on only usage can follow
             if tally.has_usage(self._prompt_index):
                 self.is_over = True
                 self.stream.finish()
@@ -300,8 +300,8 @@ class TextStream(Choice):
         self._tally.note_usage(self._prompt_index, usage)
         completion = reported_count(usage.get("completion_tokens"))
         if completion is not None:
-            self._tally.completion_tokens += completion - self._request.text_tokens
-            self._request.text_tokens = completion
+            self._tally.completion_tokens += completion - self._request.answer.text_tokens
+            self._request.answer.text_tokens = completion
 
 
 def _chunk_of(item: StreamItem) -> TextChunk:

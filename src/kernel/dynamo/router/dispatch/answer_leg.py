@@ -37,12 +37,11 @@ class AnswerLeg:
     """The stream of an answer at the worker that has the request now (`drive.Leg`)."""
 
     __slots__ = (
-        "_context", "_dispatcher", "_failover", "_first", "_is_closed", "_lost_at", "_retry", "_silence", "_stream",
-        "_suspect", "is_reading", "request",
+        "_failover", "_first", "_is_closed", "_lost_at", "_retry", "_silence", "_stream",
+        "_suspect", "is_reading",
     )  # fmt: skip
 
     def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
-        self._dispatcher, self.request, self._context = dispatcher, request, context
         self._failover = Failover(dispatcher, request, context)
         request.record.courses.append(self._failover.course)
         self._suspect: Suspect | None = None  # made where there is something to suspect
@@ -55,8 +54,12 @@ class AnswerLeg:
         self.is_reading = False  # waiting for the worker, and not for the reader
 
     @property
+    def request(self) -> DispatchRequest:
+        return self._failover.request
+
+    @property
     def request_id(self) -> str:
-        return self._context.id()
+        return self._failover.context.id()
 
     def choose(self, order: Choose) -> Awaitable[Event]:
         """Choose a worker."""
@@ -72,7 +75,8 @@ class AnswerLeg:
 
     async def attempt(self) -> Event:
         """OpenStream the stream at the worker that was chosen, and wait for its first items."""
-        request, failover, context = self.request, self._failover, self._context
+        failover = self._failover
+        request, context = failover.request, failover.context
         timer, record, worker = request.timer, request.record, failover.worker
         assert worker is not None
         clock = asyncio.get_running_loop().time
@@ -109,7 +113,7 @@ class AnswerLeg:
         record.placement = worker.placement
         if not items:
             return CANCELLED
-        if self._suspect is not None or self._dispatcher.queries_of_death.remembered:
+        if self._suspect is not None or self._failover.dispatcher.queries_of_death.remembered:
             self._suspected().acquit()
         return ITEMS
 
@@ -125,13 +129,15 @@ class AnswerLeg:
         if not await failover.next_body(error):
             return False
         move = Move(is_ongoing=False)
-        self.request.record.moves.append(move)
+        self._failover.request.record.moves.append(move)
         self._retry = (move, self._now())
         return True
 
     def _suspected(self) -> Suspect:
         if self._suspect is None:
-            self._suspect = Suspect(self.request.body, self.request_id, self._dispatcher.queries_of_death)
+            self._suspect = Suspect(
+                self._failover.request.body, self.request_id, self._failover.dispatcher.queries_of_death
+            )
         return self._suspect
 
     def _release(self) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.overlap import WorkerRank
@@ -82,24 +82,32 @@ def pinned_instance(routing: RoutingHints) -> int | None:
     return routing.get("backend_instance_id", routing.get("decode_worker_id"))
 
 
-class DispatchRequest:
-    """One request for one choice, and how far its answer has come.
+class AnswerSoFar(Struct):
+    """How far the answer to a request has come, as the reader of its stream notes it."""
 
-    The reader of the stream appends what it decoded to `generated`: another worker goes on behind those tokens.
-    """
+    takes_text: bool  # the engine has no token ids to go on from
+    generated: list[int] = field(default_factory=list)  # what was decoded: another worker goes on behind those tokens
+    text_tokens: int = 0  # counted where the engine takes text
+    is_complete: bool = False  # the answer is whole, so the stream may end at any time
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were generated so far."""
+        return self.text_tokens if self.takes_text else len(self.generated)
+
+
+class DispatchRequest:
+    """One request for one choice, and how far its answer has come."""
 
     __slots__ = (
+        "answer",
         "body",
-        "generated",
-        "is_complete",
         "kv",
         "limits",
         "pinned_instance_id",
         "prompt",
         "record",
         "stall_detector",
-        "takes_text",
-        "text_tokens",
         "timer",
     )
 
@@ -122,17 +130,9 @@ class DispatchRequest:
         self.timer = timer
         self.limits = limits
         self.pinned_instance_id = pinned_instance_id
-        self.takes_text = takes_text
+        self.answer = AnswerSoFar(takes_text)
         self.stall_detector = stall_detector
         self.kv: KvQuery | None = None  # in the kv mode: the query to its router, for the next attempt
-        self.generated: list[int] = []
-        self.text_tokens = 0  # counted by the reader where the engine takes text
-        self.is_complete = False  # set by the reader: the answer is whole, so the stream may end at any time
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens were generated so far."""
-        return self.text_tokens if self.takes_text else len(self.generated)
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -147,21 +147,21 @@ class Failover:
     """Chooses the workers of one request, and waits for one where none is left. What comes next is its course's decision."""
 
     __slots__ = (
-        "_context",
-        "_dispatcher",
         "_may_queue",
         "_replacement",
-        "_request",
+        "context",
         "course",
+        "dispatcher",
         "given",
         "pool",
+        "request",
         "session",
         "stages",
         "worker",
     )
 
     def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
-        self._dispatcher, self._request, self._context = dispatcher, request, context
+        self.dispatcher, self.request, self.context = dispatcher, request, context
         self.pool = dispatcher.pool
         self.stages = stages = dispatcher.stages
         self.course = Course(_rules(request, stages))
@@ -179,7 +179,7 @@ class Failover:
         transfer: TransferRule | None = None,
     ) -> PlacementRequest:
         """Return what the choice of the next worker may use."""
-        request = self._request
+        request = self.request
         bound = None if self.pool.pre_dispatch is None else self._bound_rank()
         if excluded is None:
             excluded = self.course.excluded
@@ -203,12 +203,12 @@ class Failover:
         session, sessions = self.session, self.pool.sessions
         if session is not None:
             return session.rank
-        return None if sessions is None else sessions.bound_rank(self._request.body)
+        return None if sessions is None else sessions.bound_rank(self.request.body)
 
     @property
     def body(self) -> WorkerRequest:
         """The request for the worker that answers."""
-        return self._request.body if self.given is None else self.given.body
+        return self.request.body if self.given is None else self.given.body
 
     # -- what the stages need (`stages.AnsweringWorkers`) ------------------------------------------------------------
 
@@ -233,19 +233,19 @@ class Failover:
 
     def migration_blocker(self) -> str | None:
         """Return what keeps the rest of the answer from another worker; None: nothing does."""
-        request = self._request
-        if request.takes_text:
+        request = self.request
+        if request.answer.takes_text:
             return "its engine takes text: there is no position to go on from"
         return migration_blocker(
             request.body,
-            len(request.prompt) + len(request.generated),
+            len(request.prompt) + len(request.answer.generated),
             longest=request.limits.longest_movable_tokens,
             runtime_data=self.pool.runtime_config.runtime_data,
         )
 
     def can_move(self, error: DynamoException) -> bool:
         """Return whether a healthy worker is there that may go on after `error`."""
-        if not self.may_move(error) or (self._request.tokens and self.migration_blocker() is not None):
+        if not self.may_move(error) or (self.request.answer.tokens and self.migration_blocker() is not None):
             return False
         return self.pool.has_worker(self.placement(healthy_only=True))
 
@@ -254,11 +254,11 @@ class Failover:
         return self.course.may_move(error, is_over=self._is_over())
 
     def _is_over(self) -> bool:
-        return self._context.is_stopped() or self._is_late()
+        return self.context.is_stopped() or self._is_late()
 
     def _is_late(self) -> bool:
         """Return whether the request's own deadline has passed: then no worker is at fault, and none need be tried."""
-        deadline = self._context.deadline
+        deadline = self.context.deadline
         return deadline is not None and self._now() >= deadline
 
     def lost(self, worker: ChosenWorker, error: DynamoException, *, is_exempt: bool, has_begun: bool) -> Lost:
@@ -266,7 +266,7 @@ class Failover:
 
         `is_exempt`: it does not count. `has_begun`: some of the answer has come. Return what the course is to know of it.
         """
-        request, tokens = self._request, self._request.tokens
+        request, tokens = self.request, self.request.answer.tokens
         request.record.note_failure("generate", worker.placement, error, self._now(), tokens)
         is_registered_anew = False
         if not is_exempt and not self._is_late():
@@ -283,7 +283,8 @@ class Failover:
             is_over,
             is_registered_anew,
             blocker=self.migration_blocker(),
-            is_complete=bool(request.generated) and tokens_left(request.body, len(request.generated)) == 0,
+            is_complete=bool(request.answer.generated)
+            and tokens_left(request.body, len(request.answer.generated)) == 0,
             stages=len(self.stages),
         )
 
@@ -307,7 +308,7 @@ class Failover:
             return self._look(order)
         pool = self.pool
         if pool.kv is not None and not order.is_after_wait:
-            request = self._request
+            request = self.request
             request.kv = await pool.kv.query(self.body, request.record, pinned=request.pinned_instance_id)
         if pool.pre_dispatch is None:
             worker = self._place(order) if self.given is None else self._chosen(order)
@@ -331,9 +332,9 @@ class Failover:
 
     def _waiting(self) -> ReplacementWait:
         if self._replacement is None:
-            is_pinned = self._request.pinned_instance_id is not None
+            is_pinned = self.request.pinned_instance_id is not None
             self._replacement = ReplacementWait(
-                self.pool, self._context, self._dispatcher.worker_wait, is_pinned=is_pinned
+                self.pool, self.context, self.dispatcher.worker_wait, is_pinned=is_pinned
             )
         return self._replacement
 
@@ -359,7 +360,7 @@ class Failover:
         if order.is_after_wait:
             self._waiting().end()
         if order.last is not None and not order.looks_only:
-            logger.info("request %s: moves to worker %x", self._context.id(), worker.instance.instance_id)
+            logger.info("request %s: moves to worker %x", self.context.id(), worker.instance.instance_id)
         return worker
 
     async def _pass(self, order: Choose) -> ChosenWorker | None:
@@ -374,24 +375,24 @@ class Failover:
         may_queue, self._may_queue = self._may_queue, False
         if not may_queue or order.last is not None or pool.gate is None:
             return worker
-        wait = pool.wait_for_turn(worker, self._context)
+        wait = pool.wait_for_turn(worker, self.context)
         if wait is not None and session is not None and session.may_go_elsewhere:
             wait.close()  # a session that only prefers its worker goes elsewhere before it waits
             session.go_elsewhere()
             worker = pool.choose(self.placement(order.excluded))
-            wait = pool.wait_for_turn(worker, self._context)
+            wait = pool.wait_for_turn(worker, self.context)
         if wait is None:
             return worker
         began = self._now()
         is_turn = await wait
-        self._request.record.queued_seconds += self._now() - began
+        self.request.record.queued_seconds += self._now() - began
         return pool.choose(self.placement(order.excluded)) if is_turn else None
 
     async def _join_session(self) -> None:
-        request = self._request
+        request = self.request
         dp_rank = (request.body.get("routing") or {}).get("dp_rank")
         self.session = await self.pool.hold_session(
-            request.body, self._context, worker_id=request.pinned_instance_id, dp_rank=dp_rank
+            request.body, self.context, worker_id=request.pinned_instance_id, dp_rank=dp_rank
         )
 
     def _fits_session(self, worker: ChosenWorker) -> bool:

@@ -102,7 +102,7 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
             stream = self._stream
             if stream is None:
                 if self._lost_at is None:
-                    if self._dispatcher.queries_of_death.remembered:
+                    if self._failover.dispatcher.queries_of_death.remembered:
                         self._suspected().check(self._now)
                     is_apart = type(await drive(self._failover.course, self)) is NextStage
                     items = await self._run_stages() if is_apart else self._first
@@ -163,8 +163,8 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
     def close(self) -> None:
         """Leave; a worker that has not ended the stream receives a kill. Idempotent."""
         self._is_closed = True
-        if self.request.stall_detector is not None:
-            self.request.stall_detector.remove(self)
+        if (stall_detector := self._failover.request.stall_detector) is not None:
+            stall_detector.remove(self)
         if self._suspect is not None:
             self._suspect.close()
         if self._stream is not None:
@@ -176,7 +176,7 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
 
     @property
     def tokens(self) -> int:
-        return self.request.tokens
+        return self._failover.request.answer.tokens
 
     @property
     def attempts(self) -> int:
@@ -208,7 +208,7 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
 
     def _on_missing_terminal_chunk(self) -> None:
         """Take an end without a terminal chunk: a breach, unless the answer is whole or was cancelled."""
-        if not self.request.is_complete and not self._context.is_stopped():
+        if not self._failover.request.answer.is_complete and not self._failover.context.is_stopped():
             raise self._missing_end("the worker ended the stream without a finish reason")
         self._is_closed = True
 
@@ -217,7 +217,7 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
         failover = self._failover
         worker = failover.worker
         assert worker is not None
-        dispatcher = self._dispatcher
+        dispatcher = failover.dispatcher
         failover.stages = dispatcher.stages
         dispatcher.queries_of_death.note_loss(dispatcher.pool, worker.instance.instance_id, error, self._now())
         lost = failover.lost(worker, error, is_exempt=self._is_exempt(error), has_begun=True)
@@ -242,17 +242,18 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
 
     async def _go_on(self, lost_at: float) -> list[StreamItem]:
         """Return the first items of the continuation after a loss."""
-        request, failover = self.request, self._failover
+        failover = self._failover
+        request = failover.request
         if isinstance(failover.course.instruction, Finish):
             # Everything the request allows had arrived when its worker was lost, all but the word that it was the end.
-            return [StreamItem(0, 0, len(request.generated), [], "length")]
-        failover.given = StageResult(continued(request.body, request.prompt, request.generated))
-        self._context.prompt_tokens = len(request.prompt)
+            return [StreamItem(0, 0, len(request.answer.generated), [], "length")]
+        failover.given = StageResult(continued(request.body, request.prompt, request.answer.generated))
+        self._failover.context.prompt_tokens = len(request.prompt)
         move = Move(is_ongoing=True)
         request.record.moves.append(move)
         try:
             items = await self._proceed()
-            move.outcome = "cancelled" if self._context.is_stopped() else "success"
+            move.outcome = "cancelled" if self._failover.context.is_stopped() else "success"
         finally:
             move.seconds = self._now() - lost_at
         return items
@@ -265,10 +266,11 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
 
     async def _run_stages(self) -> list[StreamItem]:
         """Return the first items from the stages and the worker that answers."""
-        request, failover = self.request, self._failover
+        failover = self._failover
+        request = failover.request
         course = failover.course
         job = StageJob(
-            failover.body, self._context, request.record, request.timer, request.limits.retries,
+            failover.body, self._failover.context, request.record, request.timer, request.limits.retries,
             request.first_token_seconds, self._suspected(), failover, self._begin_again,
         )  # fmt: skip
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, cast
 from weakref import WeakValueDictionary, finalize
 
 from dynamo.errors import InvalidArgument
@@ -20,19 +20,17 @@ from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement.kv_query import RankInfo, Trust
-from dynamo.placement.kv_state import KvPolicy, Selection
-from dynamo.placement.kv_transfer import topology_taints
+from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.policies.kv_policies import kv_policy, kv_policy_parameters
 from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
 from dynamo.router.kv.decisions import DecisionHeader, DecisionLog
+from dynamo.router.kv.domain import KvDomain, KvMember
 from dynamo.router.kv.indexes import EventlessGuesses
 from dynamo.router.kv.metrics import EventCounters, KvMetrics, SeriesGroups
 from dynamo.router.kv.placement import KvPlacement
 from dynamo.router.kv.pre_dispatch import PoolKind, PreDispatchGate, gate_for_pool
 from dynamo.router.kv.queue_gate import GatedPool
 from dynamo.router.kv.router import KvRouter, KvRouterOptions
-from dynamo.router.kv.sessions import SessionRelay
 from dynamo.router.kv.settings import KV_POLICIES, KvRouterSettings
 from dynamo.router.kv_events.feed import MAX_RECOVERIES, KvEventFeed
 from dynamo.router.kv_events.rank_events import CacheEvents
@@ -46,20 +44,6 @@ RETRY_SECONDS: Final = 1.0
 AGGREGATED: Final = "aggregated"
 _DECODE: Final = "decode"
 _PREFILL: Final = "prefill"
-
-
-class KvMember(Protocol):
-    """What is needed of a worker that registered a model."""
-
-    @property
-    def endpoint(self) -> str:
-        """Where it is: "namespace.component.endpoint"."""
-
-    @property
-    def instance_id(self) -> int: ...
-
-    @property
-    def card(self) -> ModelCard: ...
 
 
 class DomainKey(NamedTuple):
@@ -120,189 +104,6 @@ def guesses_of(settings: KvRouterSettings) -> ApproximateIndex | EventlessGuesse
     return EventlessGuesses(settings.router_ttl_secs)
 
 
-def _publishes(card: ModelCard) -> bool:
-    """Return whether a worker may publish KV events; a worker whose card has no such member may."""
-    return card.runtime_config.kv_event_publishing_enabled is not False
-
-
-class KvDomain:
-    """The workers of one domain: their cards, what is known of their caches, and the placement among them."""
-
-    __slots__ = (
-        "__weakref__",
-        "_cards",
-        "_degraded",
-        "_metrics",
-        "_owners",
-        "_places",
-        "_trusts",
-        "guesses",
-        "index",
-        "placement",
-        "relay",
-    )
-
-    def __init__(
-        self,
-        placement: KvPlacement,
-        index: PrefixIndex | None,
-        metrics: KvMetrics,
-        *,
-        guesses: ApproximateIndex | EventlessGuesses | None = None,
-    ) -> None:
-        """`index`: fed by events; None: events are not read. `guesses`: of what workers hold, by where prompts went."""
-        self.guesses = guesses
-        self.placement, self.index, self._metrics = placement, index, metrics
-        self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
-        self._cards: dict[WorkerRank, ModelCard] = {}
-        self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
-        self._degraded: frozenset[WorkerRank] = frozenset()  # ranks that the index has no room for, as last seen
-        self._places: dict[int, str] = {}  # where each worker is
-        self.relay = _BookingRelay(self._places.get)
-        placement.read_ranks = self._ranks
-
-    @property
-    def ranks(self) -> Collection[WorkerRank]:
-        """The ranks that its workers' cards name."""
-        return self._cards.keys()
-
-    @property
-    def endpoints(self) -> frozenset[str]:
-        """Where its workers are."""
-        return frozenset(endpoint for members in self._owners.values() for endpoint, _ in members)
-
-    def is_live(self, rank: WorkerRank) -> bool:
-        """Return whether a card names the rank."""
-        return rank in self._cards
-
-    def update(self, owner: Hashable, members: Iterable[KvMember]) -> None:
-        """Take over the workers that one owner, such as a model, has here now."""
-        found = {(each.endpoint, each.instance_id): each.card for each in members}
-        if found:
-            self._owners[owner] = found
-        else:
-            self._owners.pop(owner, None)
-        cards: dict[WorkerRank, ModelCard] = {}
-        self._places.clear()
-        for of_owner in self._owners.values():
-            for (endpoint, instance_id), card in of_owner.items():
-                self._places[instance_id] = endpoint
-                for dp_rank in card.runtime_config.ranks:
-                    cards.setdefault(WorkerRank(instance_id, dp_rank), card)
-        gone, added = self._cards.keys() - cards.keys(), cards.keys() - self._cards.keys()
-        self._cards = cards
-        if self.guesses is not None:
-            for rank in gone:
-                self.guesses.forget(*rank)
-        if isinstance(self.guesses, EventlessGuesses):
-            self.guesses.ranks = frozenset(rank for rank, card in cards.items() if not _publishes(card))
-        for rank in added:
-            self._set_capacity(rank)
-        for rank in gone:
-            self.forget(*rank)
-        self._changed()
-        self.placement.router.load.relieved()  # what waits may wait for one of these
-
-    # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
-
-    def apply(self, event: RouterEvent) -> str:
-        """Apply one event; return what became of it."""
-        if self.index is None:
-            return "ok"
-        status = self.index.apply(event)
-        if self.index.degraded is not self._degraded:
-            self._see_degraded(self.index)
-        return status
-
-    def forget(self, worker_id: int, dp_rank: int) -> None:
-        """Drop all blocks of a rank."""
-        if self.index is not None:
-            self.index.forget(worker_id, dp_rank)
-            self._set_capacity(WorkerRank(worker_id, dp_rank))
-            self._see_degraded(self.index)
-
-    def _see_degraded(self, index: PrefixIndex) -> None:
-        if index.degraded is not self._degraded:
-            self._degraded = index.degraded
-            self._changed()
-
-    def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
-        """Take what the events of a rank are worth from now on."""
-        if trust is Trust.NONE:
-            self._trusts.pop(rank, None)
-        else:
-            self._trusts[rank] = trust
-        self._changed()
-
-    def _changed(self) -> None:
-        """Let the next choice read the ranks anew, and the metric follow in a moment, choice or not."""
-        self.placement.is_stale = True
-        self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._cards.items()))
-
-    def _set_capacity(self, rank: WorkerRank) -> None:
-        """Bound what the index keeps of a rank by what its worker has."""
-        card = self._cards.get(rank)
-        if card is None:
-            return
-        if self.index is not None:
-            self.index.set_capacity(rank, card.runtime_config.total_kv_blocks)
-        if isinstance(self.guesses, ApproximateIndex):
-            self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
-
-    def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
-        return {rank: self._info(rank, card) for rank, card in self._cards.items()}
-
-    def _trust(self, rank: WorkerRank, card: ModelCard) -> Trust:
-        trust = self._trusts.get(rank)
-        if trust is not None:
-            return Trust.DEGRADED if rank in self._degraded else trust
-        if self.guesses is None or (self.index is not None and _publishes(card)):
-            return Trust.NONE
-        return Trust.PREDICTED
-
-    def _info(self, rank: WorkerRank, card: ModelCard) -> RankInfo:
-        runtime = card.runtime_config
-        return RankInfo(
-            total_kv_blocks=runtime.total_kv_blocks,
-            max_num_batched_tokens=runtime.max_num_batched_tokens,
-            max_num_seqs=runtime.max_num_seqs,
-            taints=frozenset(runtime.taints) | topology_taints(runtime),
-            topology=runtime.topology_domains,
-            trust=self._trust(rank, card),
-        )
-
-
-class _BookingRelay:
-    """Passes the bookings of a domain on to the sync of the endpoint that the worker is at (`BookingObserver`)."""
-
-    __slots__ = ("_endpoint_of", "sessions", "syncs")
-
-    def __init__(self, endpoint_of: Callable[[int], str | None]) -> None:
-        """`endpoint_of`: from a worker's id to its endpoint; None: the worker has gone."""
-        self._endpoint_of = endpoint_of
-        self.syncs: dict[str, ReplicaSync] = {}  # by endpoint
-        self.sessions = SessionRelay(endpoint_of)  # where sessions are bound is shared as well
-
-    def booked(self, request_id: str, selection: Selection) -> None:
-        """Report a request that was booked."""
-        if (sync := self._sync(selection.rank)) is not None:
-            sync.booked(request_id, selection)
-
-    def prefill_completed(self, request_id: str, rank: WorkerRank) -> None:
-        """Report the first token of a request."""
-        if (sync := self._sync(rank)) is not None:
-            sync.prefill_completed(request_id, rank)
-
-    def freed(self, request_id: str, rank: WorkerRank) -> None:
-        """Report the end of a request."""
-        if (sync := self._sync(rank)) is not None:
-            sync.freed(request_id, rank)
-
-    def _sync(self, rank: WorkerRank) -> ReplicaSync | None:
-        endpoint = self._endpoint_of(rank.worker_id)
-        return None if endpoint is None else self.syncs.get(endpoint)
-
-
 class _CountingSink:
     """Passes the events of one endpoint's workers on to their domain, and counts what becomes of them."""
 
@@ -328,6 +129,61 @@ class _Follower:
         self.tasks: list[asyncio.Task[None]] = []
 
 
+class _DomainMaker:
+    """Makes the domains of one process: their policies, and the record of their decisions."""
+
+    def __init__(
+        self, settings: KvRouterSettings, series: SeriesGroups, router_id: Callable[[], int], rng: random.Random
+    ) -> None:
+        """Raises InvalidArgument for a policy that cannot be made, and OSError where decisions cannot be recorded."""
+        self._settings, self._rng = settings, rng
+        self.series, self.router_id = series, router_id
+        made = {role: policy_of(settings, role) for role in (AGGREGATED, _PREFILL, _DECODE)}
+        self._policies = {role: policy for role, (policy, _) in made.items()}
+        header = made[AGGREGATED][1]
+        self._decisions: DecisionLog | None = None
+        if settings.decisions_path is not None:
+            if any(other != header for _, other in made.values()):
+                raise InvalidArgument("DYN_ROUTER_DECISIONS needs one policy for all roles: its file names one")
+            self._decisions = DecisionLog(settings.decisions_path, header, limit_bytes=settings.decisions_limit_bytes)
+
+    def new(self, key: DomainKey) -> KvDomain:
+        """Make a domain without workers."""
+        settings = self._settings
+        labels = {
+            "dynamo_namespace": key.namespace,
+            "dynamo_component": key.role,
+            "router_id": f"{self.router_id():x}",
+        }
+        metrics = KvMetrics(self.series.registry, labels, role=key.role)
+        index = PrefixIndex() if settings.reads_events else None
+        guesses = guesses_of(settings)
+        router = KvRouter(
+            block_size=key.block_size,
+            policy=self._policies.get(key.role, self._policies[AGGREGATED]),
+            rng=self._rng,
+            index=guesses if index is None else index,
+            predicted=None if index is None else guesses,
+            options=router_options(settings, is_prefill=key.role == _PREFILL),
+        )
+        placement = KvPlacement(
+            router,
+            rng=self._rng,
+            is_eagle=key.is_eagle,
+            tracks_output=settings.router_track_output_blocks,
+            watcher=metrics,
+            decisions=self._decisions,
+        )
+        domain = KvDomain(placement, index, metrics, guesses=guesses)
+        finalize(domain, self.series.enter(labels)).atexit = False
+        return domain
+
+    def close(self) -> None:
+        """Close the record of decisions. Idempotent."""
+        if self._decisions is not None:
+            self._decisions.close()
+
+
 class KvDomains:
     """The domains of one process. `update` them as workers come and go, and leave them with `aclose`."""
 
@@ -344,22 +200,13 @@ class KvDomains:
 
         Raises InvalidArgument for a policy that cannot be made, and OSError where decisions cannot be recorded.
         """
-        self._settings, self._endpoint, self._rng = settings, endpoint, rng
-        self._router_id = router_id
-        made = {role: policy_of(settings, role) for role in (AGGREGATED, _PREFILL, _DECODE)}
-        self._policies = {role: policy for role, (policy, _) in made.items()}
-        header = made[AGGREGATED][1]
-        self._decisions: DecisionLog | None = None
-        if settings.decisions_path is not None:
-            if any(other != header for _, other in made.values()):
-                raise InvalidArgument("DYN_ROUTER_DECISIONS needs one policy for all roles: its file names one")
-            self._decisions = DecisionLog(settings.decisions_path, header, limit_bytes=settings.decisions_limit_bytes)
+        self._settings, self._endpoint = settings, endpoint
+        self._maker = _DomainMaker(settings, SeriesGroups(registry), router_id, rng)
         # A domain lives while it has workers, or a pool holds its placement: the next worker finds the pool where it was.
         self._domains: WeakValueDictionary[DomainKey, KvDomain] = WeakValueDictionary()
         self._owners: dict[Hashable, tuple[DomainKey, KvDomain]] = {}  # where each owner's workers are
         self._followers: dict[tuple[DomainKey, str], _Follower] = {}
         self._slots = asyncio.Semaphore(MAX_RECOVERIES)
-        self._series = SeriesGroups(registry)
         self._background = Background()
 
     def key(self, namespace: str, role: str, card: ModelCard) -> DomainKey:
@@ -378,16 +225,16 @@ class KvDomains:
         domain = self._domain(key)
         kind = PoolKind(model, _PREFILL if key.role == _PREFILL else _DECODE)
         if self._settings.profile(model).parks:
-            finalize(pool, self._series.enter(kind._asdict())).atexit = False
+            finalize(pool, self._maker.series.enter(kind._asdict())).atexit = False
         return gate_for_pool(
             self._settings,
-            self._series.registry,
+            self._maker.series.registry,
             kind,
             pool,
             domain.placement,
             relay=domain.relay.sessions,
             ranks=lambda: domain.ranks,
-            writer_id=self._router_id(),
+            writer_id=self._maker.router_id(),
         )
 
     def update(self, owner: Hashable, key: DomainKey, members: Iterable[KvMember]) -> None:
@@ -424,45 +271,14 @@ class KvDomains:
         """Stop following events, and close the record of decisions. Idempotent."""
         self._followers.clear()
         await self._background.close()
-        if self._decisions is not None:
-            self._decisions.close()
+        self._maker.close()
 
     # -- domains -----------------------------------------------------------------------------------------------------
 
     def _domain(self, key: DomainKey) -> KvDomain:
         domain = self._domains.get(key)
         if domain is None:
-            domain = self._domains[key] = self._new_domain(key)
-        return domain
-
-    def _new_domain(self, key: DomainKey) -> KvDomain:
-        settings = self._settings
-        labels = {
-            "dynamo_namespace": key.namespace,
-            "dynamo_component": key.role,
-            "router_id": f"{self._router_id():x}",
-        }
-        metrics = KvMetrics(self._series.registry, labels, role=key.role)
-        index = PrefixIndex() if settings.reads_events else None
-        guesses = guesses_of(settings)
-        router = KvRouter(
-            block_size=key.block_size,
-            policy=self._policies.get(key.role, self._policies[AGGREGATED]),
-            rng=self._rng,
-            index=guesses if index is None else index,
-            predicted=None if index is None else guesses,
-            options=router_options(settings, is_prefill=key.role == _PREFILL),
-        )
-        placement = KvPlacement(
-            router,
-            rng=self._rng,
-            is_eagle=key.is_eagle,
-            tracks_output=settings.router_track_output_blocks,
-            watcher=metrics,
-            decisions=self._decisions,
-        )
-        domain = KvDomain(placement, index, metrics, guesses=guesses)
-        finalize(domain, self._series.enter(labels)).atexit = False
+            domain = self._domains[key] = self._maker.new(key)
         return domain
 
     def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
@@ -492,8 +308,8 @@ class KvDomains:
         if domain.index is not None:
             namespace, component, _ = endpoint.split(".", 2)
             labels = {"dynamo_namespace": namespace, "dynamo_component": component}
-            left = self._series.enter(labels)
-            counters = _CountingSink(domain, EventCounters(self._series.registry, labels))
+            left = self._maker.series.enter(labels)
+            counters = _CountingSink(domain, EventCounters(self._maker.series.registry, labels))
             work = partial(self._follow_events, follower, domain, endpoint, counters)
             follower.tasks.append(task := self._background.keep(work, f"kv events {endpoint}", RETRY_SECONDS))
             task.add_done_callback(lambda _: left())
@@ -525,7 +341,7 @@ class KvDomains:
         async with ReplicaSync(
             self._endpoint(endpoint),
             router.load,
-            router_id=self._router_id(),
+            router_id=self._maker.router_id(),
             block_size=router.block_size,
             is_live=domain.is_live,
         ) as sync:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -109,6 +110,22 @@ class _Running:
         self.counted = 0  # of its output, in tokens
 
 
+class _RunningRequests:
+    """The requests that are booked, and when their output is counted next."""
+
+    __slots__ = ("_repeated", "by_booking", "count_at")
+
+    def __init__(self, tracks_output: bool) -> None:
+        self.by_booking: dict[str, _Running] = {}  # by the id of the booking; bounded by the streams that are open
+        self.count_at = 0.0 if tracks_output else math.inf
+        self._repeated = 0  # bookings whose id was booked already
+
+    def another_id(self, request_id: str) -> str:
+        """Return an id for the booking of a request whose own id is booked already."""
+        self._repeated += 1
+        return f"{request_id}\0{self._repeated}"
+
+
 class KvPlacement:
     """The policy of pools in the kv mode: `dynamo.placement.Policy`, and the booking of what it has chosen.
 
@@ -116,7 +133,7 @@ class KvPlacement:
     """
 
     __slots__ = (
-        "_counted_at", "_decisions", "_is_eagle", "_repeated", "_rng", "_running", "_tracks_output", "_watcher", "_workers",
+        "_decisions", "_is_eagle", "_rng", "_running", "_watcher", "_workers",
         "is_stale", "read_ranks", "router",
     )  # fmt: skip
 
@@ -138,16 +155,13 @@ class KvPlacement:
         self._workers: frozenset[int] = frozenset()  # that the router knows
         self._is_eagle = is_eagle
         self._rng = rng
-        self._tracks_output = tracks_output
         self._watcher = watcher or KvWatcher()
         self._decisions = decisions
-        self._running: dict[str, _Running] = {}  # by the id of the booking; bounded by the streams that are open
-        self._counted_at = 0.0
-        self._repeated = 0  # bookings whose id was booked already
+        self._running = _RunningRequests(tracks_output)
 
     def __len__(self) -> int:
         """Return how many requests are booked."""
-        return len(self._running)
+        return len(self._running.by_booking)
 
     # -- the question ------------------------------------------------------------------------------------------------
 
@@ -302,9 +316,9 @@ class KvPlacement:
         """Decide, and book nothing. Raises the errors of `KvRouter.select`."""
         if self.is_stale:
             self._refresh()
-        if self._tracks_output and now >= self._counted_at + OUTPUT_SECONDS:
-            self._counted_at = now
-            for request_id, running in self._running.items():
+        if now >= self._running.count_at:
+            self._running.count_at = now + OUTPUT_SECONDS
+            for request_id, running in self._running.by_booking.items():
                 self._count_output(request_id, running, now)
         began = perf_counter()
         selection = self.router.select(query, now)
@@ -322,8 +336,7 @@ class KvPlacement:
         request_id, now = context.id(), clock()
         if not router.book(request_id, selection, now, expires=False):
             # An attempt before this one is still on its way out, or a client uses one id for several requests.
-            self._repeated += 1
-            request_id = f"{request_id}\0{self._repeated}"
+            request_id = self._running.another_id(request_id)
             router.book(request_id, selection, now, expires=False)
         self._watcher.booked(selection)
         if self._decisions is not None:
@@ -334,7 +347,7 @@ class KvPlacement:
         except BaseException:
             router.free(request_id, clock())
             raise
-        self._running[request_id] = running = _Running(stream, now)
+        self._running.by_booking[request_id] = running = _Running(stream, now)
 
         def first(error: DynamoException | None) -> None:
             if error is None:
@@ -349,7 +362,7 @@ class KvPlacement:
         return stream
 
     def _release(self, request_id: str, running: _Running, now: float) -> None:
-        del self._running[request_id]
+        del self._running.by_booking[request_id]
         self._count_output(request_id, running, now)
         self.router.free(request_id, now)
         self._watcher.ended(running.counted, 0.0 if running.first_at is None else now - running.first_at)

@@ -74,23 +74,87 @@ class ChosenWorker(Struct, frozen=True):
         return self.client.record_failure(self.instance, error)
 
 
-class ModelPool(HeldWorkers):
+class PoolMembers(HeldWorkers):
+    """Which workers belong to a pool, where they are, and which of them discovery lists."""
+
+    __slots__ = ("_clients", "_members", "_places")
+
+    def __init__(self, clients: Mapping[str, WorkerClient]) -> None:
+        """`clients` by endpoint ("namespace.component.endpoint"); it may change any time."""
+        super().__init__()
+        self._clients = clients
+        self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
+        self._places: Mapping[int, frozenset[str]] = {}  # topology taints, of the members that have any
+
+    def set_members(self, members: Iterable[WorkerKey]) -> None:
+        """Take over the members: (endpoint, instance id) pairs."""
+        found: dict[str, set[int]] = {}
+        for endpoint, instance_id in members:
+            found.setdefault(endpoint, set()).add(instance_id)
+        self._members = {endpoint: frozenset(ids) for endpoint, ids in found.items()}
+
+    def set_places(self, configs: Mapping[int, ModelRuntimeConfig]) -> None:
+        """Take over where the members are, by what each registered about itself."""
+        taints = {instance_id: topology_taints(config) for instance_id, config in configs.items()}
+        self._places = {instance_id: found for instance_id, found in taints.items() if found}
+
+    @property
+    def workers(self) -> int:
+        """How many members there are, reachable or not."""
+        return sum(map(len, self._members.values()))
+
+    @property
+    def endpoints(self) -> Collection[str]:
+        """Where the members are: "namespace.component.endpoint"."""
+        return self._members.keys()
+
+    @property
+    def member_ids(self) -> frozenset[int]:
+        """The instance ids of the members, reachable or not."""
+        return frozenset().union(*self._members.values())
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether an instance stands behind one of the members: a card may come first, or stay a moment longer."""
+        return any(
+            endpoint in self._clients and not ids.isdisjoint(self._clients[endpoint].instance_ids())
+            for endpoint, ids in self._members.items()
+        )
+
+    def circuits(self) -> dict[int, float]:
+        """Return when each worker of its endpoints that failed, and has not answered since, is tried again: loop times."""
+        found: dict[int, float] = {}
+        for endpoint in self._members:
+            if (client := self._clients.get(endpoint)) is not None:
+                found |= client.circuits()
+        return found
+
+    def instance(self, instance_id: int) -> Instance | None:
+        """Return the member with this id; None when there is no such member or discovery does not list it."""
+        for endpoint, ids in self._members.items():
+            client = self._clients.get(endpoint)
+            if instance_id in ids and client is not None:
+                with contextlib.suppress(WorkerUnavailable):  # its card is there, its instance is not
+                    return client.named(instance_id)
+        return None
+
+
+class ModelPool(PoolMembers):
     """The members of one model and role, restricted to what their endpoints' clients have discovered.
 
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
     """
 
     __slots__ = (
-        "__weakref__", "_busy", "_clients", "_members", "_places", "_policy", "_waiters", "emptied_at", "kv",
+        "__weakref__", "_busy", "_policy", "_waiters", "emptied_at", "kv",
         "name", "pre_dispatch", "runtime_config",
     )  # fmt: skip
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
-        """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time.
+        """`name`: for error texts. `clients`: see `PoolMembers`.
         `policy`: of this pool alone, as it keeps the pool's turn; only a `KvPlacement` may be shared."""
         self.name = name
-        self._clients = clients
-        super().__init__()
+        super().__init__(clients)
         self.pre_dispatch: PreDispatchGate | None = None  # what requests pass before they go to a worker
         self.use(policy)
         # Requests that wait for a worker, in order of arrival; bounded by those in flight.
@@ -98,10 +162,8 @@ class ModelPool(HeldWorkers):
         self.emptied_at: float | None = (
             None  # when the last reachable member was lost; None: one is there, or never was
         )
-        self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
         self.runtime_config = ModelRuntimeConfig()  # what the engine registered about itself
         self._busy: frozenset[int] = frozenset()
-        self._places: Mapping[int, frozenset[str]] = {}  # topology taints, of the members that have any
 
     def use(self, policy: Policy) -> None:
         """Choose by another policy from now on."""
@@ -140,41 +202,6 @@ class ModelPool(HeldWorkers):
         self._busy = busy
         if self.gate is not None:
             self.gate.changed()
-
-    def set_members(self, members: Iterable[WorkerKey]) -> None:
-        """Take over the members: (endpoint, instance id) pairs."""
-        found: dict[str, set[int]] = {}
-        for endpoint, instance_id in members:
-            found.setdefault(endpoint, set()).add(instance_id)
-        self._members = {endpoint: frozenset(ids) for endpoint, ids in found.items()}
-
-    def set_places(self, configs: Mapping[int, ModelRuntimeConfig]) -> None:
-        """Take over where the members are, by what each registered about itself."""
-        taints = {instance_id: topology_taints(config) for instance_id, config in configs.items()}
-        self._places = {instance_id: found for instance_id, found in taints.items() if found}
-
-    @property
-    def workers(self) -> int:
-        """How many members there are, reachable or not."""
-        return sum(map(len, self._members.values()))
-
-    @property
-    def endpoints(self) -> Collection[str]:
-        """Where the members are: "namespace.component.endpoint"."""
-        return self._members.keys()
-
-    @property
-    def member_ids(self) -> frozenset[int]:
-        """The instance ids of the members, reachable or not."""
-        return frozenset().union(*self._members.values())
-
-    @property
-    def is_reachable(self) -> bool:
-        """Whether an instance stands behind one of the members: a card may come first, or stay a moment longer."""
-        return any(
-            endpoint in self._clients and not ids.isdisjoint(self._clients[endpoint].instance_ids())
-            for endpoint, ids in self._members.items()
-        )
 
     def members_changed(self, was_reachable: bool) -> None:
         """Wake the requests that wait for a worker, and note when the last member was lost.
@@ -299,20 +326,3 @@ class ModelPool(HeldWorkers):
             if (client := self._clients.get(endpoint)) is not None:
                 found += client.candidates(members=ids, busy=self._busy)
         return found
-
-    def circuits(self) -> dict[int, float]:
-        """Return when each worker of its endpoints that failed, and has not answered since, is tried again: loop times."""
-        found: dict[int, float] = {}
-        for endpoint in self._members:
-            if (client := self._clients.get(endpoint)) is not None:
-                found |= client.circuits()
-        return found
-
-    def instance(self, instance_id: int) -> Instance | None:
-        """Return the member with this id; None when there is no such member or discovery does not list it."""
-        for endpoint, ids in self._members.items():
-            client = self._clients.get(endpoint)
-            if instance_id in ids and client is not None:
-                with contextlib.suppress(WorkerUnavailable):  # its card is there, its instance is not
-                    return client.named(instance_id)
-        return None

@@ -267,7 +267,7 @@ class ContentReader:
             prompts = [_text(tokenizer, ids[: MAX_TOKENS // len(shown)]) for ids in shown]
             running = work.running[:MAX_SHOWN]
             answers = [
-                _text(tokenizer, stream.request.generated[-(MAX_TOKENS // len(running)) :]) for stream in running
+                _text(tokenizer, stream.request.answer.generated[-(MAX_TOKENS // len(running)) :]) for stream in running
             ]
         record: dict[str, Any] = {
             "schema": CONTENT_SCHEMA,

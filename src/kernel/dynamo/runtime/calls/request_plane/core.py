@@ -13,7 +13,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from time import perf_counter
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from dynamo.errors import (
     Cancelled,
@@ -167,6 +167,18 @@ def _take_one(counts: Counter[Hashable], peer: Hashable) -> None:
         del counts[peer]
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing: there is no observer."""
+
+
+class CoreObservers(NamedTuple):
+    """What is called for the requests that a core takes; see `ServerCore.observe`."""
+
+    waited: Callable[[float], object] = _ignore
+    rejected: Callable[[], object] = _ignore
+    answered: Callable[[float], object] = _ignore  # by the listeners
+
+
 class ServerCore:
     """Paths, admission and the running requests of one process. Use it on one event loop only."""
 
@@ -183,10 +195,7 @@ class ServerCore:
         self.shares = RunningShares(run_limit)
         self._starts_left = STARTS_PER_TURN
         self._closed = False
-        self.rejected_total = 0
-        self._waited: Callable[[float], object] = _ignore
-        self._rejected: Callable[[], object] = _ignore
-        self.answered: Callable[[float], object] = _ignore  # for the listeners to call
+        self.observers = CoreObservers()
 
     def observe(
         self,
@@ -199,7 +208,7 @@ class ServerCore:
         `rejected` is called for each request that found engine and queue full, `answered` receives how many
         seconds after its arrival a request's first item left.
         """
-        self._waited, self._rejected, self.answered = waited, rejected, answered or _ignore
+        self.observers = CoreObservers(waited, rejected, answered or _ignore)
 
     @property
     def running(self) -> int:
@@ -257,7 +266,7 @@ class ServerCore:
         timer = None
         if context.deadline is not None:
             timer = asyncio.get_running_loop().call_at(context.deadline, _expire, context, sink)
-        request = _Request(handler, body, context, sink, timer, self._waited)
+        request = _Request(handler, body, context, sink, timer, self.observers.waited)
         request.connection = connection
         if not self._waiting and self._starts_left > 0 and self.shares.may_start(connection):
             self._start(request)
@@ -266,8 +275,7 @@ class ServerCore:
             self._start_waiting()  # those that wait may be of peers that have their share, and this one of another
 
     def _make_room(self, connection: Hashable | None) -> None:
-        self.rejected_total += 1
-        self._rejected()
+        self.observers.rejected()
         displaced = self._waiting.displace_for(connection)
         if displaced is None:
             raise Overloaded(AT_CAPACITY)
@@ -408,10 +416,6 @@ def typed_error(error: Exception) -> DynamoException:
         typed = Unknown(f"{type(error).__name__}: {error}")
     typed.__cause__ = error
     return typed
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing: there is no observer."""
 
 
 def _expire(context: Context, sink: ResponseSink) -> None:

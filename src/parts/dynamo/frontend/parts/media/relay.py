@@ -250,6 +250,6 @@ async def _objects(stream: RoutedStream, request: DispatchRequest) -> AsyncGener
         DynamoException: typed; a worker that is lost after its first object is not replaced.
     """
     while items := await stream.next_batch():
-        request.is_complete = True  # the end of a raw stream is its only terminal, and may come from here on
+        request.answer.is_complete = True  # the end of a raw stream is its only terminal, and may come from here on
         for item in items:
             yield object_of(item)

@@ -184,7 +184,7 @@ class MuxServerProtocol(asyncio.Protocol):
         self._half_sent = HalfSentRequests(host.settings, host.pending, decline=self._decline, refused=host.refused)
         self._greeting = CallerGreeting(self, host)
         self._watch = _PeerWatch(self)
-        self.outbox = ItemOutbox(answered=host.core.answered, cut=self._cut, end_stream=self._end_stream)
+        self.outbox = ItemOutbox(answered=host.core.observers.answered, cut=self._cut, end_stream=self._end_stream)
         self._handlers: dict[int, Callable[[int, int, bytes], None]] = {
             Kind.OPEN: self._on_open,
             Kind.CREDIT: self._on_credit,

@@ -1,0 +1,232 @@
+"""The workers of one domain: their cards, what is known of their caches, and the placement among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import Protocol
+
+from dynamo.kv.approximate_index import ApproximateIndex
+from dynamo.kv.events import RouterEvent
+from dynamo.kv.index import PrefixIndex
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.kv_query import RankInfo, Trust
+from dynamo.placement.kv_state import Selection
+from dynamo.placement.kv_transfer import topology_taints
+from dynamo.protocol.records import ModelCard
+from dynamo.router.kv.indexes import EventlessGuesses
+from dynamo.router.kv.metrics import KvMetrics
+from dynamo.router.kv.placement import KvPlacement
+from dynamo.router.kv.sessions import SessionRelay
+from dynamo.router.peers.replica_sync import ReplicaSync
+
+
+class KvMember(Protocol):
+    """What is needed of a worker that registered a model."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is: "namespace.component.endpoint"."""
+
+    @property
+    def instance_id(self) -> int: ...
+
+    @property
+    def card(self) -> ModelCard: ...
+
+
+def _publishes(card: ModelCard) -> bool:
+    """Return whether a worker may publish KV events; a worker whose card has no such member may."""
+    return card.runtime_config.kv_event_publishing_enabled is not False
+
+
+class DomainMembers:
+    """The workers of one domain by the models that they belong to: their cards, and where they are."""
+
+    __slots__ = ("_owners", "cards", "places")
+
+    def __init__(self) -> None:
+        self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
+        self.cards: dict[WorkerRank, ModelCard] = {}
+        self.places: dict[int, str] = {}  # the endpoint of each worker
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        return frozenset(endpoint for members in self._owners.values() for endpoint, _ in members)
+
+    def update(self, owner: Hashable, members: Iterable[KvMember]) -> tuple[set[WorkerRank], set[WorkerRank]]:
+        """Take over the workers of one owner; return the ranks that are gone now, and those that are new."""
+        found = {(each.endpoint, each.instance_id): each.card for each in members}
+        if found:
+            self._owners[owner] = found
+        else:
+            self._owners.pop(owner, None)
+        cards: dict[WorkerRank, ModelCard] = {}
+        self.places.clear()
+        for of_owner in self._owners.values():
+            for (endpoint, instance_id), card in of_owner.items():
+                self.places[instance_id] = endpoint
+                for dp_rank in card.runtime_config.ranks:
+                    cards.setdefault(WorkerRank(instance_id, dp_rank), card)
+        former, self.cards = self.cards, cards
+        return former.keys() - cards.keys(), cards.keys() - former.keys()
+
+
+class KvDomain:
+    """The workers of one domain: their cards, what is known of their caches, and the placement among them."""
+
+    __slots__ = (
+        "__weakref__",
+        "_degraded",
+        "_members",
+        "_metrics",
+        "_trusts",
+        "guesses",
+        "index",
+        "placement",
+        "relay",
+    )
+
+    def __init__(
+        self,
+        placement: KvPlacement,
+        index: PrefixIndex | None,
+        metrics: KvMetrics,
+        *,
+        guesses: ApproximateIndex | EventlessGuesses | None = None,
+    ) -> None:
+        """`index`: fed by events; None: events are not read. `guesses`: of what workers hold, by where prompts went."""
+        self.guesses = guesses
+        self.placement, self.index, self._metrics = placement, index, metrics
+        self._members = DomainMembers()
+        self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
+        self._degraded: frozenset[WorkerRank] = frozenset()  # ranks that the index has no room for, as last seen
+        self.relay = BookingRelay(self._members.places.get)
+        placement.read_ranks = self._ranks
+
+    @property
+    def ranks(self) -> Collection[WorkerRank]:
+        """The ranks that its workers' cards name."""
+        return self._members.cards.keys()
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """Where its workers are."""
+        return self._members.endpoints
+
+    def is_live(self, rank: WorkerRank) -> bool:
+        """Return whether a card names the rank."""
+        return rank in self._members.cards
+
+    def update(self, owner: Hashable, members: Iterable[KvMember]) -> None:
+        """Take over the workers that one owner, such as a model, has here now."""
+        gone, added = self._members.update(owner, members)
+        if self.guesses is not None:
+            for rank in gone:
+                self.guesses.forget(*rank)
+        if isinstance(self.guesses, EventlessGuesses):
+            self.guesses.ranks = frozenset(rank for rank, card in self._members.cards.items() if not _publishes(card))
+        for rank in added:
+            self._set_capacity(rank)
+        for rank in gone:
+            self.forget(*rank)
+        self._changed()
+        self.placement.router.load.relieved()  # what waits may wait for one of these
+
+    # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
+
+    def apply(self, event: RouterEvent) -> str:
+        """Apply one event; return what became of it."""
+        if self.index is None:
+            return "ok"
+        status = self.index.apply(event)
+        if self.index.degraded is not self._degraded:
+            self._see_degraded(self.index)
+        return status
+
+    def forget(self, worker_id: int, dp_rank: int) -> None:
+        """Drop all blocks of a rank."""
+        if self.index is not None:
+            self.index.forget(worker_id, dp_rank)
+            self._set_capacity(WorkerRank(worker_id, dp_rank))
+            self._see_degraded(self.index)
+
+    def _see_degraded(self, index: PrefixIndex) -> None:
+        if index.degraded is not self._degraded:
+            self._degraded = index.degraded
+            self._changed()
+
+    def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
+        """Take what the events of a rank are worth from now on."""
+        if trust is Trust.NONE:
+            self._trusts.pop(rank, None)
+        else:
+            self._trusts[rank] = trust
+        self._changed()
+
+    def _changed(self) -> None:
+        """Let the next choice read the ranks anew, and the metric follow in a moment, choice or not."""
+        self.placement.is_stale = True
+        self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._members.cards.items()))
+
+    def _set_capacity(self, rank: WorkerRank) -> None:
+        """Bound what the index keeps of a rank by what its worker has."""
+        card = self._members.cards.get(rank)
+        if card is None:
+            return
+        if self.index is not None:
+            self.index.set_capacity(rank, card.runtime_config.total_kv_blocks)
+        if isinstance(self.guesses, ApproximateIndex):
+            self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
+
+    def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
+        return {rank: self._info(rank, card) for rank, card in self._members.cards.items()}
+
+    def _trust(self, rank: WorkerRank, card: ModelCard) -> Trust:
+        trust = self._trusts.get(rank)
+        if trust is not None:
+            return Trust.DEGRADED if rank in self._degraded else trust
+        if self.guesses is None or (self.index is not None and _publishes(card)):
+            return Trust.NONE
+        return Trust.PREDICTED
+
+    def _info(self, rank: WorkerRank, card: ModelCard) -> RankInfo:
+        runtime = card.runtime_config
+        return RankInfo(
+            total_kv_blocks=runtime.total_kv_blocks,
+            max_num_batched_tokens=runtime.max_num_batched_tokens,
+            max_num_seqs=runtime.max_num_seqs,
+            taints=frozenset(runtime.taints) | topology_taints(runtime),
+            topology=runtime.topology_domains,
+            trust=self._trust(rank, card),
+        )
+
+
+class BookingRelay:
+    """Passes the bookings of a domain on to the sync of the endpoint that the worker is at (`BookingObserver`)."""
+
+    __slots__ = ("_endpoint_of", "sessions", "syncs")
+
+    def __init__(self, endpoint_of: Callable[[int], str | None]) -> None:
+        """`endpoint_of`: from a worker's id to its endpoint; None: the worker has gone."""
+        self._endpoint_of = endpoint_of
+        self.syncs: dict[str, ReplicaSync] = {}  # by endpoint
+        self.sessions = SessionRelay(endpoint_of)  # where sessions are bound is shared as well
+
+    def booked(self, request_id: str, selection: Selection) -> None:
+        """Report a request that was booked."""
+        if (sync := self._sync(selection.rank)) is not None:
+            sync.booked(request_id, selection)
+
+    def prefill_completed(self, request_id: str, rank: WorkerRank) -> None:
+        """Report the first token of a request."""
+        if (sync := self._sync(rank)) is not None:
+            sync.prefill_completed(request_id, rank)
+
+    def freed(self, request_id: str, rank: WorkerRank) -> None:
+        """Report the end of a request."""
+        if (sync := self._sync(rank)) is not None:
+            sync.freed(request_id, rank)
+
+    def _sync(self, rank: WorkerRank) -> ReplicaSync | None:
+        endpoint = self._endpoint_of(rank.worker_id)
+        return None if endpoint is None else self.syncs.get(endpoint)
