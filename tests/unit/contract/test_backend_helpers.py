@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from dynamo.contract.chunks import CompletionUsage
 from dynamo.contract.modes import DisaggregationMode
-from dynamo.contract.requests.agent_context import agent_context_from_request, session_id_from_request
+from dynamo.contract.request_fields import agent_context_from_request, normalize_finish_reason, session_id_from_request
 from dynamo.contract.requests.disaggregation import (
     enforce_prefill_max_tokens,
     extract_prefill_result,
     require_prefill_result,
 )
 from dynamo.contract.requests.dp_rank import forced_dp_rank, validate_global_dp_rank
-from dynamo.contract.requests.engine_response import normalize_finish_reason
 from dynamo.contract.requests.logprobs import (
     build_sglang_logprob_kwargs,
     extract_from_completion_output,

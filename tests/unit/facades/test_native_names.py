@@ -12,10 +12,10 @@ import pytest
 
 from dynamo.contract.engine import BaseEngine, DiffusionEngine, EngineConfig, LLMEngine, RawEngine
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.contract.request_fields import trailing_stop_prefix_len
 from dynamo.contract.requests import logprobs
 from dynamo.contract.requests.disaggregation import require_prefill_result
 from dynamo.contract.requests.dp_rank import forced_dp_rank, validate_global_dp_rank
-from dynamo.contract.requests.engine_response import trailing_stop_prefix_len
 from dynamo.contract.requests.multimodal import encoder_terminal_chunk, require_encoder_result
 from dynamo.contract.requests.token_ids import normalize_request_token_ids, token_ids_len, token_ids_to_list
 from dynamo.engines.callable.engine import engine_class

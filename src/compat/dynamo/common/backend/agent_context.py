@@ -1,4 +1,5 @@
-"""Facade: `dynamo.contract.requests.agent_context` under the path of the guide."""
+"""Facade: names of `dynamo.contract.request_fields` under the path of the guide."""
 
-from dynamo.contract.requests.agent_context import *  # noqa: F403
-from dynamo.contract.requests.agent_context import __all__ as __all__
+from dynamo.contract.request_fields import agent_context_from_request, session_id_from_request
+
+__all__ = ["agent_context_from_request", "session_id_from_request"]

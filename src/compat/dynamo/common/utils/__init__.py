@@ -2,7 +2,7 @@
 
 from pkgutil import extend_path
 
-from dynamo.contract.requests.engine_response import normalize_finish_reason
+from dynamo.contract.request_fields import normalize_finish_reason
 from dynamo.contract.requests.structural_tag import serialize_structural_tag
 from dynamo.contract.requests.token_ids import normalize_request_token_ids, token_ids_len, token_ids_to_list
 

@@ -1,4 +1,5 @@
-"""Facade: `dynamo.contract.requests.engine_response` under the path of the guide."""
+"""Facade: names of `dynamo.contract.request_fields` under the path of the guide."""
 
-from dynamo.contract.requests.engine_response import *  # noqa: F403
-from dynamo.contract.requests.engine_response import __all__ as __all__
+from dynamo.contract.request_fields import normalize_finish_reason, trailing_stop_prefix_len
+
+__all__ = ["normalize_finish_reason", "trailing_stop_prefix_len"]

@@ -1,4 +1,5 @@
-"""Facade: `dynamo.contract.requests.input_params` under the path of the guide."""
+"""Facade: names of `dynamo.contract.request_fields` under the path of the guide."""
 
-from dynamo.contract.requests.input_params import *  # noqa: F403
-from dynamo.contract.requests.input_params import __all__ as __all__
+from dynamo.contract.request_fields import InputParamManager, resolve_thinking_token_budget
+
+__all__ = ["InputParamManager", "resolve_thinking_token_budget"]

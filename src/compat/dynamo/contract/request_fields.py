@@ -1,12 +1,25 @@
-"""The prompt of a request, for engines that take text or tokens."""
+"""What engines of the native system read out of a request, and the words for how an answer ended."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dynamo.contract.requests.invalid import InvalidRequest
 
-__all__ = ["InputParamManager", "resolve_thinking_token_budget"]
+
+def agent_context_from_request(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the request's `agent_context` object, or None."""
+    found = request.get("agent_context")
+    return found if isinstance(found, dict) else None
+
+
+def session_id_from_request(request: Mapping[str, Any]) -> str | None:
+    """Return the session id without surrounding blanks; None when it is absent, empty or not text."""
+    session_id = (agent_context_from_request(request) or {}).get("session_id")
+    if not isinstance(session_id, str):
+        return None
+    return session_id.strip() or None
 
 
 class InputParamManager:
@@ -49,3 +62,16 @@ def _inline_reasoning(messages: list[Any]) -> None:
         if isinstance(message, dict) and isinstance(message.get("reasoning_content"), str):
             reasoning = message.pop("reasoning_content")
             message["content"] = f"<think>{reasoning}</think>{message.get('content') or ''}"
+
+
+def normalize_finish_reason(finish_reason: str) -> str:
+    """Turn any `abort...` into `cancelled`; leave every other reason alone."""
+    return "cancelled" if finish_reason.startswith("abort") else finish_reason
+
+
+def trailing_stop_prefix_len(text: str, stop_strings: Collection[str]) -> int:
+    """Return how many characters at the end of `text` may be the beginning of a stop string, or a whole one."""
+    longest = min(len(text), max(map(len, stop_strings), default=0))
+    return next(
+        (size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in stop_strings)), 0
+    )
