@@ -107,7 +107,7 @@ def _model(client: ChatClient, asked: str | None) -> str:
     return asked or served[0]
 
 
-def _converse(client: ChatClient, body: dict[str, Any], messages: list[dict[str, str]]) -> int:
+def _converse(client: ChatClient, body: dict[str, object], messages: list[dict[str, str]]) -> int:
     print(f"{body['model']} (/help lists the commands)", file=sys.stderr)
     first = len(messages)
     while True:

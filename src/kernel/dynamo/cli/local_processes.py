@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dynamo.cli.console import Console
 from dynamo.supervise.backoff import RestartPolicy
@@ -152,7 +152,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     return max(0.0, value) if math.isfinite(value) else default
 
 
-OnReport = Callable[[SupervisedProcess, Mapping[str, Any]], None]
+OnReport = Callable[[SupervisedProcess, Mapping[str, object]], None]
 
 
 class LocalProcesses:
@@ -217,7 +217,7 @@ class LocalProcesses:
         del self._slots[process]
         self.instances.pop(process, None)
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         """Run `work` until the command ends."""
         return self._group.create_task(work, name=name)
 

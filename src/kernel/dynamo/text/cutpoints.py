@@ -161,7 +161,7 @@ def _cuts_through(cut: re.Pattern[str], content: str) -> bool:
     )
 
 
-def _pipeline_allows(steps: list[Mapping[str, Any]]) -> str:
+def _pipeline_allows(steps: list[Mapping[str, object]]) -> str:
     """Return where the pre-tokenizer allows a cut: "anywhere", "spaces" (only before a space) or "" (nowhere)."""
     covered = False
     if steps[-1]["type"] != "ByteLevel":

@@ -425,7 +425,7 @@ def _environment(now: Callable[[], datetime] | None) -> BudgetedSandbox:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

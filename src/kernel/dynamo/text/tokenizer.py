@@ -296,7 +296,7 @@ def load_tokenizer(directory: Path) -> JsonTokenizer:
 _ADDING_CLASSES: Final = frozenset({"Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX"})
 
 
-def _add_configured(hf: HfTokenizer, config: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def _add_configured(hf: HfTokenizer, config: Mapping[str, object], names: Mapping[str, str]) -> None:
     """Let the tokenizer add the tokens that its configuration demands, where its own post-processor adds none."""
     family = str(config.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
     if family not in _ADDING_CLASSES or hf.num_special_tokens_to_add(False):

@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def engine_factory(engine_cls: type[BaseEngine], engine_args: list[str]) -> Callable[[], Awaitable[Any]]:
+def engine_factory(engine_cls: type[BaseEngine], engine_args: list[str]) -> Callable[[], Awaitable[object]]:
     """Return what makes engines as this command promises: `cls()` where that is possible, else `from_args`."""
 
     async def make() -> Any:

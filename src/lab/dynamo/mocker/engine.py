@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import (
@@ -335,7 +335,7 @@ class MockEngine(LLMEngine):
         if self._metrics is not None:
             metrics.register_prometheus_expfmt_callback(self._metrics.text)
 
-    async def health_check_payload(self) -> dict[str, Any] | None:
+    async def health_check_payload(self) -> dict[str, object] | None:
         return build_health_check_payload(1)
 
     async def on_endpoint_ready(self, endpoint: Endpoint) -> None:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import zmq
@@ -63,7 +63,7 @@ class EngineWire:
         self._socket.send_multipart([b"", self._sequence.to_bytes(8, "big"), payload])  # a PUB socket never waits
         self._sequence += 1
 
-    def _event(self, event: BlockRun | EvictedBlocks) -> dict[str, Any]:
+    def _event(self, event: BlockRun | EvictedBlocks) -> dict[str, object]:
         if isinstance(event, EvictedBlocks):
             return {
                 "type": "BlockRemoved",

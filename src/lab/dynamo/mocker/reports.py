@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dynamo.contract.kv_events import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
 from dynamo.kv.changes import BlockChange, BlockRecord
@@ -158,7 +158,7 @@ class MockReports:
         if channel is None or endpoint is None:
             return
         worker_id = endpoint.connection_id()
-        events: list[dict[str, Any]] = [
+        events: list[dict[str, object]] = [
             {
                 "request_id": request.request_id,
                 "worker": {"worker_id": worker_id, "dp_rank": rank},

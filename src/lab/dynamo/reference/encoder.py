@@ -157,5 +157,5 @@ class ReferenceEncoder(LLMEngine):
         self._is_closed = True
         await self._attempts.close()
 
-    async def health_check_payload(self) -> dict[str, Any] | None:
+    async def health_check_payload(self) -> dict[str, object] | None:
         return build_health_check_payload(bos_token_id=0)

@@ -71,7 +71,7 @@ class EngineReports:
             self.snapshots.publish(0, snapshot)
 
 
-def _published(event: BlockEvent, block_size: int) -> dict[str, Any]:
+def _published(event: BlockEvent, block_size: int) -> dict[str, object]:
     if not isinstance(event, BlocksStored):  # a cleared cache is every block of it removed
         return {"type": "removed", "block_hashes": event.block_hashes}
     return {
@@ -338,7 +338,7 @@ class ReferenceEngine(LLMEngine):
     async def validate_engine_control(self, name: str, body: dict[str, Any]) -> dict[str, Any] | None:
         return None if self._operations is None else self._operations.refusal(name, body)
 
-    async def engine_control(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def engine_control(self, name: str, body: dict[str, object]) -> dict[str, object]:
         if self._operations is None:
             return await super().engine_control(name, body)
         return await self._operations.control(name, body)
@@ -360,7 +360,7 @@ class ReferenceEngine(LLMEngine):
 
     # -- what the worker calls -------------------------------------------------------------------------------------
 
-    async def health_check_payload(self) -> dict[str, Any] | None:
+    async def health_check_payload(self) -> dict[str, object] | None:
         bos = None if self._steps is None else self._steps.bos_token_id
         return build_health_check_payload(bos or 0)
 

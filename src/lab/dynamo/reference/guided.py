@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ class GuideSpec:
     whitespace: str | None = None  # a regex; for `json` only
 
 
-def read_guide(value: Any, limits: GuidedLimits = DEFAULT_GUIDED_LIMITS) -> GuideSpec | None:
+def read_guide(value: object, limits: GuidedLimits = DEFAULT_GUIDED_LIMITS) -> GuideSpec | None:
     """Read the request's `guided_decoding`, checked as far as that is quick. Raises InvalidArgument naming the member."""
     if value is None:
         return None
@@ -74,7 +74,7 @@ def read_guide(value: Any, limits: GuidedLimits = DEFAULT_GUIDED_LIMITS) -> Guid
     return GuideSpec(kind, _text_of(kind, value[kind]), whitespace)
 
 
-def _text_of(kind: Kind, value: Any) -> str:
+def _text_of(kind: Kind, value: object) -> str:
     if kind in ("regex", "grammar"):
         if not isinstance(value, str):
             raise _wrong(kind, f"must be a string, got {type(value).__name__}")

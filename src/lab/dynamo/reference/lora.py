@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -25,7 +25,7 @@ TENSOR: Final = re.compile(
     r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.([a-z]+)_proj\.lora_([AB])\.weight"
 )
 # Options of the format that would change the result; the only value that is computed here.
-ONLY: Final[dict[str, Any]] = {
+ONLY: Final[dict[str, object]] = {
     "peft_type": "LORA",
     "bias": "none",
     "use_dora": False,

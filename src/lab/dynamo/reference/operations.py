@@ -23,7 +23,7 @@ from dynamo.worker.adapters import adapter_directory, adapter_name, adapter_sour
 from dynamo.worker.registration import ModelEndpoint, unregister_model
 
 T = TypeVar("T")
-Body = dict[str, Any]
+Body = dict[str, object]
 
 PROFILE_ROWS: Final = 40  # of the functions that took the most time
 
@@ -109,7 +109,7 @@ class Operations:
             raise
         return {"is_sleeping": True, "level": level}
 
-    def _check_sleep(self, body: Mapping[str, Any]) -> int:
+    def _check_sleep(self, body: Mapping[str, object]) -> int:
         level = body.get("level", 1)
         if level not in (1, 2) or isinstance(level, bool):
             raise InvalidArgument(f"level must be 1 (the KV cache) or 2 (the weights too), got {level!r}")
@@ -128,13 +128,13 @@ class Operations:
         await self._halt_or_go_on()
         return {"is_sleeping": False}
 
-    async def pause_generation(self, _body: Mapping[str, Any]) -> Body:
+    async def pause_generation(self, _body: Mapping[str, object]) -> Body:
         """Compute nothing until resumed; everything stays where it is."""
         self._is_paused = True
         await self._halt_or_go_on()
         return {"is_paused": True}
 
-    async def resume_generation(self, _body: Mapping[str, Any]) -> Body:
+    async def resume_generation(self, _body: Mapping[str, object]) -> Body:
         if self._sleep_level:
             raise InvalidArgument("the engine sleeps, and only wake_up ends that")
         self._is_paused = False
@@ -149,13 +149,13 @@ class Operations:
 
         await self._steps.ask(set_halted)
 
-    async def clear_kv_blocks(self, _body: Mapping[str, Any]) -> Body:
+    async def clear_kv_blocks(self, _body: Mapping[str, object]) -> Body:
         """Forget every cached prefix that no stream uses at the moment."""
         return {"cleared_blocks": await self._steps.ask(lambda core: core.clear_cache())}
 
     # -- profile ------------------------------------------------------------------------------------------------------
 
-    async def start_profile(self, _body: Mapping[str, Any]) -> Body:
+    async def start_profile(self, _body: Mapping[str, object]) -> Body:
         """Count where the step thread's time goes, from now on."""
         if self._profile is not None:
             raise InvalidArgument("a profile is being taken already; stop_profile ends it")
@@ -167,7 +167,7 @@ class Operations:
         self._profile = profile
         return {}
 
-    async def stop_profile(self, body: Mapping[str, Any]) -> Body:
+    async def stop_profile(self, body: Mapping[str, object]) -> Body:
         """Return the functions that took the most time; with `path` the whole profile is written there (for `pstats`)."""
         profile, path = self._profile, body.get("path")
         if profile is None:
@@ -185,7 +185,7 @@ class Operations:
 
     # -- weights and adapters -----------------------------------------------------------------------------------------
 
-    async def update_weights(self, body: Mapping[str, Any]) -> Body:
+    async def update_weights(self, body: Mapping[str, object]) -> Body:
         """Go on with the weights of another directory: same shapes, other values. Streams recompute and go on."""
         directory = path_member(body, "model_path")
         if self._sleep_level:
@@ -236,7 +236,7 @@ class Operations:
         return {"loras": [_described(adapter) for adapter in self.adapters.values()], "count": len(self.adapters)}
 
 
-Operation = tuple[Callable[[Operations, Mapping[str, Any]], Awaitable[Body]], frozenset[str]]
+Operation = tuple[Callable[[Operations, Mapping[str, object]], Awaitable[Body]], frozenset[str]]
 
 # Name -> (what does it, the members its body may have).
 CONTROLS: Final[dict[str, Operation]] = {
@@ -260,7 +260,7 @@ def _error(message: str) -> Body:
     return {"status": "error", "message": message}
 
 
-def _checked(body: Mapping[str, Any], fields: frozenset[str]) -> None:
+def _checked(body: Mapping[str, object], fields: frozenset[str]) -> None:
     unknown = sorted(set(body) - fields)
     if unknown:
         known = f"known are {', '.join(sorted(fields))}" if fields else "there are none"
@@ -291,7 +291,7 @@ def _read_alike(directory: Path, config: ModelConfig) -> Weights:
 def _slowest(profile: cProfile.Profile) -> list[Body]:
     rows = []
     # pstats keeps its figures in an attribute that its type stub leaves out.
-    figures: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    figures: dict[tuple[str, int, str], tuple[int, int, float, float, object]] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     for (file, line, name), (_, calls, own, total, _) in sorted(figures.items(), key=lambda item: -item[1][2]):
         rows.append({"function": name, "at": f"{file}:{line}", "calls": calls, "own_s": own, "total_s": total})
     return rows[:PROFILE_ROWS]

@@ -74,7 +74,7 @@ class Job:
 
 
 def read_request(
-    request: Mapping[str, Any],
+    request: Mapping[str, object],
     limits: Limits,
     *,
     prompt_tokens: int | None = None,
@@ -269,7 +269,7 @@ class _Group:
             raise InvalidArgument(f"{self._name}.{name} must be a list of at most {MAX_LISTED} lists of token ids")
         return tuple(self._checked(name, word, vocab_size, others=False) for word in value)
 
-    def _checked(self, name: str, value: Any, vocab_size: int, *, others: bool) -> tuple[int, ...]:
+    def _checked(self, name: str, value: object, vocab_size: int, *, others: bool) -> tuple[int, ...]:
         if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
             raise InvalidArgument(f"{self._name}.{name} must be a list of token ids, got {value!r}")
         if len(value) > max(MAX_LISTED, vocab_size):

@@ -294,7 +294,7 @@ def _new_record(options: KeyCreateFlags) -> tuple[str | None, KeyRecord]:
             raise UsageError(f"--import: {error}") from None
     else:
         key = key_text(id, secrets.token_bytes(RANDOM_BYTES))
-    members: dict[str, Any] = {
+    members: dict[str, object] = {
         "id": id,
         "hash": hash_of(key.encode()),
         "name": options.name,

@@ -128,9 +128,9 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | Non
     raise ValueError("the handshake does not end")
 
 
-def _decoded(path: str) -> dict[str, Any]:
+def _decoded(path: str) -> dict[str, object]:
     """Return the first certificate of a file; the standard library decodes one outside a connection here only."""
-    found: dict[str, Any] = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]
+    found: dict[str, object] = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]
     return found
 
 

@@ -118,7 +118,7 @@ class PythonCalls(CallForm):
         s.out.end()
         return name
 
-    def _argument(self, s: Scanner, parameters: list[str], number: int) -> Step[tuple[str, Any]]:
+    def _argument(self, s: Scanner, parameters: list[str], number: int) -> Step[tuple[str, object]]:
         if _WORD.match((yield from s.peek())):
             word = yield from _word(s)
             yield from s.space()
@@ -127,7 +127,7 @@ class PythonCalls(CallForm):
                 return word, (yield from _value(s, _MAX_DEPTH))
             if word not in _WORDS:
                 raise NotACall
-            value: Any = _WORDS[word]
+            value: object = _WORDS[word]
         else:
             value = yield from _value(s, _MAX_DEPTH)
         if number >= len(parameters):
@@ -170,11 +170,11 @@ def _value(s: Scanner, depth: int) -> Step[Any]:
     return _WORDS[word]
 
 
-def _collection(s: Scanner, opening: str, depth: int) -> Step[Any]:
+def _collection(s: Scanner, opening: str, depth: int) -> Step[object]:
     closing = {"[": "]", "(": ")", "{": "}"}[opening]
     s.take(s.at + 1)
-    items: list[Any] = []
-    members: dict[str, Any] = {}
+    items: list[object] = []
+    members: dict[str, object] = {}
     while True:
         yield from s.space()
         if (yield from s.accept(closing)) is not None:

@@ -215,7 +215,7 @@ def unified_parser(
     return TextMachine(form.grammar(tools), out)
 
 
-def _hermes_tag(name: str, parameters: dict[str, Any], word: str = "tool_call") -> dict[str, Any]:
+def _hermes_tag(name: str, parameters: dict[str, object], word: str = "tool_call") -> dict[str, object]:
     """Return a call of this function as one tag of a structural tag."""
     return {
         "begin": f'<{word}>\n{{"name": "{name}", "arguments": ',

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final
+from typing import Final
 
 MAX_HEAD_BYTES: Final = 65_536
 MAX_BODY_BYTES: Final = 64 << 20  # of an answer that is kept whole
@@ -229,7 +229,7 @@ def usage_of(body: bytes) -> Usage:
 
 def error_of(body: bytes) -> str:
     """Return the message of an error's body, on one line."""
-    said: Any
+    said: object
     try:
         said = json.loads(body)
     except ValueError:

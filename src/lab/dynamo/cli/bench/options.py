@@ -35,7 +35,7 @@ MAX_CONNECTIONS: Final = 60_000  # there are no more ports to one address
 OPEN_LOOP_CONNECTIONS: Final = 4096
 
 
-def _json_object(given: str) -> dict[str, Any]:
+def _json_object(given: str) -> dict[str, object]:
     try:
         found = json.loads(given)
     except ValueError as error:
@@ -200,9 +200,9 @@ def _prompts(flags: BenchFlags) -> PromptSource:
     )
 
 
-def _as_given(urls: list[str], flags: BenchFlags) -> dict[str, Any]:
+def _as_given(urls: list[str], flags: BenchFlags) -> dict[str, object]:
     """Return the flags for the report, by their names."""
-    found: dict[str, Any] = {"url": urls}
+    found: dict[str, object] = {"url": urls}
     for name, made in settings_of(BenchFlags):
         value = getattr(flags, name)
         found[made.dest] = (

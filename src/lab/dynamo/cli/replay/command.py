@@ -110,16 +110,16 @@ def compare(found: ResentRequest) -> ReplayComparison:
     return ReplayComparison(found, tuple(known), differences)
 
 
-def _equal(before: Any, now: Any) -> bool:
+def _equal(before: object, now: object) -> bool:
     return bool(before == now)
 
 
-def _is_deterministic(body: Mapping[str, Any]) -> bool:
+def _is_deterministic(body: Mapping[str, object]) -> bool:
     """Return whether two answers of one engine to a request are the same."""
     return body.get("temperature") == 0 or body.get("seed") is not None or body.get("top_k") == 1
 
 
-def _text_of(response: Mapping[str, Any]) -> dict[int, str]:
+def _text_of(response: Mapping[str, object]) -> dict[int, str]:
     answer = ReplayedAnswer(200)
     take_object(answer, response)
     return answer.texts

@@ -20,7 +20,7 @@ from dynamo.engines.recorded.files import RecordedRequest
 
 _WORDS: Final = "the quick brown fox jumps over the lazy dog and looks for another place to sleep until the rain ends "
 MAX_CHARACTERS: Final = 16 * 1024 * 1024
-_GONE: Final[Any] = object()
+_GONE: Final[object] = object()
 
 
 def filled(shape: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -120,7 +120,7 @@ async def _send(request: RecordedRequest, target: Target, timeout_seconds: float
     return ResentRequest(request, answer, tuple(lost))
 
 
-async def _exchange(target: Target, path: str, body: dict[str, Any], began: float) -> ReplayedAnswer:
+async def _exchange(target: Target, path: str, body: dict[str, object], began: float) -> ReplayedAnswer:
     async with asyncio.timeout(CONNECT_SECONDS):
         incoming, outgoing = await asyncio.open_connection(target.host, target.port, ssl=target.tls)
     reader, received, first = AnswerReader(), bytearray(), None

@@ -72,12 +72,12 @@ class Ticket(msgspec.Struct, frozen=True):
     media_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_MEDIA_TOKENS)] = ()
     media_hashes: Annotated[tuple[ContentHash, ...], msgspec.Meta(max_length=MAX_MEDIA)] = ()  # of their content
 
-    def to_params(self) -> dict[str, Any]:
+    def to_params(self) -> dict[str, object]:
         """Encode the fields as `disaggregated_params`."""
         return dict(msgspec.to_builtins(self))
 
     @classmethod
-    def from_params(cls, params: Any) -> Ticket:
+    def from_params(cls, params: object) -> Ticket:
         """Raises InvalidArgument naming the member that is wrong."""
         try:
             return msgspec.convert(params, cls)

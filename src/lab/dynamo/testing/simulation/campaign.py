@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final
 
 from dynamo.testing.simulation.run import Outcome, run_scenario
 from dynamo.testing.simulation.scenario import ALL_KINDS, Fault, FaultKind, Scenario, draw
@@ -27,7 +27,7 @@ class Failure:
     outcome: Outcome
     smallest: Outcome
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "seed": self.outcome.scenario.seed,
             "digest": self.outcome.digest,
@@ -56,7 +56,7 @@ class Report:
         self.faults.update(str(fault.kind) for fault in outcome.fired)
         self.statuses.update("-" if status is None else str(status) for status in outcome.statuses)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "runs": self.runs,
             "requests": self.requests,

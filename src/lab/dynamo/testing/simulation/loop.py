@@ -34,7 +34,7 @@ class OutsideWorld(RuntimeError):
 class VirtualLoop(asyncio.BaseEventLoop):
     """Virtual time, inline executors, no sockets."""
 
-    _ready: deque[Any]
+    _ready: deque[object]
     _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, *, shuffle: random.Random | None = None) -> None:
@@ -59,7 +59,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Let time pass without running what was due meanwhile, as a machine that was suspended sees it."""
         self._now += max(0.0, seconds)
 
-    def select(self, timeout: float | None) -> list[Any]:
+    def select(self, timeout: float | None) -> list[object]:
         """Advance the clock in place of the selector: nothing arrives from outside, so the sleep ends at once."""
         self.turns += 1
         if timeout is None:
@@ -73,7 +73,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._ready.extend(ready)
         return []
 
-    def _process_events(self, event_list: list[Any]) -> None:
+    def _process_events(self, event_list: list[object]) -> None:
         pass
 
     def _write_to_self(self) -> None:
@@ -100,7 +100,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # -- the outside world -------------------------------------------------------------------------------------------
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise OutsideWorld(
             "a simulated loop has no sockets, processes or signals; use the memory planes (discovery and request plane `mem`)"
         )

@@ -182,7 +182,7 @@ def _timeline(clock: InspectorClock, times: list[float | None]) -> list[tuple[st
     ]
 
 
-def _parameters(plan: Plan) -> dict[str, Any]:
+def _parameters(plan: Plan) -> dict[str, object]:
     """Return what a request set, without its content."""
     sampling, stops = plan.fields.sampling_options, plan.fields.stop_conditions
     found = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}

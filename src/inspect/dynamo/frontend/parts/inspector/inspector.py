@@ -218,7 +218,7 @@ class Inspector(RequestListener):
         if key == TOKEN_KEY:
             self.token = value.decode()
 
-    def _answer(self, question: Question) -> Any:
+    def _answer(self, question: Question) -> object:
         """Answer another process of the group."""
         match question:
             case AskPicture(query, hides_texts):
@@ -296,7 +296,7 @@ class Inspector(RequestListener):
         found, _ = await self._members.ask(AskDetail(id, with_content), _MaybeDetail)
         return next((each.value for each in found if each.value is not None), None)
 
-    async def bundle(self, id: str, visitor: Visitor) -> dict[str, Any] | None:
+    async def bundle(self, id: str, visitor: Visitor) -> dict[str, object] | None:
         """Return everything that is known of a failure, in any process of the group; None: it has no bundle, or has one no longer.
 
         Raises the 403 of one with content.

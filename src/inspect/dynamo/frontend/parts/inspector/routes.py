@@ -56,7 +56,7 @@ _EVENTS: Final = ((b"content-type", b"text/event-stream"), (b"x-accel-buffering"
 _PARAMETERS: Final = frozenset({"views", "limit", "filter", "sort"})
 
 T = TypeVar("T")
-_Handler = Callable[[Scope, Receive, Visitor], Awaitable[tuple[int, Any]]]
+_Handler = Callable[[Scope, Receive, Visitor], Awaitable[tuple[int, object]]]
 
 
 class TokenDoor:
@@ -127,7 +127,7 @@ class InspectorRoutes:
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    async def _snapshot(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+    async def _snapshot(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
         return 200, await self._inspector.watching.take(query_of(scope), visitor)
 
     def _view(self, view: str) -> _Handler:
@@ -141,24 +141,24 @@ class InspectorRoutes:
 
         return show
 
-    async def _detail(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+    async def _detail(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
         id = scope["path_params"]["id"]
         found = await self._inspector.detail(id, visitor)
         if found is None:
             raise RequestRejected(404, f"No request {id[:128]!r} is known", code="request_not_found", param="id")
         return 200, found
 
-    async def _bundle(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+    async def _bundle(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
         id = scope["path_params"]["id"]
         found = await self._inspector.bundle(id, visitor)
         if found is None:
             raise RequestRejected(404, f"No failure {id[:128]!r} is kept", code="request_not_found", param="id")
         return 200, found
 
-    async def _config(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+    async def _config(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
         return 200, self._inspector.setting_rows()
 
-    async def _explain(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+    async def _explain(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
         asked = await self._body(scope, receive, ExplainRequest, MAX_PROMPT_BYTES)
         return 200, {"routing": await self._inspector.explain(asked)}
 
@@ -168,7 +168,7 @@ class InspectorRoutes:
         """Return a handler that acts only where that is allowed, and notes what was refused."""
         inspector = self._inspector
 
-        async def act(scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+        async def act(scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
             what = f"{scope['method']} {scope['path'][:256]}"
             try:
                 if inspector.settings.is_read_only:
@@ -191,7 +191,7 @@ class InspectorRoutes:
 
         return act
 
-    async def _abort(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+    async def _abort(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
         id = scope["path_params"]["id"]
         asked = await self._body(scope, receive, AbortRequest)
         result, silent = await self._inspector.abort(id, asked.reason)
@@ -207,7 +207,7 @@ class InspectorRoutes:
         )
         return 202, result
 
-    async def _abort_matching(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+    async def _abort_matching(self, scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
         asked = await self._body(scope, receive, BulkAbortRequest)
         try:
             result = await self._inspector.abort_matching(asked)
@@ -218,7 +218,7 @@ class InspectorRoutes:
         return (200 if asked.dry_run else 202), result
 
     def _worker_action(self, action: str) -> _Handler:
-        async def act(scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, Any]:
+        async def act(scope: Scope, receive: Receive, visitor: Visitor) -> tuple[int, object]:
             id = scope["path_params"]["id"].lower()
             asked = await self._body(scope, receive, WorkerActionRequest)
             operator = self._inspector.operator

@@ -124,7 +124,7 @@ def _name_of(name: str, made: Setting) -> str:
     return made.flags[0] if made.flags else made.variable or name
 
 
-def _origin(made: Setting, value: Any, environment: Mapping[str, str]) -> str:
+def _origin(made: Setting, value: object, environment: Mapping[str, str]) -> str:
     if value == made.default or (value is None and made.default is None):
         return "default"
     if made.variable and environment.get(made.variable, "").strip():
@@ -132,7 +132,7 @@ def _origin(made: Setting, value: Any, environment: Mapping[str, str]) -> str:
     return "flag" if made.flags else "default"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, list | tuple):
@@ -281,7 +281,7 @@ class ContentReader:
         }
         return self._redacted(record)
 
-    def _redacted(self, record: dict[str, Any]) -> dict[str, Any] | None:
+    def _redacted(self, record: dict[str, object]) -> dict[str, object] | None:
         if self._redact is None:
             return record
         try:
@@ -296,7 +296,7 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _said(body: dict[str, Any]) -> str:
+def _said(body: dict[str, object]) -> str:
     """Return the content of a body of a model that takes text: its prompt, or its messages as JSON."""
     prompt = body.get("prompt")
     return prompt if isinstance(prompt, str) else msgspec.json.encode(body.get("messages")).decode()
