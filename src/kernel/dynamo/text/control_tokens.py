@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.text.tokenizer import JsonTokenizer, Tokenizer
 
 _FIRST_MARKER: Final = 0xF0000  # the supplementary private-use planes: never in real text, and one character each
@@ -135,9 +136,9 @@ class ControlTokens:
 
     def guard(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
+        messages: Sequence[JsonMapping],
+        tools: Sequence[JsonMapping] | None,
+        variables: JsonMapping,
     ) -> Guarded | None:
         """Return what to render instead; None when no text in the request needs it, which is nearly always.
 
@@ -175,9 +176,9 @@ class Guarded:
         self,
         control: _TokenSet,
         markup: _TokenSet,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
+        messages: Sequence[JsonMapping],
+        tools: Sequence[JsonMapping] | None,
+        variables: JsonMapping,
     ) -> None:
         self._markers = _Markers(
             [text for source in _sources(messages, tools, variables) for text in _texts(source.value)]
@@ -203,7 +204,7 @@ class Guarded:
         cuts = (at + 1 for at in places if self._pattern.match(text, at) is not None)
         return RenderedPrompt(text, tuple(cuts))
 
-    def _marked_message(self, message: Mapping[str, Any], tokens: _TokenSet) -> dict[str, Any]:
+    def _marked_message(self, message: JsonMapping, tokens: _TokenSet) -> JsonObject:
         # Templates build their turns from the role, which is one of a few fixed words.
         return {key: value if key == "role" else self._marked(value, tokens) for key, value in message.items()}
 
@@ -265,7 +266,7 @@ class _Source(NamedTuple):
 
 
 def _sources(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] | None, variables: JsonMapping
 ) -> Iterator[_Source]:
     for message in messages:
         yield _Source(message, message.get("role") in _FOREIGN_ROLES)

@@ -7,9 +7,9 @@ token. Every token up to and including the one that stopped is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from dynamo.protocol.openai.shapes import JsonMapping
 from dynamo.text.detokenizer import Detokenizer
 from dynamo.text.pieces import EncodedPieces
 from dynamo.text.stops import StopStrings
@@ -43,8 +43,8 @@ class ChoiceDecoder:
         self,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
-        stop_conditions: Mapping[str, Any],
-        output_options: Mapping[str, Any],
+        stop_conditions: JsonMapping,
+        output_options: JsonMapping,
         *,
         include_stop_str: bool,
         visible: frozenset[int] = frozenset(),

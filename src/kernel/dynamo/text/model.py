@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.responses import ChatLogprobPieces
+from dynamo.protocol.openai.shapes import JsonMapping
 from dynamo.text.control_tokens import ControlTokens
 from dynamo.text.prefix_cache import CachedTokenizer
 from dynamo.text.template_budget import NO_CLOCK, BudgetSpec
@@ -60,7 +61,7 @@ class MediaTokens:
 NO_MEDIA: Final = MediaTokens()
 
 
-def media_tokens(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> MediaTokens:
+def media_tokens(config: JsonMapping, preprocessor: JsonMapping) -> MediaTokens:
     """Read what config.json and preprocessor_config.json (empty: it is not there) define of media."""
     kinds = frozenset(kind for kind, signs in _SIGNS.items() if any(config.get(sign) is not None for sign in signs))
     if "image" not in kinds:
@@ -75,9 +76,9 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _qwen2_vl(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> ImageCounter | None:
+def _qwen2_vl(config: JsonMapping, preprocessor: JsonMapping) -> ImageCounter | None:
     size = preprocessor.get("size")
-    named: Mapping[str, Any] = size if isinstance(size, Mapping) else {}
+    named: JsonMapping = size if isinstance(size, Mapping) else {}
     patch = _positive(preprocessor.get("patch_size"), 14)
     merge = _positive(preprocessor.get("merge_size"), 2)
     least = _positive(preprocessor.get("min_pixels", named.get("shortest_edge")), 56 * 56)
@@ -100,18 +101,18 @@ def _qwen2_vl(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Ima
     return count
 
 
-def _llava(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> ImageCounter | None:
+def _llava(config: JsonMapping, preprocessor: JsonMapping) -> ImageCounter | None:
     """Return the counter of models that scale every image to one size (LLaVA 1.5: 336 by 336 in patches of 14)."""
     if config.get("model_type") != "llava":
         return None  # the same processor stands before models that cut images into tiles
     vision = config.get("vision_config")
-    settings: Mapping[str, Any] = vision if isinstance(vision, Mapping) else {}
+    settings: JsonMapping = vision if isinstance(vision, Mapping) else {}
     per_side = _positive(settings.get("image_size"), 336) // _positive(settings.get("patch_size"), 14)
     tokens = _positive(config.get("image_seq_length"), per_side * per_side)
     return lambda width, height: tokens
 
 
-def _grid(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> ImageCounter | None:
+def _grid(config: JsonMapping, preprocessor: JsonMapping) -> ImageCounter | None:
     return lambda width, height: _GRID_TOKENS
 
 
@@ -119,7 +120,7 @@ def _positive(value: Any, default: int) -> int:
     return value if _is_id(value) and value > 0 else default
 
 
-_FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageCounter | None]]] = {
+_FAMILIES: Final[Mapping[str, Callable[[JsonMapping, JsonMapping], ImageCounter | None]]] = {
     "Qwen2VLImageProcessor": _qwen2_vl,
     "Qwen2VLImageProcessorFast": _qwen2_vl,
     "CLIPImageProcessor": _llava,
@@ -204,7 +205,7 @@ def load_text_model(
     template_budget: BudgetSpec | None = None,
     template_clock: Callable[[], float] = NO_CLOCK,
     tokenizer_cache_bytes: int = 0,
-    image_processor: Mapping[str, Any] | None = None,
+    image_processor: JsonMapping | None = None,
 ) -> TextModel:
     """Read a model directory; None is a model known only by name: bytes as tokens, and the plain template.
 
@@ -249,7 +250,7 @@ def load_text_model(
     )
 
 
-def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+def _template_source(directory: Path, tokenizer_config: JsonMapping) -> dict[str, str]:
     """Return the templates by name; a separate file wins over the member of tokenizer_config.json, as in transformers."""
     main = directory / "chat_template.jinja"
     if main.is_file():
@@ -275,7 +276,7 @@ def templates_by_name(value: Any) -> dict[str, str]:
 
 
 def _eos_token_ids(
-    generation: Mapping[str, Any], config: Mapping[str, Any], eos_token: str | None, tokenizer: Tokenizer
+    generation: JsonMapping, config: JsonMapping, eos_token: str | None, tokenizer: Tokenizer
 ) -> tuple[int, ...]:
     """Return the generation config's ids, else the model config's, and always the tokenizer's own end token as well.
 
@@ -291,13 +292,13 @@ def _ints(value: Any) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: JsonMapping) -> JsonMapping:
     """Multimodal models keep the language model's settings one level down."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
 
 
-def _context_length(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> int | None:
+def _context_length(config: JsonMapping, tokenizer_config: JsonMapping) -> int | None:
     text = _text_config(config)
     for value in (*(text.get(key) for key in _CONTEXT_KEYS), tokenizer_config.get("model_max_length")):
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _UNLIMITED:

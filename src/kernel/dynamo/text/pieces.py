@@ -10,10 +10,12 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from tokenizers import Tokenizer as HfTokenizer
+
+from dynamo.protocol.openai.shapes import JsonMapping
 
 MAX_ID: Final = 2**32 - 1  # the library's id type; anything else would raise OverflowError
 PER_BYTE: Final = "dynamo.text.per_byte"  # error handler: one U+FFFD for every byte that is not text
@@ -176,14 +178,14 @@ def vocabulary_size(tokenizer: HfTokenizer) -> int:
     return max(tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
 
 
-def flatten_steps(state: Mapping[str, Any], parts: str) -> list[Mapping[str, Any]]:
+def flatten_steps(state: JsonMapping, parts: str) -> list[JsonMapping]:
     """Return a component of tokenizer.json as a flat list: nested `Sequence`s (their members are under `parts`) are opened."""
     if state["type"] != "Sequence":
         return [state]
     return [step for part in state[parts] for step in flatten_steps(part, parts)]
 
 
-def _byte_fallback_plan(steps: list[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int] | None:
+def _byte_fallback_plan(steps: list[JsonMapping]) -> tuple[list[tuple[str, str]], int] | None:
     """Return (literal replacements, leading spaces stripped) for Replace* ByteFallback [Fuse [Strip]]; None for other orders."""
     replacements: list[tuple[str, str]] = []
     rest = list(steps)

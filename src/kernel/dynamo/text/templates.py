@@ -20,6 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.text.contents import are_plain, in_form
 from dynamo.text.template_budget import NO_CLOCK, BudgetExceeded, BudgetSpec
 from dynamo.text.template_probe import (
@@ -197,7 +198,7 @@ class ChatTemplate:
         self._costly = 0  # of the renderings to come, how many are expected to take long
         environment = _environment(now)
         sources = {"default": source} if isinstance(source, str) else source
-        self._constants: dict[str, Any] = dict(special_tokens or {})
+        self._constants: JsonObject = dict(special_tokens or {})
         for role, token in (("bos_token", bos_token), ("eos_token", eos_token)):
             if token is not None:
                 self._constants[role] = token
@@ -287,7 +288,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         think_marks: ThinkMarks | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: JsonMapping | None = None,
         budget: BudgetSpec | None = None,
         **named: Any,
     ) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.text.pieces import MAX_ID, PieceTable, table_for, vocabulary_size
 
 TextInput: TypeAlias = str | tuple[str, str]
@@ -329,7 +330,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
     return found
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> JsonObject:
     """Return the object in a model's JSON file; empty when the file is absent.
 
     Raises:

@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,7 @@ from dynamo.mocker.configuration import (
     read_configuration_file,
 )
 from dynamo.mocker.settings import REFUSED_FLAGS, MockerSettings
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.runtime.base.addresses import bind_host
 from dynamo.runtime.base.settings import RuntimeSettings, discovery_store
 from dynamo.settings.flags import add_flags
@@ -51,7 +51,7 @@ def kv_bytes_per_token(model_path: str, dtype: str = "auto") -> int | None:
         return None
 
 
-def _size(config: Mapping[str, Any], dtype: str) -> int:
+def _size(config: JsonMapping, dtype: str) -> int:
     sizes = config
     while "num_hidden_layers" not in sizes:
         found = next((sizes[name] for name in _NESTED if isinstance(sizes.get(name), dict)), None)
@@ -201,7 +201,7 @@ def _document(settings: MockerSettings, mode: DisaggregationMode) -> Any:
         reasoning = None if settings.reasoning is None else json.loads(settings.reasoning)
     except ValueError as error:
         raise InvalidArgument(f"--reasoning is not JSON: {error}") from error
-    timing: dict[str, Any] = {"type": "polynomial"}
+    timing: JsonObject = {"type": "polynomial"}
     if settings.planner_profile_data is not None:
         profile = {"path": str(settings.planner_profile_data)}
         timing = {"type": "external", "provider": "dynamo_profile", "config": profile}
@@ -241,7 +241,7 @@ def _document(settings: MockerSettings, mode: DisaggregationMode) -> Any:
     }
 
 
-def _host_offload(settings: MockerSettings) -> dict[str, Any] | None:
+def _host_offload(settings: MockerSettings) -> JsonObject | None:
     bandwidths = {
         name: value
         for name, value in (

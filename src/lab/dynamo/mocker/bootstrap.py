@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from dynamo.errors import CannotConnect, Disconnected, InvalidArgument, Overloaded, ResponseTimeout
+from dynamo.protocol.openai.shapes import JsonMapping
 from dynamo.runtime.base.addresses import bound_socket
 from dynamo.runtime.base.listening import start_listening
 from dynamo.runtime.base.tasks import first_of
@@ -26,7 +27,7 @@ MAX_CONNECTIONS: Final = 4096
 NO_ID: Final = "disaggregated mocker requires a handoff ID"
 
 
-def room_of(info: Mapping[str, Any]) -> int:
+def room_of(info: JsonMapping) -> int:
     """Return the number under which the two workers of a request meet. Raises InvalidArgument without one."""
     room = info.get("bootstrap_room")
     if type(room) is not int:
@@ -162,7 +163,7 @@ class HandoffDesk:
 _LEFT: Final = "left"
 
 
-async def fetch_prompt(info: Mapping[str, Any]) -> None:
+async def fetch_prompt(info: JsonMapping) -> None:
     """Wait at the prefill worker until the prompt is there. Cancelling the wait reaches the prefill worker.
 
     Raises CannotConnect, Disconnected, ResponseTimeout.

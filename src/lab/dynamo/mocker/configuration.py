@@ -18,6 +18,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.mocker.output import ReasoningShape
 from dynamo.mocker.profile import read_profile
 from dynamo.mocker.timing import FixedTiming, PolynomialTiming
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.runtime.base.addresses import LOOPBACK
 from dynamo.scheduling import HostTierOptions, PassTiming, SchedulerOptions, SglangOptions
 
@@ -150,7 +151,7 @@ class _Section:
     def __init__(self, value: object, path: str, known: frozenset[str]) -> None:
         if not isinstance(value, dict):
             raise InvalidArgument(f"{path or 'the configuration'} must be an object, got {_shown(value)}")
-        self._values: dict[str, Any] = value
+        self._values: JsonObject = value
         self._path = path
         for name in value:
             if name not in known:
@@ -203,7 +204,7 @@ class _Section:
             raise InvalidArgument(f"{self.path(name)} must be a string, got {_shown(value)}")
         return value
 
-    def given(self, names: frozenset[str]) -> dict[str, Any]:
+    def given(self, names: frozenset[str]) -> JsonObject:
         """Return those of the members that are there."""
         return {name: self._values[name] for name in names if self.has(name)}
 

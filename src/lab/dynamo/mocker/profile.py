@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.mocker.timing import LEAST_DECODE_MS
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def read_profile(path: Path) -> ProfileTiming:
     if path.is_dir() and (path / "prefill_raw_data.json").is_file() and not halves[0].is_file():
         raise InvalidArgument(f"{path}: profiles in the form prefill_raw_data.json are not built in this version")
     files = halves if path.is_dir() else [path]
-    arrays: dict[str, Any] = {}
+    arrays: JsonObject = {}
     try:
         for file in files:
             with np.load(file, allow_pickle=False) as loaded:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dynamo.contract.requests.json_files import read_object
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.reference.picture_codes import Vision, known_tokens, read_picture_codes
 from dynamo.reference.vision import COLOURS, ColourGrid
 
@@ -181,7 +182,7 @@ class _Fields:
     """Typed access to one JSON object; every complaint names the file and the field."""
 
     path: Path
-    values: dict[str, Any]
+    values: JsonObject
 
     def wrong(self, name: str, value: object, wanted: str) -> InvalidArgument:
         return InvalidArgument(f"{self.path}: {name} must be {wanted}, got {value!r}")

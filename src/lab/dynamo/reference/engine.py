@@ -18,6 +18,7 @@ from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest,
 from dynamo.contract.health_check import build_health_check_payload
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import Cancelled, DynamoException, EngineShutdown, InvalidArgument
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.records import LABELS, RESUMES_GUIDED
 from dynamo.reference.blocks import BlockEvent, BlocksStored
 from dynamo.reference.core import Core
@@ -335,7 +336,7 @@ class ReferenceEngine(LLMEngine):
     def supported_updates(self) -> set[str]:
         return set(UPDATES)
 
-    async def validate_engine_control(self, name: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    async def validate_engine_control(self, name: str, body: JsonObject) -> JsonObject | None:
         return None if self._operations is None else self._operations.refusal(name, body)
 
     async def engine_control(self, name: str, body: dict[str, object]) -> dict[str, object]:
@@ -343,7 +344,7 @@ class ReferenceEngine(LLMEngine):
             return await super().engine_control(name, body)
         return await self._operations.control(name, body)
 
-    async def engine_update(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def engine_update(self, name: str, body: JsonObject) -> JsonObject:
         if self._operations is None:
             return await super().engine_update(name, body)
         return await self._operations.update(name, body)
@@ -374,6 +375,6 @@ class ReferenceEngine(LLMEngine):
         self._reports.snapshots = publisher
 
 
-def _labels(labels: Sequence[str]) -> dict[str, Any]:
+def _labels(labels: Sequence[str]) -> JsonObject:
     """Return what the model's card has of its classes, which the frontend names in answers."""
     return {LABELS: list(labels)} if labels else {}

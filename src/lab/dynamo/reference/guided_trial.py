@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynamo.errors import WorkerUnavailable
+from dynamo.protocol.openai.shapes import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class GrammarTrial:
             raise GrammarRefused("cannot be compiled within the memory that a trial has", kind="crash")
         return str(answer["grammar"])
 
-    def _ask(self, constraint: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, constraint: JsonObject) -> JsonObject:
         child = self._ready_child()
         try:
             _send(child, constraint)
@@ -173,12 +174,12 @@ def _send(child: subprocess.Popen[bytes], message: Any) -> None:
     child.stdin.flush()
 
 
-def _receive(child: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+def _receive(child: subprocess.Popen[bytes], seconds: float) -> JsonObject:
     deadline = time.monotonic() + seconds
     (length,) = struct.unpack("<I", _read(child, 4, deadline))
     if length > MAX_ANSWER_BYTES:
         raise _Silent
-    answer: dict[str, Any] = json.loads(_read(child, length, deadline))
+    answer: JsonObject = json.loads(_read(child, length, deadline))
     return answer
 
 

@@ -23,6 +23,7 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.multimodal import extract_multimodal_kwargs, require_encoder_result
 from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import media_pad_token
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.reference.picture_codes import Vision, known_tokens
 from dynamo.reference.vision import IMAGE_TOKENS
@@ -43,14 +44,14 @@ class EncodedMedia(msgspec.Struct, frozen=True):
     token_ids: Annotated[tuple[tuple[TokenId, ...], ...], msgspec.Meta(max_length=MAX_PARTS)]
 
     @classmethod
-    def from_result(cls, result: Mapping[str, Any]) -> EncodedMedia:
+    def from_result(cls, result: JsonMapping) -> EncodedMedia:
         """Raises InvalidArgument naming the member that is wrong."""
         try:
             return msgspec.convert(result, cls)
         except msgspec.ValidationError as error:
             raise InvalidArgument(f"encoder_result: {error}") from error
 
-    def to_result(self) -> dict[str, Any]:
+    def to_result(self) -> JsonObject:
         """Return the fields as `encoder_result`."""
         return dict(msgspec.to_builtins(self))
 
@@ -115,7 +116,7 @@ class MediaOptions:
             return {MEDIA_KINDS: ["image", "video", "audio"]}
         return {MEDIA_KINDS: [] if vision is None else ["image"]}
 
-    def parts_of(self, request: Mapping[str, Any]) -> list[MediaItem]:
+    def parts_of(self, request: JsonMapping) -> list[MediaItem]:
         """Return the parts of a request. Raises InvalidArgument naming the part that is wrong."""
         options = msgspec.json.encode(request.get("mm_processor_kwargs") or {}, order="deterministic")
         return _items(extract_multimodal_kwargs(request) or {}, options)
@@ -140,7 +141,7 @@ class MediaOptions:
             raise InvalidArgument(f"{item.where}: this worker takes no {item.kind} (see --media-tokens)")
         return _drawn(bytes.fromhex(item.digest), self.part_tokens, vocab_size)
 
-    def encode(self, request: Mapping[str, Any], vocab_size: int, vision: Vision | None = None) -> EncodedMedia:
+    def encode(self, request: JsonMapping, vocab_size: int, vision: Vision | None = None) -> EncodedMedia:
         """Return the digests and tokens of a request's parts. Raises InvalidArgument naming the part that is wrong."""
         items = self.parts_of(request)
         tokens = tuple(self.tokens(item, vocab_size, vision) for item in items)
@@ -148,7 +149,7 @@ class MediaOptions:
 
     def prompt_of(
         self,
-        request: Mapping[str, Any],
+        request: JsonMapping,
         vocab_size: int,
         vision: Vision | None = None,
         is_given_up: Callable[[], bool] = lambda: False,
@@ -201,7 +202,7 @@ def _replaced(token_ids: Sequence[int], places: Sequence[int], parts: Sequence[t
     return (*found, *token_ids[start:])
 
 
-def _items(media: Mapping[str, Any], options: bytes) -> list[MediaItem]:
+def _items(media: JsonMapping, options: bytes) -> list[MediaItem]:
     """Return the parts. Raises InvalidArgument naming the part that is wrong."""
     data = media.get("multi_modal_data") or {}
     if not isinstance(data, Mapping):

@@ -11,9 +11,10 @@ import pstats
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument, WorkerUnavailable
+from dynamo.protocol.openai.shapes import JsonMapping
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.core import Core
 from dynamo.reference.loading import check_memory
@@ -69,7 +70,7 @@ class Operations:
         if self._is_paused:
             raise WorkerUnavailable("this engine is paused; POST /engine/control/resume_generation resumes it")
 
-    def refusal(self, name: str, body: Mapping[str, Any]) -> Body | None:
+    def refusal(self, name: str, body: JsonMapping) -> Body | None:
         """Check a control's body before any action; return what is wrong with it."""
         try:
             _checked(body, CONTROLS[name][1])
@@ -79,13 +80,13 @@ class Operations:
             return _error(str(error))
         return None
 
-    async def control(self, name: str, body: Mapping[str, Any]) -> Body:
+    async def control(self, name: str, body: JsonMapping) -> Body:
         return await self._serve(CONTROLS, name, body)
 
-    async def update(self, name: str, body: Mapping[str, Any]) -> Body:
+    async def update(self, name: str, body: JsonMapping) -> Body:
         return await self._serve(UPDATES, name, body)
 
-    async def _serve(self, table: Mapping[str, Operation], name: str, body: Mapping[str, Any]) -> Body:
+    async def _serve(self, table: Mapping[str, Operation], name: str, body: JsonMapping) -> Body:
         if name not in table:
             return _error(f"unknown operation {name!r}; there are {', '.join(sorted(table))}")
         operation, fields = table[name]
@@ -98,7 +99,7 @@ class Operations:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    async def sleep(self, body: Mapping[str, Any]) -> Body:
+    async def sleep(self, body: JsonMapping) -> Body:
         """Let the KV cache's memory go (level 1), with level 2 the weights' too. Streams wait."""
         before, level = self._sleep_level, max(self._check_sleep(body), self._sleep_level)
         self._sleep_level = level
@@ -117,7 +118,7 @@ class Operations:
             raise InvalidArgument("a prefill worker with --kv-transfer nixl cannot sleep: others read its memory")
         return int(level)
 
-    async def wake_up(self, _body: Mapping[str, Any]) -> Body:
+    async def wake_up(self, _body: JsonMapping) -> Body:
         """Take the memory again and go on. Too little of it: an error, and the engine sleeps on."""
         if self._sleep_level:
             without_weights = self._sleep_level == 2
@@ -195,7 +196,7 @@ class Operations:
         self._directory = directory
         return {"model_path": str(directory)}
 
-    async def load_lora(self, body: Mapping[str, Any]) -> Body:
+    async def load_lora(self, body: JsonMapping) -> Body:
         """Load an adapter under a name, and report the name to frontends as a model. Again: it is replaced."""
         name, directory = adapter_name(body), await adapter_directory(body)
         before = self.adapters.get(name)
@@ -221,7 +222,7 @@ class Operations:
             self.adapters[name] = before
             await self._steps.ask(lambda core: core.add_adapter(before))
 
-    async def unload_lora(self, body: Mapping[str, Any]) -> Body:
+    async def unload_lora(self, body: JsonMapping) -> Body:
         """Take an adapter away; the streams that use it finish with it."""
         name = adapter_name(body)
         if name not in self.adapters:
@@ -232,7 +233,7 @@ class Operations:
         await self._steps.ask(lambda core: core.remove_adapter(name))
         return {"lora_name": name}
 
-    async def list_loras(self, _body: Mapping[str, Any]) -> Body:
+    async def list_loras(self, _body: JsonMapping) -> Body:
         return {"loras": [_described(adapter) for adapter in self.adapters.values()], "count": len(self.adapters)}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from dynamo.contract.requests.pooling import dimensions_within
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.shapes import JsonMapping
 from dynamo.reference.blocks import PrefixKey
 from dynamo.reference.lora import Adapter
 from dynamo.reference.request import Limits, adapter_of
@@ -94,7 +95,7 @@ class Pooled:
     vector: Array
 
 
-def read_inputs(request: Mapping[str, Any], limits: Limits, adapters: Mapping[str, Adapter]) -> list[InputJob]:
+def read_inputs(request: JsonMapping, limits: Limits, adapters: Mapping[str, Adapter]) -> list[InputJob]:
     """Parse a request for vectors. Raises InvalidArgument naming the field for what cannot be served."""
     pooling = limits.pooling
     task = request.get("task") or "embed"

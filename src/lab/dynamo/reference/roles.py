@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -24,6 +24,7 @@ from dynamo.contract.requests.disaggregation import (
     require_prefill_result,
 )
 from dynamo.errors import DynamoException, InvalidArgument
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.reference.core import RunningChoice
 from dynamo.reference.kv_transfer import KvReceiver, KvSender, Ticket, TransferOptions, make_receiver, make_sender
 from dynamo.reference.media import NO_MEDIA, MediaOptions, MediaPrompt
@@ -97,16 +98,14 @@ class PrefillRole:
             _outcomes("Computed prompts that are held no more, by why", common, self._ends),
         ]
 
-    def narrowed(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def narrowed(self, request: JsonMapping) -> JsonObject:
         """Return the request for one token. Raises InvalidArgument for several choices: each would need a hand-off of its own."""
         if ((request.get("sampling_options") or {}).get("n") or 1) != 1:
             raise InvalidArgument("sampling_options.n must be 1 on a prefill worker: send one request for each choice")
         stops = dict(request.get("stop_conditions") or {})
         return enforce_prefill_max_tokens({**request, "stop_conditions": stops})
 
-    def hand_over(
-        self, choice: RunningChoice, let_go: Callable[[], None], media: MediaPrompt = NO_MEDIA
-    ) -> dict[str, Any]:
+    def hand_over(self, choice: RunningChoice, let_go: Callable[[], None], media: MediaPrompt = NO_MEDIA) -> JsonObject:
         """Hold a choice's blocks; `let_go` is called once when they may be freed. `media`: those of its prompt.
 
         Raises Overloaded.
@@ -146,7 +145,7 @@ class DecodeRole:
             _outcomes("Prompts that a prefill worker had computed, by what came of it", [*labels.items()], self._ends)
         ]
 
-    def ticket(self, request: Mapping[str, Any]) -> Ticket | None:
+    def ticket(self, request: JsonMapping) -> Ticket | None:
         """Return the place of the request's blocks; None: compute the prompt here. Raises InvalidArgument."""
         result = extract_prefill_result(request)
         if result is None:
@@ -158,7 +157,7 @@ class DecodeRole:
             return None
         return Ticket.from_params(result.get("disaggregated_params"))
 
-    def continued(self, job: Job, request: Mapping[str, Any], ticket: Ticket) -> Job:
+    def continued(self, job: Job, request: JsonMapping, ticket: Ticket) -> Job:
         """Return the job as the prefill worker parsed it: a seed chosen by the prefill worker is kept."""
         if (request.get("sampling_options") or {}).get("seed") is not None:
             return job

@@ -11,13 +11,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
+
 ANY_TEXT: Final = r"(.|\n)*"
 
 # Between two JSON tokens. The format allows any amount, and a model that likes newlines would never end.
 WHITESPACE: Final = r"[ \t\n\r]{1,16}"
 
 
-def structural_grammar(tag: Mapping[str, Any], special_tokens: Mapping[str, int]) -> str:
+def structural_grammar(tag: JsonMapping, special_tokens: Mapping[str, int]) -> str:
     """Return the grammar of a structural tag, in llguidance's Lark. Raises ValueError naming the member that is wrong."""
     rules = _Rules(special_tokens)
     if "format" in tag:
@@ -34,7 +36,7 @@ def structural_grammar(tag: Mapping[str, Any], special_tokens: Mapping[str, int]
     return "\n".join(["%llguidance {}", f"start: {body}", *rules.lines])
 
 
-def _schema(structure: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _schema(structure: JsonMapping, at: str) -> JsonObject:
     if "schema" not in structure:
         raise ValueError(f"{at}.schema is missing")
     schema = structure["schema"]
@@ -51,7 +53,7 @@ class _Rules:
         self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
         self._count = 0
 
-    def format(self, form: Mapping[str, Any], at: str) -> str:
+    def format(self, form: JsonMapping, at: str) -> str:
         """Compile `form`, one of the formats by `type`; `at` is its path, for error messages."""
         kind = form.get("type")
         if kind == "const_string":
@@ -83,7 +85,7 @@ class _Rules:
             schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
         return self._add(f"%json {json.dumps(schema)}")
 
-    def triggered(self, form: Mapping[str, Any], at: str) -> str:
+    def triggered(self, form: JsonMapping, at: str) -> str:
         """Free text with tags in it: where a trigger appears, one of the tags that begin with it must follow."""
         triggers = _list(form.get("triggers"), f"{at}.triggers")
         tags = [_object(tag, f"{at}.tags") for tag in _list(form.get("tags"), f"{at}.tags")]
@@ -107,7 +109,7 @@ class _Rules:
             return call if form.get("at_least_one") else self._add(f"{call} | {self._terminal(ANY_TEXT)}")
         return f"{call}{'+' if form.get('at_least_one') else '*'} {self._terminal(ANY_TEXT)}"
 
-    def _separated(self, form: Mapping[str, Any], at: str) -> str:
+    def _separated(self, form: JsonMapping, at: str) -> str:
         tags = [
             self._add(f"{self._text(_string(tag, 'begin', at))} {self._inside(tag, at)}")
             for tag in (_object(tag, f"{at}.tags") for tag in _list(form.get("tags"), f"{at}.tags"))
@@ -116,7 +118,7 @@ class _Rules:
         more = "" if form.get("stop_after_first") else f" ({self._text(_string(form, 'separator', at))} {one})*"
         return self._add(f"{one}{more}" if form.get("at_least_one") else f"({one}{more})?")
 
-    def _inside(self, tag: Mapping[str, Any], at: str) -> str:
+    def _inside(self, tag: JsonMapping, at: str) -> str:
         """Compile a tag behind its `begin`: the content and the end, which may be one of several."""
         ends = tag.get("end", "")
         ends = ends if isinstance(ends, list) else [ends]
@@ -157,7 +159,7 @@ class _Rules:
         return name
 
 
-def _object(value: Any, what: str) -> Mapping[str, Any]:
+def _object(value: Any, what: str) -> JsonMapping:
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be an object")
     return value
@@ -169,7 +171,7 @@ def _list(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _string(form: Mapping[str, Any], name: str, at: str) -> str:
+def _string(form: JsonMapping, name: str, at: str) -> str:
     value = form.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{at}.{name} must be a string")

@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.shapes import JsonMapping
 
 Array = npt.NDArray[np.float32]
 
@@ -118,7 +119,7 @@ def _header(path: Path) -> Iterator[tuple[str, Tensor]]:
     yield from entries
 
 
-def _entry(path: Path, name: str, entry: Mapping[str, Any], header_bytes: int, file_bytes: int) -> Tensor:
+def _entry(path: Path, name: str, entry: JsonMapping, header_bytes: int, file_bytes: int) -> Tensor:
     dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
     begin, end = entry["data_offsets"]
     offset = HEADER_LENGTH_BYTES + header_bytes

@@ -7,7 +7,7 @@ A request is owned by the one HTTP request it came in; only header overrides wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -19,6 +19,7 @@ U64: TypeAlias = Annotated[int, Meta(ge=0)]  # the upper bound does not fit a Me
 U64_MAX: Final = 2**64 - 1
 
 JsonObject: TypeAlias = dict[str, Any]
+JsonMapping: TypeAlias = Mapping[str, Any]  # one that is only read
 
 REQUIRED: Final = ""
 """The value of `ChatRequest.forced_choice` when any tool will do; no function has an empty name."""

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
 from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
@@ -100,7 +101,7 @@ class PythonCalls(CallForm):
         name = tools.resolve((yield from _word(s)))
         yield from s.expect("(")
         s.out.name = name if name in tools.names else None
-        arguments: dict[str, Any] = {}
+        arguments: JsonObject = {}
         parameters = tools.parameters(name)
         while True:
             yield from s.space()

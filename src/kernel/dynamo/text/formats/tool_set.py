@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.text.formats.json_reader import JsonReader
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,1000}")
@@ -35,8 +36,8 @@ class ToolSet:
 
     __slots__ = ("_kinds", "_schemas", "names")
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._schemas: dict[str, Any] = {}
+    def __init__(self, tools: Sequence[JsonMapping] = ()) -> None:
+        self._schemas: JsonObject = {}
         for tool in tools:
             function = tool.get("function") or {}
             if isinstance(name := function.get("name"), str):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.text.formats.brace_calls import BraceCalls, MistralCalls
 from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.channels import Harmony, Inkling, KimiK3, Muse
@@ -177,7 +178,7 @@ class ToolFormat:
         str, ...
     ] = ()  # tokens that end a call: where a model also ends its answer with one, it must be seen
     # (name, schema of the arguments) -> the call as a tag for guided decoding; None: the format has no such tag.
-    call_tag: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
+    call_tag: Callable[[str, JsonObject], JsonObject] | None = None
     has_short_ids: bool = False  # ids of calls are nine letters or digits
 
     @property

@@ -15,13 +15,14 @@ worker *pulls* with it. Promises, held by one set of tests over all transports:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.shapes import JsonMapping
 from dynamo.settings.extras import install_command
 
 FLOAT32_BYTES: Final = 4
@@ -123,7 +124,7 @@ class BlockSource(Protocol):
     def page(self, block: int) -> bytes:
         """Return one block, packed."""
 
-    def arrays(self) -> Mapping[str, Any]:
+    def arrays(self) -> JsonMapping:
         """Return `keys` and `values`, for transports that read memory directly."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.runtime.http.cycle import PUSH_EXTENSION
 from dynamo.testing.simulation.scenario import RequestPlan
 
@@ -22,7 +23,7 @@ class Visit:
         self,
         app: Any,
         plan: RequestPlan,
-        body: dict[str, Any],
+        body: JsonObject,
         *,
         on_chunk: Callable[[Visit], None],
         on_breach: Callable[[str], None],
@@ -82,7 +83,7 @@ class Visit:
         if not self.is_complete and self.left_at is None and not self.was_cut:
             self._breach("the application returned without a whole answer")
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self) -> JsonObject:
         if self._parts and not self._left.is_set():
             await asyncio.sleep(0)
             part = self._parts.pop(0)
@@ -90,7 +91,7 @@ class Visit:
         await self._left.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _send(self, message: JsonObject) -> None:
         if message["type"] == "http.response.start":
             if self.status is not None:
                 self._breach("the answer was started twice")
@@ -136,7 +137,7 @@ class Answer:
 
     text: dict[int, str] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
-    error: dict[str, Any] | None = None
+    error: JsonObject | None = None
     completion_tokens: int | None = None
     is_whole: bool = False  # it ended as an answer must
 
@@ -184,7 +185,7 @@ def _read_stream(body: bytes) -> Answer:
     return answer
 
 
-def _read_unary(document: dict[str, Any], status: int) -> Answer:
+def _read_unary(document: JsonObject, status: int) -> Answer:
     answer = Answer(is_whole=True)
     if status != 200:
         answer.error = document["error"]
@@ -195,7 +196,7 @@ def _read_unary(document: dict[str, Any], status: int) -> Answer:
     return answer
 
 
-def _add(answer: Answer, choice: dict[str, Any], text: str | None) -> None:
+def _add(answer: Answer, choice: JsonObject, text: str | None) -> None:
     index = choice["index"]
     if index in answer.finish:
         raise ValueError(f"choice {index} goes on after its finish reason")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.shapes import JsonMapping
 from dynamo.runtime.calls.context import Context
 
 _ALPHABET: Final = (
@@ -89,7 +90,7 @@ class PrefixEngine(LLMEngine):
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         prompt = list(request["token_ids"])
-        stops: Mapping[str, Any] = request.get("stop_conditions") or {}
+        stops: JsonMapping = request.get("stop_conditions") or {}
         limit = stops.get("max_tokens") or 16
         seed = (request.get("sampling_options") or {}).get("seed") or 0
         step = Step(prompt, seed, context)

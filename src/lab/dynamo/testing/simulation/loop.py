@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
+from dynamo.protocol.openai.shapes import JsonObject
+
 T = TypeVar("T")
 
 START_SECONDS: Final = 1000.0  # not 0: code that takes a time of 0.0 for "never" would hide its mistake
@@ -47,7 +49,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._thread = threading.get_ident()
         self._selector = self  # BaseEventLoop gets from it how long to sleep
         self.turns = 0  # of the loop; two runs of one seed agree on it
-        self.complaints: list[dict[str, Any]] = []  # what reached the exception handler
+        self.complaints: list[JsonObject] = []  # what reached the exception handler
         self.set_exception_handler(lambda _, context: self.complaints.append(context))
 
     # -- time --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from dynamo.protocol.inspector.views import AttemptView, CandidateView, RequestD
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found, model_not_ready
 from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch.record import DispatchRecord
 from dynamo.router.dispatch.stages import PrefillStage
@@ -61,7 +62,7 @@ async def explain_request(pipeline: Pipeline, asked: ExplainRequest, at_ms: int)
 
 async def _worker_body(pipeline: Pipeline, asked: ExplainRequest, model: ServedModel) -> WorkerRequest:
     api: GenerationApi[Any] = ChatApi() if asked.messages is not None else CompletionApi()
-    fields: dict[str, Any] = {"model": asked.model}
+    fields: JsonObject = {"model": asked.model}
     if asked.messages is not None:
         fields["messages"] = asked.messages
     else:

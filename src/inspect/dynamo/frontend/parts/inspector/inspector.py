@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final, assert_never
+from typing import Final, assert_never
 
 from msgspec import Struct
 
@@ -59,6 +59,7 @@ from dynamo.protocol.inspector.views import (
     WorkerView,
 )
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.http.inspector_token import new_token
 from dynamo.scaling.decide import Decision
@@ -75,7 +76,7 @@ class _MaybeAborted(Struct):
 class _MaybeBundle(Struct):
     """What a process has of a failure."""
 
-    value: dict[str, Any] | None
+    value: JsonObject | None
     is_hidden: bool = False  # it has content, and is not for this viewer
 
 

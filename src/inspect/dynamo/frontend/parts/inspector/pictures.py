@@ -26,6 +26,7 @@ from dynamo.protocol.inspector.views import (
     StreamView,
     WorkerView,
 )
+from dynamo.protocol.openai.shapes import JsonObject
 
 DEFAULT_LIMIT: Final = 200
 MAX_LIMIT: Final = 1000
@@ -192,7 +193,7 @@ def _merged_events(members: Sequence[MemberPicture]) -> list[EventView]:
 SAME_EVENT_MS: Final = 2000
 
 
-Entries = dict[str, dict[str, Any]]
+Entries = dict[str, JsonObject]
 """What a picture shows: by view and id. A view that has one entry only has it under the empty id."""
 
 

@@ -30,6 +30,7 @@ from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.pipeline.text_generation import TextPlan
 from dynamo.protocol.inspector.views import ErrorGroup, EventView, SettingView
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.settings.table import Setting, settings_of, without_secrets
 from dynamo.text.tokenizer import Tokenizer
 
@@ -111,7 +112,7 @@ def setting_rows(settings: HttpSettings, environment: Mapping[str, str] = os.env
     return rows
 
 
-def _values(table: Any, shown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values(table: Any, shown: JsonMapping) -> Iterator[tuple[str, Any]]:
     for entry in dataclasses.fields(table):
         value = getattr(table, entry.name)
         if dataclasses.is_dataclass(value) and isinstance(shown[entry.name], Mapping):
@@ -251,7 +252,7 @@ class ContentReader:
         """`redact`: the operator's function; what it makes of a record is shown in its place, and nothing for None."""
         self._models, self._redact = models, redact
 
-    def read(self, exchange: Exchange) -> dict[str, Any] | None:
+    def read(self, exchange: Exchange) -> JsonObject | None:
         """Return the prompts from their beginning, and the ends of the answers; None: nothing is known, or may be shown."""
         work, name = exchange.work, exchange.model
         model = None if name is None else self._models.lookup(name)
@@ -269,7 +270,7 @@ class ContentReader:
             answers = [
                 _text(tokenizer, stream.request.answer.generated[-(MAX_TOKENS // len(running)) :]) for stream in running
             ]
-        record: dict[str, Any] = {
+        record: JsonObject = {
             "schema": CONTENT_SCHEMA,
             "id": exchange.response_id,
             "key": key_name(exchange.identity),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import CardEntry, Group
@@ -14,6 +14,7 @@ from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.parts.inspector.stream_rows import worker_name
 from dynamo.frontend.parts.inspector.streams import WorkerPulse
 from dynamo.protocol.inspector.views import ModelView, WorkerView
+from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.router.workers.pool import ModelPool
 from dynamo.runtime.calls.request_plane.base import Instance
 
@@ -169,7 +170,7 @@ class ClusterTable:
     def models(self) -> list[ModelView]:
         """Return a row for each model of each namespace."""
         found: dict[str, ModelView] = {}
-        bodies: dict[str, Any] = {}
+        bodies: JsonObject = {}
         for group in self._models.groups():
             key, card = group.key, group.card
             id = f"{key.namespace}/{key.model}"
@@ -185,7 +186,7 @@ class ClusterTable:
         self._add_adapters(found)
         return sorted(found.values(), key=lambda view: view.id)
 
-    def _model(self, id: str, group: Group, body: Mapping[str, Any] | None) -> ModelView:
+    def _model(self, id: str, group: Group, body: JsonMapping | None) -> ModelView:
         card, key = group.card, group.key
         view = ModelView(
             id=id,
@@ -224,7 +225,7 @@ class ClusterTable:
                 view.adapters.append(lora.name)
 
 
-def _why_not(body: Mapping[str, Any]) -> str | None:
+def _why_not(body: JsonMapping) -> str | None:
     """Return what keeps a model of one namespace from requests, or part of it, in a sentence; None: nothing does."""
     if body.get("error"):
         return str(body["error"])
