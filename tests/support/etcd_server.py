@@ -6,11 +6,13 @@ import base64
 import contextlib
 import http.client
 import json
+import re
 import shutil
 import signal
 import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -166,6 +168,12 @@ class EtcdServer:
         """Forget all changes up to now."""
         revision = self.call("kv/range", {"key": encoded("x")})["header"]["revision"]
         self.call("kv/compaction", {"revision": revision, "physical": True})
+
+    def watchers(self) -> int:
+        """How many watches are open."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            found = re.search(rb"^etcd_debugging_mvcc_watcher_total (\d+)", answer.read(), re.MULTILINE)
+        return int(found[1]) if found else 0
 
     def leases(self) -> list[int]:
         return [int(each["ID"]) for each in self.call("lease/leases", {}).get("leases", [])]

@@ -261,6 +261,18 @@ async def test_a_store_frozen_for_longer_than_the_ttl_loses_nobody(
     assert owner.lease_id == lease_id
 
 
+async def test_a_record_that_another_program_overwrites_is_written_again_long_before_the_next_renewal(
+    server: EtcdServer, open_store: Open
+) -> None:
+    owner = await open_store(lease_ttl_seconds=100 * PATIENCE_SECONDS)
+    keys = [KEY, OTHER, "v1/mdc/ns/c/e/1f"]
+    for key in keys:
+        await owner.put(key, b"1")
+    await until(lambda: server.watchers() == len(keys))
+    server.put(OTHER, b"broken")
+    await until(lambda: server.keys()[OTHER] == (b"1", owner.lease_id))
+
+
 async def test_a_store_killed_and_wiped_is_filled_again(server: EtcdServer, open_store: Open) -> None:
     owner, reader = await open_store(), await open_store()
     await owner.put(KEY, b"1")
@@ -392,7 +404,7 @@ async def test_a_watch_from_a_compacted_revision_says_so(server: EtcdServer) -> 
     server.put(KEY)
     server.compact()
     with pytest.raises(Compacted):
-        async with client.watch("v1/", revision) as batches:
+        async with client.watch("v1/", revision=revision) as batches:
             await anext(batches)
     await client.close()
 

@@ -103,7 +103,7 @@ def test_the_kinds_that_are_remembered_are_bounded_and_those_seen_last_stay() ->
     for kind in kinds:
         assert known.sighting(raised(kind())).whole is not None
         assert known.sighting(raised(kinds[0]())).whole is None or kind is kinds[0]
-    assert len(known) == MAX_KINDS
+    assert len(known._kinds) == MAX_KINDS
     assert known.sighting(raised(kinds[1]())).whole is not None
 
 

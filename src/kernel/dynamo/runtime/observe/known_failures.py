@@ -9,12 +9,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, NamedTuple
 
+_FAILED: Final = "request %s failed"
 _MARK: Final = "_dynamo_is_logged"
 MAX_LINKS: Final = 32  # of a chain of causes
 MAX_KINDS: Final = 256  # an engine has a few places that fail; those seen longest ago are forgotten first
 WHOLE_AGAIN_SECONDS: Final = 600.0  # so that a log that was rotated meanwhile has the traceback, too
 
 _Place = tuple[type[BaseException], str, int]  # class, file and line
+_Kind = tuple[int, float]  # how many were seen, and when one was logged whole
 
 
 class Sighting(NamedTuple):
@@ -22,11 +24,6 @@ class Sighting(NamedTuple):
 
     whole: BaseException | None  # to be logged with its traceback
     text: str  # behind the message; empty beside a traceback
-
-
-class _Kind(NamedTuple):
-    seen: int  # how many
-    whole_at: float
 
 
 class KnownFailures:
@@ -39,10 +36,6 @@ class KnownFailures:
         """`clock`: monotonic seconds."""
         self._clock = clock
         self._kinds: dict[tuple[_Place, ...], _Kind] = {}  # the one seen last is at the end
-
-    def __len__(self) -> int:
-        """Return how many kinds are remembered."""
-        return len(self._kinds)
 
     def sighting(self, error: BaseException) -> Sighting:
         """Return what to log of an exception: a traceback for the first of its kind, later ones in a line.
@@ -58,9 +51,10 @@ class KnownFailures:
                 setattr(link, _MARK, True)
         now = self._clock()
         before = self._kinds.pop(kind, None)
-        count = 1 if before is None else before.seen + 1
-        is_whole = not is_known if before is None else now - before.whole_at >= WHOLE_AGAIN_SECONDS
-        self._kinds[kind] = _Kind(count, now if before is None or is_whole else before.whole_at)
+        count, whole_at = (0, now) if before is None else before
+        count += 1
+        is_whole = not is_known if before is None else now - whole_at >= WHOLE_AGAIN_SECONDS
+        self._kinds[kind] = count, now if is_whole else whole_at
         if len(self._kinds) > MAX_KINDS:
             self._kinds.pop(next(iter(self._kinds)), None)
         if is_whole:
@@ -70,24 +64,17 @@ class KnownFailures:
         return Sighting(None, text)
 
     def log_failure(
-        self,
-        logger: logging.Logger,
-        request_id: str,
-        error: BaseException,
-        *,
-        what: str = "request %s failed",
-        is_expected: bool = False,
+        self, log: logging.Logger, id: str, error: BaseException, *, what: str = _FAILED, is_expected: bool = False
     ) -> None:
         """Log the failure of a request: an ERROR, or a line of INFO for one that is `is_expected`.
 
         A stream that was cut, and one beside a planned stop, may raise anything. `what` has one place, for the id.
         """
-        fields = {"request_id": request_id}
         if is_expected:
-            logger.info("request %s was interrupted: %s: %s", request_id, type(error).__name__, error, extra=fields)
+            log.info("request %s was interrupted: %s: %s", id, type(error).__name__, error, extra={"request_id": id})
             return
         seen = self.sighting(error)
-        logger.error(what + "%s", request_id, seen.text, exc_info=seen.whole, extra=fields)
+        log.error(what + "%s", id, seen.text, exc_info=seen.whole, extra={"request_id": id})
 
     def forget(self) -> None:
         """Forget all kinds."""

@@ -11,7 +11,7 @@ import logging
 import os
 import ssl
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -218,22 +218,22 @@ class EtcdClient:
         return found, answer.header.revision
 
     @asynccontextmanager
-    async def watch(self, prefix: str, revision: int) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
-        """Watch the changes below `prefix` from `revision` on, in order, without a gap, as long as the stream lasts.
+    async def watch(self, *prefixes: str, revision: int = 0) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
+        """Watch the changes below each prefix from `revision` (0: now) on, in order and without a gap, while the stream lasts.
 
         Iterating raises `CannotConnect` when the stream broke or its endpoint was given up, `Compacted`, or
         `EtcdError`.
         """
         endpoint = self._current
-        start, end = span(prefix)
-        body = {"create_request": {"key": start, "range_end": end, "start_revision": revision}}
+        ranges = [dict(zip(("key", "range_end"), span(prefix), strict=True)) for prefix in prefixes]
+        bodies = [{"create_request": {**each, "start_revision": revision}} for each in ranges]
         where = self.endpoints[endpoint]
         import aiohttp
 
         try:
             async with asyncio.timeout(None) as scope:
                 async with asyncio.timeout(self._attempt_seconds):
-                    response = await self._post(where, "watch", body, _HAS_LEADER)
+                    response = await self._post(where, "watch", bodies, _HAS_LEADER)
                 async with response:
                     if response.status != 200:
                         raise self._declined(response.status, await response.read())
@@ -294,7 +294,10 @@ class EtcdClient:
     ) -> T:
         for is_last in (False, True):
             token = await self._credentials(where)
-            async with asyncio.timeout(self._attempt_seconds), await self._post(where, path, body, headers) as response:
+            async with (
+                asyncio.timeout(self._attempt_seconds),
+                await self._post(where, path, [body], headers) as response,
+            ):
                 answer = await response.read()
             if response.status == 200:
                 return msgspec.json.decode(answer, type=kind, strict=False)
@@ -313,7 +316,7 @@ class EtcdClient:
                 body = {"name": self._login.user, "password": self._login.password}
                 async with (
                     asyncio.timeout(max(self._attempt_seconds, AUTHENTICATE_SECONDS)),
-                    await self._post(where, "auth/authenticate", body, None) as response,
+                    await self._post(where, "auth/authenticate", [body], None) as response,
                 ):
                     answer = await response.read()
                 if response.status != 200:
@@ -333,7 +336,7 @@ class EtcdClient:
         return self._login.token
 
     async def _post(
-        self, where: str, path: str, body: Mapping[str, object], headers: dict[str, str] | None
+        self, where: str, path: str, bodies: Sequence[Mapping[str, object]], headers: dict[str, str] | None
     ) -> aiohttp.ClientResponse:
         if self._session is None:
             raise CannotConnect("the etcd client is closed")
@@ -342,7 +345,7 @@ class EtcdClient:
             sent["Authorization"] = self._login.token
         return await self._session.post(
             f"{where}/v3/{path}",
-            data=msgspec.json.encode(body),  # bytes become base64, as the gateway requires
+            data=b"".join(map(msgspec.json.encode, bodies)),  # bytes become base64, as the gateway requires
             headers=sent,
             allow_redirects=False,
         )

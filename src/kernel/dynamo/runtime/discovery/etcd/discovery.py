@@ -70,6 +70,7 @@ class EtcdStore:
         await self._lease.take()
         self._work.start(self._lease.keep(), "etcd: lease")
         self._work.start(self.records.keep_repaired(), "etcd: repair")
+        self._work.keep(self.records.keep_watched, "etcd: own records")
 
     async def close(self) -> None:
         """Give the lease back, and the records with it, as far as etcd answers."""

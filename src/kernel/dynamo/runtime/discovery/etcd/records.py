@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Final
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.forever import counted
-from dynamo.runtime.discovery.etcd.client import EtcdClient, EtcdError
+from dynamo.runtime.base.tasks import first_of
+from dynamo.runtime.discovery.etcd.client import EtcdClient, EtcdError, WatchEvent
 from dynamo.runtime.discovery.etcd.health import EtcdHealth
 from dynamo.runtime.discovery.etcd.lease import EtcdLease
 from dynamo.runtime.discovery.keys import split_key
 from dynamo.runtime.discovery.retry import Delays
 
 logger = logging.getLogger(__name__)
+
+MAX_WATCHED: Final = 64  # a process has an instance and a card; those of hundreds of adapters wait for the next renewal
+LOOK_SECONDS: Final = 1.0  # how long a new record is not watched yet
+AGAIN_SECONDS: Final = 5.0  # two owners of one record would otherwise overwrite each other without a pause
 
 
 class OwnRecords:
@@ -110,6 +118,26 @@ class OwnRecords:
         if revision != self._repaired_revision:
             self._repaired_revision = revision
             self._repair_wanted.set()
+
+    async def keep_watched(self) -> None:
+        """Repair at once what another program overwrites. What it deletes, or was missed, is found at the next renewal."""
+        while True:
+            await self._until_other([])
+            keys = sorted(self._own)[:MAX_WATCHED]
+            with suppress(CannotConnect):  # which the loop of the lease logs
+                async with self._client.watch(*keys) as batches:
+                    await first_of(self._until_other(keys), self._follow(batches))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _until_other(self, keys: list[str]) -> None:
+        while sorted(self._own)[:MAX_WATCHED] == keys:
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _follow(self, batches: AsyncIterator[list[WatchEvent]]) -> None:
+        async for events in batches:
+            if any(each.value not in (None, self._own.get(each.key, each.value)) for each in events):
+                self._repair_wanted.set()
+                await asyncio.sleep(AGAIN_SECONDS)
 
     async def keep_repaired(self) -> None:
         """Put what the store lacks and remove what it should not have, whenever there may be any."""

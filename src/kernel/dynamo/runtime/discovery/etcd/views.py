@@ -95,7 +95,7 @@ class _FollowedBucket:
             while True:
                 try:
                     revision = await self._read(is_start=True)
-                    async with self._client.watch(f"{self._name}/", revision + 1) as batches:
+                    async with self._client.watch(f"{self._name}/", revision=revision + 1) as batches:
                         delays = Delays()
                         async for events in batches:
                             if any(event.value is None for event in events):
