@@ -76,7 +76,9 @@ DEBTS: frozenset[tuple[str, str]] = frozenset()
 # Inside the frontend: each folder and the folders that it may import. A part is `parts.NAME`; a module that stands beside the
 # folders goes by its own name.
 KERNEL = ("base", "admission", "models", "pipeline", "apis", "http")  # each may import those before it
-FRONTEND_PARTS = ("keys", "recording", "inspector", "batches", "stored_responses", "media", "scaling", "group")
+FRONTEND_PARTS = (
+    "keys", "recording", "inspector", "batches", "stored_responses", "media", "scaling", "group", "vllm_routes",
+)  # fmt: skip
 FRONTEND_TOP = frozenset({"app", "application", "opening", "args", "settings", "__init__", "__main__"})
 INSIDE_FRONTEND: dict[str, frozenset[str]] = {
     **{folder: frozenset(KERNEL[: place + 1]) for place, folder in enumerate(KERNEL)},

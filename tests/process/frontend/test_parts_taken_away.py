@@ -51,7 +51,8 @@ def served(directory: Path, missing: str = "") -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "part", ["keys", "recording", "inspector", "batches", "stored_responses", "media", "scaling", "group"]
+    "part",
+    ["keys", "recording", "inspector", "batches", "stored_responses", "media", "scaling", "group", "vllm_routes"],
 )
 def test_a_frontend_without_the_folder_of_a_part_serves(tmp_path: Path, part: str) -> None:
     found = served(tmp_path, part)
@@ -67,5 +68,5 @@ def test_a_frontend_without_the_whole_wing_of_the_parts_serves(tmp_path: Path) -
 def test_an_idle_frontend_imports_no_module_of_a_part_that_is_off(tmp_path: Path) -> None:
     found = served(tmp_path)
     folders = {name.split(".")[3] for name in found["modules"]}  # type: ignore[attr-defined]
-    assert folders == {"part", "opening", "recording", "inspector", "stored_responses", "media"}
+    assert folders == {"part", "opening", "recording", "inspector", "stored_responses", "media", "vllm_routes"}
     assert set(found["parts"]) == folders - {"part", "opening"}  # type: ignore[call-overload]

@@ -59,6 +59,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "POST /v1/score": {"model": "vectors", "text_1": "hi", "text_2": "ho"},
     "POST /v1/rerank": {"model": "vectors", "query": "hi", "documents": ["a", "b"]},
     "POST /v2/rerank": {"model": "vectors", "query": "hi", "documents": ["a", "b"]},
+    "POST /tokenize": {"model": "m", "prompt": "hi"},
+    "POST /detokenize": {"model": "m", "tokens": [104, 105]},
     "POST /v1/images/generations": {"model": "images", "prompt": "a fox", "size": "16x16"},
     "POST /v1/images/edits": {"model": "images", "prompt": "a fox", "input_reference": data_url(RED)},
     "POST /v1/audio/speech": {"model": "speech", "input": "a fox", "response_format": "wav"},
@@ -79,6 +81,8 @@ OPERATIONS = [
     "POST /v1/score",
     "POST /v1/rerank",
     "POST /v2/rerank",
+    "POST /tokenize",
+    "POST /detokenize",
     "POST /v1/images/generations",
     "POST /v1/images/edits",
     "POST /v1/audio/speech",
@@ -107,7 +111,10 @@ OPERATIONS = [
     "GET /health",
     "GET /live",
     "GET /metrics",
+    "GET /ping",
+    "POST /ping",
     "GET /ready",
+    "GET /version",
 ]  # schemathesis leaves the document itself out
 
 
@@ -224,7 +231,7 @@ def fuzz(address: str, label: str, mode: Any, examples: int, *, derandomize: boo
 
 
 def modes(label: str) -> list[Any]:
-    has_body = "POST" in label and label != "POST /v1/batches/{batch_id}/cancel"
+    has_body = "POST" in label and label not in ("POST /ping", "POST /v1/batches/{batch_id}/cancel")
     return [GenerationMode.POSITIVE, GenerationMode.NEGATIVE] if has_body else [GenerationMode.POSITIVE]
 
 

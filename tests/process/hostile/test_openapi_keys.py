@@ -37,7 +37,7 @@ from support.patience import PATIENCE_SECONDS  # noqa: E402
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 KEYS = (key("good"), key("chats", routes=["inference"]), key("files", routes=["files"]), key("boss", role="admin"))
-OPEN = {"GET /health", "GET /live", "GET /ready"}
+OPEN = {"GET /health", "GET /live", "GET /ready", "GET /ping", "POST /ping", "GET /version"}
 ANY_KEY = {"GET /v1/models", "GET /v1/models/{id}", "GET /v1/models/{id}/ready"}
 SECRET = secret_of("x").partition(".")[2]
 

@@ -37,7 +37,7 @@ RECORDS = (
     key("admin", role="admin"),
     key("far", cidrs=["192.0.2.0/24"]),
 )
-OPEN = {"/health", "/live", "/ready", "/admin/v1/openapi.json"}
+OPEN = {"/health", "/live", "/ready", "/ping", "/version", "/admin/v1/openapi.json"}
 CHAT: dict[str, object] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 

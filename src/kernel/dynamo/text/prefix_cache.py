@@ -109,6 +109,9 @@ class CachedTokenizer:
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_id(text)
 
+    def token_name(self, token_id: int) -> str:
+        return self._tokenizer.token_name(token_id)
+
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)
 

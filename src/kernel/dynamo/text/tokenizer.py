@@ -67,6 +67,10 @@ class Tokenizer(Protocol):
         """Return the id of exactly this token, or None."""
         ...
 
+    def token_name(self, token_id: int) -> str:
+        """Return a token as the vocabulary has it (`Ġthe`), which need not be the text that it adds."""
+        ...
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token in a log-probability listing: specials by name, partial code points as U+FFFD."""
         ...
@@ -174,6 +178,9 @@ class JsonTokenizer:
         found: int | None = self.hf.token_to_id(text)
         return found
 
+    def token_name(self, token_id: int) -> str:
+        return self.hf.id_to_token(token_id) or ""
+
     def token_text(self, token_id: int) -> str:
         table = self.pieces(skip_special_tokens=False)
         if table is None:
@@ -246,6 +253,8 @@ class ByteTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return _byte_piece(token_id).decode(errors="replace")
+
+    token_name = token_text
 
     def token_bytes(self, token_id: int) -> bytes:
         return _byte_piece(token_id)

@@ -293,6 +293,7 @@ class Api(ABC, Generic[R]):
     id_prefix: ClassVar[str]  # of the `id` of an answer; workers and logs see the request's bare UUID
     model_type: ClassVar[ModelType]
     dialect: ClassVar[Dialect] = OPENAI
+    needs_model: ClassVar[bool] = True  # False: a request may leave it out where one model is served
     takes_media: ClassVar[bool] = False  # a long body is pictures or sound, and no prompt
 
     def response_id(self, request_id: str) -> str:

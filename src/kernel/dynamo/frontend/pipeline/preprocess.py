@@ -106,21 +106,31 @@ class Preprocessor:
         return plan, text
 
     async def count_chat(self, request: ChatRequest, model: ServedModel, overhead: StageTimer) -> int:
-        """Return how many tokens the prompt of a chat has, also of one that is too long for the model.
+        """Return how many tokens the prompt of a chat has; raises what `chat_tokens` raises."""
+        return len(await self.chat_tokens(request, model, overhead))
+
+    async def chat_tokens(self, request: ChatRequest, model: ServedModel, overhead: StageTimer) -> list[int]:
+        """Return the tokens of the prompt of a chat, also of one that is too long for the model.
 
         Raises `InvalidArgument` when the template refuses, `RequestRejected` (422) for a model that takes text.
         """
-        if model.takes_text:
-            raise not_built(
-                f"The tokens of a prompt are not known of '{request.model}': that model takes text", "model"
-            )
+        check_has_tokens(request.model, model)
         if request.token_data is not None:
-            return len(request.token_data)
+            return request.token_data
         runtime_data = model.card.runtime_config.runtime_data
         options = chat_options(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
         prompt = await self._prompt(request, options, model, overhead)
         ids = await self._encode(model, prompt, overhead, None, is_chat=True)
-        return len(model.text.text_frame.around_rendered(ids) if request.add_special_tokens is True else ids)
+        return model.text.text_frame.around_rendered(ids) if request.add_special_tokens is True else ids
+
+    async def text_tokens(self, request: ChatRequest, text: str, model: ServedModel, overhead: StageTimer) -> list[int]:
+        """Return the tokens of a text as `completion` sends them, also of one that is too long for the model.
+
+        Raises `RequestRejected` (422) for a model that takes text.
+        """
+        check_has_tokens(request.model, model)
+        ids = await self._encode(model, RenderedPrompt(text), overhead, None, is_chat=False)
+        return ids if request.add_special_tokens is False else model.text.text_frame.around(ids)
 
     async def _prompt(
         self, request: ChatRequest, options: ChatOptions, model: ServedModel, overhead: StageTimer
@@ -330,6 +340,12 @@ class Preprocessor:
         raise RequestRejected(
             400, f"Validation: guided decoding: `{excess.member}` {excess.detail}", param=f"guided_{excess.member}"
         )
+
+
+def check_has_tokens(name: str, model: ServedModel) -> None:
+    """Refuse (422) what only a tokenizer can answer, for a model that has none here."""
+    if model.takes_text:
+        raise not_built(f"The tokens of a prompt are not known of '{name}': that model takes text", "model")
 
 
 def _spellings(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

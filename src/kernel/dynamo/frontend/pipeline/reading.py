@@ -19,7 +19,7 @@ from dynamo.frontend.pipeline.exchange import Arrival
 from dynamo.frontend.pipeline.settings import PipelineSettings
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits
-from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
+from dynamo.protocol.openai.errors import RequestRejected, model_not_ready, served_here
 from dynamo.protocol.openai.foreign_members import FOREIGN_MEMBERS
 from dynamo.protocol.openai.headers import AGENT_HEADERS, AGENT_START, KNOWN_HEADERS, HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import Request
@@ -68,6 +68,8 @@ class CallReader:
             request.is_large = True
         else:
             request = self._decode(body)
+        if not request.model and not api.needs_model:
+            request.model = self._only_model(arrival)
         model = models.lookup(request.model)
         if arrival.identity is not None:
             bind_key(request, arrival.identity, api.dialect, self._served_to(arrival))
@@ -103,6 +105,14 @@ class CallReader:
         if model is None or not model.surface_bits & self._surface_bit:
             raise api.dialect.unknown_model(request.model, self._served_to(arrival)())
         return Resolved(request, model, effects)
+
+    def _only_model(self, arrival: Arrival) -> str:
+        """Return the one model that a client may use. Raises RequestRejected (404) where there are none or several."""
+        served = self._served_to(arrival)()
+        if len(served) != 1:
+            text = f"Model not found: none is named{served_here(served)}"
+            raise RequestRejected(404, text, param="model", code="model_not_found")
+        return served[0]
 
     def _served_to(self, arrival: Arrival) -> Callable[[], list[str]]:
         """Return what lists the models of this API that a client may use."""

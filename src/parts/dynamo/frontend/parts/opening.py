@@ -58,6 +58,10 @@ def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: SharedLi
             raise TypeError(f"the intake of media is a {type(opened.intake).__name__}, not what `open_intake` opens")
         intake = opened.intake
         found.append(MediaService(settings.media, kernel, intake))
+    if _has("vllm_routes", True):
+        from dynamo.frontend.parts.vllm_routes.part import VllmRoutes
+
+        found.append(VllmRoutes(kernel))
     scaling = _open_scaling(settings, kernel)
     batches = _open_batches(settings, kernel, keys)
     found += [part for part in (scaling, batches) if part is not None]

@@ -53,8 +53,8 @@ class KeySettings:
 
     # fmt: off
     keys_file: str | None = setting(None, "DYN_KEYS", text,
-        "File of [API keys](keys.md), TOML or JSON: every route needs one of them, but for `/health`, `/ready` and `/live`. Read "
-        "again when it changes", flag="--keys", dest="keys_file", group=_ACCESS)
+        "File of [API keys](keys.md), TOML or JSON: every route needs one of them, but for `/health`, `/ready`, `/live`, "
+        "`/ping` and `/version`. Read again when it changes", flag="--keys", dest="keys_file", group=_ACCESS)
     api_key: str | None = setting(None, "DYN_API_KEY", text,
         "One API key, of at least 16 characters, that may use every route of the API; alone, or beside `--keys`",
         secret=True)

@@ -232,7 +232,7 @@ class Keys(KeyCharges, Part):
     def open_paths(self) -> Collection[str] | None:
         if not self.store.sources.protect_clients:
             return None
-        probes = ("/health", "/live", "/ready")
+        probes = ("/health", "/live", "/ready", "/ping", "/version")
         return (*probes, "/metrics") if self._settings.open_metrics else probes
 
     async def start(self) -> None:

@@ -29,8 +29,7 @@ from dynamo.frontend.parts.media.metrics import FAMILIES
 from dynamo.frontend.parts.media.relay import RelayCall, RelayedApi
 from dynamo.frontend.parts.media.store import MEDIA_PATH, KeepLimits, KeptMedia, MediaStore
 from dynamo.frontend.parts.part import Kernel, Part
-from dynamo.protocol.audio.schema import AUDIO_API
-from dynamo.protocol.audio.transcripts import TRANSCRIPT_FORM
+from dynamo.protocol.audio.transcripts import AUDIO_API, TRANSCRIPT_FORM
 from dynamo.protocol.forms import FormFile, FormShape, form_body
 from dynamo.protocol.image_answers import IMAGES_API
 from dynamo.protocol.images import EDIT_FORM
