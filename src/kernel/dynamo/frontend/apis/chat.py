@@ -19,6 +19,7 @@ from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import ChatRequest, decode_chat, validate_chat
 from dynamo.protocol.openai.responses import FinishedChoice, chat_body, chat_logprobs, tool_call, written_chat_logprobs
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.openai.sse import DONE, ChatStream, named_event
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
 
@@ -211,7 +212,7 @@ class _ChatRenderer(Renderer):
         text = reasoning = ""
         found: list[Logprobs] = []
         finished: Finished | None = None
-        pieces: list[dict[str, Any]] = []
+        pieces: list[JsonObject] = []
         is_open = False  # the last piece takes more arguments
         began = self._calls.get(output.choice, 0)
         for event in output.events:
@@ -274,7 +275,7 @@ def _call_members(piece: dict[str, object]) -> bytes:
     return content + b'"tool_calls":[' + json_line(piece) + b"]"
 
 
-def _merged(parts: Sequence[Mapping[str, Any]], alternatives: int) -> dict[str, Any]:
+def _merged(parts: Sequence[Mapping[str, Any]], alternatives: int) -> JsonObject:
     """Return log probability objects of a worker as one, with no more alternatives than were requested."""
     content = [
         {**item, "top_logprobs": (item.get("top_logprobs") or [])[:alternatives]}

@@ -56,7 +56,7 @@ class InferenceFirst(Router):
         self._inference = dict(inference)
         self._rule, self._permitted, self._dialects = rule, rule.permitted, dialects
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[None, None, None]:
         """Return what serves the request: a coroutine around it would be one more to go through at every turn."""
         if scope["type"] != "http":
             return super().__call__(scope, receive, send)

@@ -73,7 +73,7 @@ LISTEN_BACKLOG: Final = 2048
 CLOSE_SECONDS: Final = 1.0  # for answers under way when the listener closes
 LAST_WORDS_SECONDS: Final = 1.0  # for the error events of streams that were cut
 SPARE_DESCRIPTORS: Final = 128  # for connections to workers, files and logs, whatever clients do
-Connect = Callable[[socket.socket], Coroutine[Any, Any, None]]
+Connect = Callable[[socket.socket], Coroutine[None, None, None]]
 """Makes an accepted connection one of the server's."""
 
 

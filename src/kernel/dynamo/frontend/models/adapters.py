@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
 import msgspec
@@ -20,6 +20,7 @@ from dynamo.frontend.base.asgi import BodyBudget, ClientGone, Receive, Scope, Se
 from dynamo.frontend.models.cards import CardEntry
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.runtime.base.tasks import Background
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ MAX_ADAPTERS: Final = 1000  # that are remembered
 AT_ONCE: Final = 8  # workers that are called at a time
 ANSWER_SECONDS: Final = 600.0  # a source may have to be fetched
 RETRY_SECONDS: Final = 5.0
-AskWorker = Callable[[CardEntry, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+AskWorker = Callable[[CardEntry, Mapping[str, object]], Awaitable[Mapping[str, object]]]
 """Sends one request for adapters to a worker; returns its answer, or raises `DynamoException`."""
 
 
@@ -117,9 +118,9 @@ class AdapterKeeper:
         _, failure = await self._answer(entry, {"operation": "unload_lora", "lora_name": name})
         return failure or WorkerAnswer(entry.instance_id, entry.endpoint, "success")
 
-    def listed(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[JsonObject]:
         """Return every adapter with its base model and its workers, and what is requested and not loaded anywhere yet."""
-        names, found = self._models.base_names(), dict[str, dict[str, Any]]()
+        names, found = self._models.base_names(), dict[str, JsonObject]()
         for entry in self._models.adapters():
             assert entry.card.lora is not None
             adapter = found.setdefault(
@@ -276,7 +277,7 @@ class AdaptersRoute:
             return 409, _refusal(str(error))
         return _judged(given.lora_name, answers)
 
-    async def _unload(self, name: str) -> tuple[int, dict[str, Any]]:
+    async def _unload(self, name: str) -> tuple[int, JsonObject]:
         answers = await self._keeper.unload(name)
         if not answers:
             known = ", ".join(entry["lora_name"] for entry in self._keeper.listed()[:16]) or "none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, Final
+from typing import Final
 
 from dynamo.errors import DynamoException
 from dynamo.router.workers.pool import WorkerClient
@@ -61,7 +61,7 @@ class EndpointClients:
                 )
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         if self._background.is_closed:
             work.close()  # the directory has been left, and nothing needs it any more
         else:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.shapes import JsonObject
 
 CONVENTIONS: Final = "semantic-conventions-genai, development, 2026-10"
 """The state of the conventions that the names below are of: after semantic-conventions 1.42, where they had moved out."""
@@ -114,15 +115,15 @@ def content_attributes(request: object) -> dict[str, str]:
     return found
 
 
-def output_messages(folded: Mapping[str, Any]) -> str:
+def output_messages(folded: JsonObject) -> str:
     """Return an answer, folded into a chat completion, as the conventions write it; empty where it is too long."""
     return _bounded([
         {**_message(choice["message"]), "finish_reason": choice["finish_reason"]} for choice in folded["choices"]
     ])  # fmt: skip
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = []
+def _message(message: JsonObject) -> JsonObject:
+    parts: list[JsonObject] = []
     if reasoning := message.get("reasoning_content"):
         parts.append({"type": "reasoning", "content": reasoning})
     content = message.get("content")

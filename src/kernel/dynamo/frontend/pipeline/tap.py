@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished
 from dynamo.frontend.pipeline.exchange import Exchange, PartSlot
 from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.runtime.observe.tracing import exports_content
 from dynamo.text.output import CallArguments, CallBegan, Content, Reasoning
 
@@ -28,8 +29,8 @@ class _Content:
 
     def add(self, output: ChoiceOutput) -> None:
         """Note a part: a string where it is text alone, else an object in the form of a chat's delta."""
-        text, reasoning, calls = "", "", list[dict[str, Any]]()
-        found: dict[str, Any] = {}
+        text, reasoning, calls = "", "", list[JsonObject]()
+        found: JsonObject = {}
         for event in output.events:
             if isinstance(event, Content):
                 text += event.text
@@ -97,12 +98,12 @@ class RequestTap:
             if self._content is not None and self._content.characters < MAX_CHARACTERS:
                 self._content.add(output)
 
-    def folded(self) -> dict[str, Any]:
+    def folded(self) -> JsonObject:
         """Return the parts that were kept as one chat completion, whichever API they were for."""
-        choices: dict[int, dict[str, Any]] = {}
+        choices: dict[int, JsonObject] = {}
         for number, output in zip(self._choices, () if self._content is None else self._content.outputs, strict=False):
             message = choices.setdefault(number, {"content": "", "finish_reason": None, "calls": {}})
-            part: dict[str, Any] = {"content": output} if isinstance(output, str) else output
+            part: JsonObject = {"content": output} if isinstance(output, str) else output
             message["content"] += part.get("content", "")
             message["finish_reason"] = part.get("finish_reason", message["finish_reason"])
             if "reasoning_content" in part:
@@ -158,8 +159,8 @@ def open_tap(exchange: Exchange, request: object, effects: HeaderEffects) -> Req
     return tap
 
 
-def _folded_choice(number: int, found: dict[str, Any]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": found["content"] or None}
+def _folded_choice(number: int, found: JsonObject) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": found["content"] or None}
     if "reasoning_content" in found:
         message["reasoning_content"] = found["reasoning_content"]
     if found["calls"]:

@@ -68,14 +68,14 @@ class Metered(Generic[T]):
 
     __slots__ = ("_coroutine", "seconds")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, coroutine: Coroutine[object, object, T]) -> None:
         self._coroutine = coroutine
         self.seconds = 0.0
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[object, object, T]:
         coroutine, clock = self._coroutine, asyncio.get_running_loop().time
-        step: Callable[[Any], Any] = coroutine.send
-        sent: Any = None
+        step: Callable[[Any], object] = coroutine.send  # or `throw`, which takes an error
+        sent: object = None
         while True:
             began = clock()
             try:

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from dynamo.errors import Cancelled, Overloaded
 from dynamo.frontend.base.offload import Offload
@@ -360,7 +360,7 @@ def _decoder_fault(decoder: object, content: Media) -> str | None:
     return None
 
 
-async def _together(work: Sequence[Coroutine[Any, Any, Media | None]]) -> list[Media | None]:
+async def _together(work: Sequence[Coroutine[None, None, Media | None]]) -> list[Media | None]:
     """Run all of it; the first failure ends the others and is raised."""
     tasks: list[asyncio.Task[Media | None]] = []
     try:

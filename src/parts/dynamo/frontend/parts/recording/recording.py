@@ -13,7 +13,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
@@ -39,6 +39,7 @@ from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.tap import TAP, RequestTap
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.protocol.content_key import content_key
+from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.runtime.observe.metrics import Family
 from dynamo.settings.table import without_secrets
 
@@ -130,19 +131,19 @@ class RequestRecorder:
 
     def _records(
         self,
-        facts: dict[str, Any],
+        facts: JsonObject,
         tap: RequestTap | None,
         held: bytes,
         pairs: Sequence[tuple[bytes, bytes]],
         prompt: Sequence[int],
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         kinds, body = self._settings.records, decode_body(held) if held else None
         keys = () if tap is None else _content_keys(tap.request)
         ids = {"request_id": facts["request_id"], "request_received_ms": facts["request_received_ms"]}
-        found: list[dict[str, Any]] = []
+        found: list[JsonObject] = []
         if REQUEST_END in kinds:
             request = {**facts, "replay": _hashes(prompt), "parameters": shape_of(body)}
-            end: dict[str, Any] = {"event_type": REQUEST_END, "request": request}
+            end: JsonObject = {"event_type": REQUEST_END, "request": request}
             if tap is not None and tap.agent_context is not None:
                 end["agent_context"] = tap.agent_context
             found.append(end)

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+from dynamo.protocol.openai.shapes import JsonObject
+
 PARAMETERS: Final = frozenset(
     """
     best_of continue_final_message dimensions echo encoding_format frequency_penalty
@@ -48,11 +50,11 @@ def decode_body(body: bytes) -> object:
         return None
 
 
-def shape_of(body: Any) -> dict[str, Any] | None:
+def shape_of(body: Any) -> JsonObject | None:
     """Return a decoded body with its parameters, and a description in place of everything else; None for no object."""
     if not isinstance(body, dict):
         return None
-    shape: dict[str, Any] = {}
+    shape: JsonObject = {}
     for name, value in body.items():
         if name in PARAMETERS and len(msgspec.json.encode(value)) <= MAX_KEPT_BYTES:
             shape[name] = value
