@@ -279,7 +279,7 @@ def describe(error: BaseException, *, _depth: int = 0) -> dict[str, Any]:
     rule = RULES[kind]
     name = _WIRE_NAME.get(kind, kind.__name__)
     message = str(error).encode(errors="backslashreplace").decode()  # a lone surrogate could not be encoded later
-    record: dict[str, Any] = {
+    record: dict[str, object] = {
         "error_type": {"Backend": name} if name in _BACKEND_SCOPED else name,
         "message": message,
         "class": rule.wire_class,

@@ -211,8 +211,8 @@ class Setup:
             str(self._config.disaggregation_mode),
         )
 
-        async def framed(body: Any, context: Context, sink: ResponseSink) -> None:
-            fields: dict[str, Any] = {"request_id": context.id()}
+        async def framed(body: object, context: Context, sink: ResponseSink) -> None:
+            fields: dict[str, object] = {"request_id": context.id()}
             if not is_raw and isinstance(body, dict):
                 tokens = body.get("token_ids")
                 count = len(tokens) if isinstance(tokens, list | bytes) else None
@@ -256,7 +256,7 @@ class Setup:
             return generate
         return EmbedServing(self._engine, generate, served_name=self.parts.served_name, errors=errors).handle
 
-    async def canary_payload(self) -> dict[str, Any] | None:
+    async def canary_payload(self) -> dict[str, object] | None:
         own: Any = None
         if self._config.health_check_payload is None and HEALTH_CHECK_PAYLOAD.value(os.environ) is None:
             try:

@@ -28,7 +28,7 @@ class Deadline:
     `SimpleQueue`, whose `put` is safe inside a signal handler that interrupted anything at all.
     """
 
-    def __init__(self, seconds: float, *, force_exit: Callable[[int], Any] = os._exit) -> None:
+    def __init__(self, seconds: float, *, force_exit: Callable[[int], object] = os._exit) -> None:
         """`seconds` from `arm` to the end; `force_exit` is called in the watching thread."""
         self._seconds = seconds
         self._force_exit = force_exit
@@ -143,7 +143,7 @@ class SignalGuard:
         if hasattr(signal, "siginterrupt"):
             signal.siginterrupt(number, False)
 
-    def _add_for_engine(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
+    def _add_for_engine(self, sig: int, callback: Callable[..., object], *args: object) -> None:
         if sig in STOP_SIGNALS:
             logger.info("the engine's handler for %s is not installed: the worker shuts it down", _name(sig))
             return

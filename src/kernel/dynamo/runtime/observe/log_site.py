@@ -32,7 +32,7 @@ class LogSite:
         self._made_in: tuple[int, int, int] | None = None  # level, process and thread that `_constant` is of
         self._constant: dict[str, Any] = {}
 
-    def log(self, level: int, fields: Mapping[str, Any]) -> None:
+    def log(self, level: int, fields: Mapping[str, object]) -> None:
         """Log the message with these fields, like `Logger.log` with `extra`; no field may have a name of `LogRecord`'s own.
 
         The caller has checked `isEnabledFor`.

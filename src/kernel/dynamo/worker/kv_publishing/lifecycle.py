@@ -10,6 +10,7 @@ from dynamo.contract.engine_config import EngineConfig
 from dynamo.contract.kv_events import PushSource, ZmqSource
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import CannotConnect, DynamoException
+from dynamo.runtime.endpoint import Endpoint
 from dynamo.worker.kv_publishing.load import KV_METRICS_TOPIC, SnapshotPublisher, WorkerMetricsPublisher
 from dynamo.worker.kv_publishing.outbox import EventChannel
 from dynamo.worker.kv_publishing.publisher import KV_EVENTS_TOPIC, KvEventPublisher
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Publishing:
     """The publishers of one engine."""
 
-    def __init__(self, endpoint: Any, config: EngineConfig, *, enable_local_indexer: bool) -> None:
+    def __init__(self, endpoint: Endpoint, config: EngineConfig, *, enable_local_indexer: bool) -> None:
         self._endpoint = endpoint
         self._block_size = config.kv_cache_block_size
         self._enable_local_indexer = enable_local_indexer

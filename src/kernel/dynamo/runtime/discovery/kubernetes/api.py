@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo.errors import CannotConnect, DynamoException
 from dynamo.runtime.discovery.http_stream import Lines, watch_over
-from dynamo.runtime.discovery.kubernetes.records import GROUP, PLURAL, VERSION
+from dynamo.runtime.discovery.kubernetes.records import GROUP, PLURAL, VERSION, ApiObject
 from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ObjectEvent:
     """One change of one object, or (`object` None) only a newer version of the collection."""
 
     deleted: bool
-    object: Mapping[str, Any] | None
+    object: ApiObject | None
     version: int
 
 
@@ -91,7 +91,7 @@ class KubernetesApi:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def read_all(self, path: str, selector: str | None) -> tuple[list[Mapping[str, Any]], int]:
+    async def read_all(self, path: str, selector: str | None) -> tuple[list[ApiObject], int]:
         """Return the present objects of a collection, and the version at which this was true."""
         answer = await self._answer("GET", path, _selected(selector))
         return answer.get("items") or [], _version(answer)
@@ -153,7 +153,7 @@ class KubernetesApi:
         path: str,
         query: list[tuple[str, str]] | None = None,
         body: Mapping[str, object] | None = None,
-    ) -> dict[str, Any]:
+    ) -> ApiObject:
         import aiohttp
 
         try:
@@ -206,7 +206,7 @@ def _selected(selector: str | None) -> list[tuple[str, str]]:
     return [("labelSelector", selector)] if selector else []
 
 
-def _version(found: Mapping[str, Any]) -> int:
+def _version(found: ApiObject) -> int:
     """Read a version: opaque by the specification, but a rising number in every known server (and by promise since
     1.35).
     """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.forever import counted
 from dynamo.runtime.discovery.kubernetes.api import GONE, KubernetesApi, KubernetesError
 from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
+from dynamo.runtime.discovery.kubernetes.records import ApiObject
 from dynamo.runtime.discovery.retry import Delays
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class FollowedCollection:
         on_change: Callable[[str | None], None],
     ) -> None:
         self.path = path
-        self.objects: dict[str, Mapping[str, Any]] = {}  # by name
+        self.objects: dict[str, ApiObject] = {}  # by name
         self.version = 0  # everything up to here is in `objects`
         self._api = api
         self._selector = selector
@@ -88,7 +88,7 @@ class FollowedCollection:
         else:
             self._on_change(None)
 
-    def _take(self, found: Mapping[str, Any], *, deleted: bool) -> None:
+    def _take(self, found: ApiObject, *, deleted: bool) -> None:
         name: str = found["metadata"]["name"]
         if deleted:
             self.objects.pop(name, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from dynamo.runtime.discovery.kubernetes.own import OwnResource
 from dynamo.runtime.discovery.kubernetes.records import (
     KIND,
     SELECTOR,
+    ApiObject,
     instance_id_of,
     ready_by_containers,
     ready_by_slices,
@@ -34,7 +35,7 @@ from dynamo.runtime.discovery.last_view import SettlingView
 
 logger = logging.getLogger(__name__)
 
-Ready = Callable[[Any], set[str]]
+Ready = Callable[[Iterable[ApiObject]], set[str]]
 """From the objects of the readiness collection to the names of the resources that are ready."""
 
 

@@ -44,6 +44,10 @@ def check_record(key: str, value: bytes) -> None:
         raise InvalidArgument(f"discovery key {key!r}: the kubernetes store keeps JSON values ({error})") from error
 
 
+ApiObject = Mapping[str, Any]
+"""An object as the API server gives it: JSON."""
+
+
 def spec_of(own: Mapping[str, bytes]) -> dict[str, object]:
     """Build the `.spec` that holds these records."""
     data: dict[str, dict[str, object]] = {field: {} for field in FIELDS.values()}
@@ -64,7 +68,7 @@ def resource(name: str, *, pod_name: str, pod_uid: str, own: Mapping[str, bytes]
     }
 
 
-def records_of(found: Mapping[str, Any]) -> dict[str, bytes]:
+def records_of(found: ApiObject) -> dict[str, bytes]:
     """Key -> value of one resource; what has another shape is left out."""
     data = (found.get("spec") or {}).get("data") or {}
     records: dict[str, bytes] = {}
@@ -75,7 +79,7 @@ def records_of(found: Mapping[str, Any]) -> dict[str, bytes]:
     return records
 
 
-def ready_by_slices(slices: Iterable[Mapping[str, Any]]) -> set[str]:
+def ready_by_slices(slices: Iterable[ApiObject]) -> set[str]:
     """Return the names of the resources to whose pod a service would send traffic."""
     ready: set[str] = set()
     for each in slices:
@@ -87,7 +91,7 @@ def ready_by_slices(slices: Iterable[Mapping[str, Any]]) -> set[str]:
     return ready
 
 
-def ready_by_containers(pods: Iterable[Mapping[str, Any]]) -> set[str]:
+def ready_by_containers(pods: Iterable[ApiObject]) -> set[str]:
     """Return the names of the ready resources in the container mode: each container is ready by itself."""
     ready: set[str] = set()
     for pod in pods:
