@@ -34,7 +34,7 @@ STEPS = (
     f"{PARTS}.batches.conductor:BatchConductor._carry_out",
     f"{PARTS}.batches.journal:ResultJournal.append",
     f"{PARTS}.batches.stored_files:StoredFiles.remove_expired",
-    f"{PARTS}.inspector.lifecycle:WorkerLifecycle.look",
+    f"{PARTS}.inspector.tables:WorkerLifecycle.look",
     f"{PARTS}.inspector.inspector:Inspector._kv_use",
     f"{PARTS}.inspector.other_frontends:OtherFrontends._take",
 )

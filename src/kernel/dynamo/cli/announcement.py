@@ -79,12 +79,8 @@ class Announcement:
                 raise
 
     async def _announce(self) -> None:
-        models = await wait_listed(
-            self._address,
-            self._console,
-            waits_for=self._processes.missing,
-            on_answer=self._processes.frontend.mark_ready,
-        )
+        missing, on_answer = self._processes.missing, self._processes.frontend.mark_ready
+        models = await wait_listed(self._address, self._console, waits_for=missing, on_answer=on_answer)
         if not self._is_announced:
             await self._all_taken()
             self._is_announced = True

@@ -89,12 +89,13 @@ class ClusterAccess:
         """Subscribe to the loads that the workers of an endpoint report."""
         return self._runtime.events.subscribe(self._runtime.endpoint(endpoint).event_scope, LOAD_TOPIC)
 
-    def rules(self) -> ServingRules:
-        """Return how models are served."""
+    def rules(self, shares: Shares) -> ServingRules:
+        """Return how models are served. `shares`: whether several owners have their places."""
         settings = self._settings
+        limit, age = settings.max_requests_per_model, settings.max_queue_age_seconds
         return ServingRules(
             partial(self._policy, RouterMode.of(settings.router_mode)),
-            AdmissionPolicy(settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share),
+            AdmissionPolicy(limit, age, settings.capacity_share, shares),
             enforce_disagg=settings.enforce_disagg,
             min_initial_workers=settings.router_min_initial_workers,
             replacement_wait_seconds=settings.replacement_wait_seconds,
@@ -170,13 +171,13 @@ def open_kernel(
     """Make the kernel. Nothing is followed yet. Raises ValueError for metrics that cannot be made."""
     limit = settings.max_requests_in_flight
     metrics = FrontendMetrics(runtime.metrics, prefix=settings.metrics_prefix)
-    access = ClusterAccess(settings, runtime)
+    access, shares = ClusterAccess(settings, runtime), Shares()
     text_models = TextModelLoader(settings, offload, now=now)
     models = ModelDirectory(
         runtime.discovery,
         access.connect,
         text_models.load,
-        access.rules(),
+        access.rules(shares),
         scope=Scope(settings.namespace, settings.namespace_prefix),
         metrics=metrics,
         max_models=settings.max_models,
@@ -199,7 +200,7 @@ def open_kernel(
         Hooks([RequestCounts(metrics), RequestLog(settings.overload_status)]),
     )
     loads = LoadFollower(settings, models, access.loads, peers, report_own=access.report_own)
-    shares = Shares()
+    shares.show_each(models.places)
     bodies = shares.bound("bodies", settings.pending_bodies_limit_bytes, weight=HELD_SHORTLY, unit="bytes")
     kernel = Kernel(settings, pipeline, loads, runtime, preparing, BodyBudget(bodies), peers, shares)
     return OpenedKernel(kernel, access, text_models, AdapterKeeper(models, access.ask_adapters), intake)

@@ -11,6 +11,8 @@ Two limits, each with three heights, so that what is less urgent is refused firs
 * the age of the queue: of the oldest request that has had no token yet. A wait is a queue only while more requests are in
   flight than the workers run at once, so a long prefill beside free places never refuses a request. Requests below priority 0
   are refused at half the limit, those above it at twice the limit.
+
+An owner of keys leaves some places to the others, and to it a queue is as old as its own oldest request.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 from dynamo.errors import Overloaded
+from dynamo.frontend.base.shares import HELD_SHORTLY, SharedBound, Shares
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.shapes import AgentHints, CommonRequest, NvExt
 from dynamo.protocol.vectors.requests import ResultRequest
@@ -123,6 +126,7 @@ class AdmissionPolicy:
         None  # None: the default above, where the workers reported what they run; 0: never
     )
     share: float = 1.0  # of each model's capacity that this process may fill: it may be one of several on a port
+    shares: Shares = field(default_factory=Shares)  # whether there are several owners
 
 
 class Reason(enum.StrEnum):
@@ -131,6 +135,7 @@ class Reason(enum.StrEnum):
     PLACES = "places"  # all are taken
     RESERVED = "reserved"  # those that are free are for what is more urgent
     QUEUE_AGE = "queue_age"
+    SHARE = "share"  # of its owner: those that are free are for other owners
 
 
 class Shed(Overloaded):
@@ -177,6 +182,7 @@ class ModelAdmission:
         "_starts",
         "_waiting",
         "in_flight",
+        "owners",
     )
 
     def __init__(self, model: str, policy: AdmissionPolicy) -> None:
@@ -187,6 +193,7 @@ class ModelAdmission:
         self._starts = _Starts()
         self._said_at = -math.inf
         self.in_flight = 0
+        self.owners = SharedBound(0, HELD_SHORTLY, policy.shares.has_others)  # the places of requests with a key
         self.set_capacity(None)
 
     def set_capacity(self, capacity: int | None) -> None:
@@ -196,6 +203,7 @@ class ModelAdmission:
         self._capacity = None if capacity is None else math.ceil(capacity * self._policy.share)
         limit = self._policy.limit
         self._limit = None if limit is None else limit.places(capacity, self._policy.share)
+        self.owners.limit = self._limit or 0
 
     @property
     def capacity(self) -> int | None:
@@ -231,18 +239,20 @@ class ModelAdmission:
             return 0.0
         return max(0.0, now - next(iter(self._waiting)).since)
 
-    def enter(self, urgency: Urgency, now: float) -> AdmissionSlot:
-        """Take a slot for a request that arrived at `now`. Raises `Shed`."""
-        reason = self.rejection_reason(urgency, now)
+    def enter(self, urgency: Urgency, now: float, owner: str | None = None) -> AdmissionSlot:
+        """Take a slot for a request that arrived at `now`. `owner`: of its key; None: it has none. Raises `Shed`."""
+        reason = self.rejection_reason(urgency, now, owner)
         if reason is not None:
             self._say(reason, now)
             raise Shed(reason, self.retry_after_seconds(now))
         self.in_flight += 1
-        slot = AdmissionSlot(self, now)
+        if owner is not None:
+            self.owners.note(owner)
+        slot = AdmissionSlot(self, now, owner)
         self._waiting[slot] = None
         return slot
 
-    def rejection_reason(self, urgency: Urgency, now: float) -> Reason | None:
+    def rejection_reason(self, urgency: Urgency, now: float, owner: str | None = None) -> Reason | None:
         """Return why a request would be rejected now; None: it would be admitted."""
         limit, age_limit = self._limit, self.queue_age_limit_seconds
         if limit is not None:
@@ -251,9 +261,17 @@ class ModelAdmission:
             kept_free = limit // _KEPT_FREE[urgency] if urgency in _KEPT_FREE else 0
             if self.in_flight >= limit - kept_free:
                 return Reason.RESERVED
-        if age_limit is not None and self.queue_age_seconds(now) > age_limit * _AGES[urgency]:
-            return Reason.QUEUE_AGE
+            if owner is not None and not self.owners.admits(self.owners.of(owner), self.in_flight):
+                return Reason.SHARE
+        if age_limit is not None and self.queue_age_seconds(now) > (most := age_limit * _AGES[urgency]):
+            return Reason.QUEUE_AGE if self._waits_longer(owner, most, now) else None
         return None
+
+    def _waits_longer(self, owner: str | None, seconds: float, now: float) -> bool:
+        """Return whether the owner's own part of a queue that is too old is too old as well."""
+        if owner is None or not self._policy.shares.has_others():
+            return True
+        return now - next((slot.since for slot in self._waiting if slot.owner == owner), now) > seconds
 
     def retry_after_seconds(self, now: float) -> int:
         """Return when it may be worth to come again: what waits now, by the rate at which requests had their first tokens lately."""
@@ -274,6 +292,8 @@ class ModelAdmission:
     def _left(self, slot: AdmissionSlot) -> None:
         self._waiting.pop(slot, None)
         self.in_flight -= 1
+        if slot.owner is not None:
+            self.owners.give_back(slot.owner)
 
     def _say(self, reason: Reason, now: float) -> None:
         if now - self._said_at < SAID_EVERY_SECONDS:
@@ -293,10 +313,10 @@ class ModelAdmission:
 class AdmissionSlot:
     """One request's slot of its model, from its arrival to the end of its answer."""
 
-    __slots__ = ("_is_left", "_model", "since")
+    __slots__ = ("_is_left", "_model", "owner", "since")
 
-    def __init__(self, model: ModelAdmission, since: float) -> None:
-        self._model, self.since = model, since
+    def __init__(self, model: ModelAdmission, since: float, owner: str | None) -> None:
+        self._model, self.since, self.owner = model, since, owner
         self._is_left = False
 
     def begun(self, now: float) -> None:

@@ -11,10 +11,12 @@ nothing has to be taken away again. An owner that has nothing may always have th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final
 
 from msgspec import Struct
+
+from dynamo.protocol.openai.errors import RequestRejected
 
 HELD_LONG: Final = 1
 """The weight of what is held for minutes or days (uploads, batches): one owner may have half."""
@@ -33,6 +35,14 @@ def fits_share(own: int, free: int, weight: int) -> bool:
 def largest_owner(used: Mapping[str, int]) -> str:
     """Return the owner that has most: what is stored makes room where there is most of it. `used` is not empty."""
     return max(used, key=used.__getitem__)
+
+
+def share_exceeded(places: str, *, retry_after_seconds: int = 1) -> RequestRejected:
+    """Return the 429 of an owner that has its share of some places. `places`: what they are of."""
+    text = (
+        f"Too many requests at once: some places of {places} are for other projects. Try again when a request has ended"
+    )
+    return RequestRejected(429, text, code="share_exceeded", retry_after_seconds=retry_after_seconds)
 
 
 class OwnerUse(Struct, frozen=True):
@@ -129,6 +139,7 @@ class Shares:
     def __init__(self) -> None:
         self._owners: Callable[[], int] = lambda: 1
         self._shown: list[_Shown] = []
+        self._more: Callable[[], Iterable[tuple[str, SharedBound]]] = lambda: ()
 
     def know_owners(self, count: Callable[[], int]) -> None:
         """Take what returns how many owners there may be; without it there is one."""
@@ -150,10 +161,15 @@ class Shares:
         """Show what owners have of a store that has a limit for each of them, or makes room where there is most."""
         self._shown.append(_Shown(name, unit, limit, lambda: most_of_one, count))
 
+    def show_each(self, bounds: Callable[[], Iterable[tuple[str, SharedBound]]]) -> None:
+        """Show the bounds that `bounds` returns with their names, whichever there are when they are read."""
+        self._more = bounds
+
     async def report(self) -> list[BoundUse]:
         """Return the use of each bound by owner."""
         found = []
-        for shown in self._shown:
+        more = [_Shown(name, "", made.limit, made.most_of_one, made.count) for name, made in self._more()]
+        for shown in [*self._shown, *more]:
             used = await shown.count()
             rows = sorted(used.items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_SHOWN_OWNERS]
             owners = [OwnerUse(owner, count) for owner, count in rows]

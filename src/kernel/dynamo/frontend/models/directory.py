@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.base.shares import SharedBound
 from dynamo.frontend.models.cards import MAX_MODELS, CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.models.changes import Changes
 from dynamo.frontend.models.endpoint_clients import Connect, EndpointClients
@@ -151,6 +152,11 @@ class ModelDirectory:
     def served(self) -> list[ServedModel]:
         """Return every loaded model, once for each namespace and role."""
         return list(self._served.values())
+
+    def places(self) -> list[tuple[str, SharedBound]]:
+        """Return what each owner has of the places of each model that has a limit."""
+        limited = [each for each in self._served.values() if each.admission.limit is not None]
+        return [(f"requests in flight of {each.name}", each.admission.owners) for each in limited]
 
     def pools(self) -> list[ModelPool]:
         """Return the workers of every loaded model, and the prefill workers beside them, each with the name of its model."""

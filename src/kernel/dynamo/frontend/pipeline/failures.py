@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from dynamo.errors import DynamoException, NoReplacement, RequestKillsWorkers, describe, http_assertion, rule_of
+from dynamo.frontend.admission.model import Reason, Shed
 from dynamo.frontend.admission.process import NotReady
 from dynamo.frontend.base.access import key_rejection
+from dynamo.frontend.base.shares import share_exceeded
 from dynamo.frontend.pipeline.exchange import KeyRevoked, RequestAborted
 from dynamo.protocol.openai.errors import (
     NOT_BUILT_CODE,
@@ -44,6 +46,8 @@ def rejection_of(error: BaseException, *, overload_status: int) -> RequestReject
         return key_rejection("key_revoked", str(error))
     if isinstance(error, RequestAborted):
         return aborted(str(error))
+    if isinstance(error, Shed) and error.reason is Reason.SHARE:
+        return share_exceeded("this model", retry_after_seconds=error.retry_after_seconds)
     if isinstance(error, NoReplacement):  # the answer that the next request gets, which finds no model to wait for
         return model_not_ready(error.model)
     return rejection_for(error, overload_status=overload_status)

@@ -208,7 +208,8 @@ class Call:
         for began in pipeline.hooks.began:
             began(exchange, resolved)
         # Before the prompt is rendered or tokenised.
-        exchange.slot = model.admission.enter(urgency_of(request.nvext), arrival.at)
+        owner = None if arrival.identity is None else arrival.identity.owner
+        exchange.slot = model.admission.enter(urgency_of(request.nvext), arrival.at, owner)
         exchange.enter(Phase.ADMITTED, exchange.now())
         if effects.metadata:
             exchange.context.metadata = effects.metadata

@@ -207,8 +207,7 @@ class ReplicaSync:
                     self._peers.prefill_completed_anywhere(event.request_id, now)
 
     async def _follow_channels(self, known: set[str]) -> None:
-        """Forget a peer with its channel record, where the plane has such records. `known`: the records that an attempt that
-        failed may have seen."""
+        """Forget a peer with its channel record, where there are such. `known`: those that an attempt that failed had."""
         scope = self._endpoint.event_scope
         prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(BOOKINGS_TOPIC)}"
         async with aclosing(follow(self._endpoint.runtime.discovery, prefix, known)) as changes:

@@ -155,8 +155,7 @@ class RoutedEndpoint:
     # -- the workers -------------------------------------------------------------------------------------------------
 
     async def _follow_cards(self, known: asyncio.Event, keys: set[str]) -> None:
-        """Take the cards as they change, and set `known` once those that there are have been taken. `keys`: those that an
-        attempt that failed may have taken."""
+        """Take the cards as they change; `known` is set after the first ones. `keys`: those that an attempt that failed had."""
         workers = self.endpoint
         prefix = f"{MODEL_CARDS}/{workers.namespace}/{workers.component}/{workers.name}"
         async with aclosing(follow(workers.runtime.discovery, prefix, keys)) as changes:

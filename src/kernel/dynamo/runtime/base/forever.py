@@ -16,9 +16,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_SECONDS: Final = 0.5
 LONGEST_DELAY_SECONDS: Final = 30.0
-HEALTHY_SECONDS: Final = (
-    60.0  # after so long without a failure the last one is shown no more, and the next one is a first
-)
+HEALTHY_SECONDS: Final = 60.0  # after so long the last failure is shown no more, and the next one is a first
 
 
 class LoopFailures:

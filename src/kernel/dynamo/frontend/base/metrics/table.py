@@ -78,7 +78,7 @@ FAMILIES: Final = (
     Family(
         "model_shed_total",
         "counter",
-        "Requests refused before their prompt was read: `places`, `reserved` (for higher priorities), `queue_age`",
+        "Requests refused before their prompt was read: `places`, `reserved` (for higher priorities), `queue_age`, `share` (of its project)",
         (
             "model",
             "reason",

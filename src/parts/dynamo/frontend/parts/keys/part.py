@@ -13,12 +13,12 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.admission.model import Shed
+from dynamo.frontend.admission.model import Reason, Shed
 from dynamo.frontend.admission.process import Admission
 from dynamo.frontend.base.access import Access, Caller
 from dynamo.frontend.base.asgi import Receive, Scope, Send, reply, reply_rejected
 from dynamo.frontend.base.settings.keys import KeySettings
-from dynamo.frontend.base.shares import HELD_SHORTLY, Shares, fits_share
+from dynamo.frontend.base.shares import HELD_SHORTLY, Shares, fits_share, share_exceeded
 from dynamo.frontend.http.routes import GuardedRoute, Site
 from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.models.length_limits import LengthLimits
@@ -111,11 +111,7 @@ class PlaceShares:
         # admission refuses, whatever the owner has.
         is_over = own and not fits_share((own + 1) * admission.processes, (free := admission.free()) - 1, HELD_SHORTLY)
         if is_over and free > 0 and self._has_others():  # in this order, as nearly no request is over
-            text = (
-                f"Too many requests at once: of the {admission.limit} places of this frontend some are kept free "
-                "for other projects. Try again when a request has ended"
-            )
-            raise RequestRejected(429, text, code="share_exceeded", retry_after_seconds=1)
+            raise share_exceeded("this frontend")
         self._taken.note(owner)
 
     def give_back(self, owner: str) -> None:
@@ -169,6 +165,8 @@ class KeyCharges(RequestListener):
             self._places.give_back(owner)
         if isinstance(outcome.why, Shed):
             charge.forgive()
+            if outcome.why.reason is Reason.SHARE:
+                self._quotas.on_refused(charge.identity, "share")
         charge.has_succeeded = outcome.is_answered
         seconds, usage = outcome.at - exchange.arrival.at, outcome.usage
         if not (outcome.instances or usage.output_tokens):
