@@ -77,6 +77,37 @@ EXACTNESS_CHECK_MS: Final = 10.0
 _AT_ONCE, _PASS = 0, 1
 
 
+class Agenda:
+    """Calls at their times, each with the time that it then is. No clock: time goes from one call to the next."""
+
+    __slots__ = ("_heap", "_serial", "now_ms")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Callable[[float], None]]] = []
+        self._serial = 0
+        self.now_ms = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    @property
+    def has_more_now(self) -> bool:
+        """Whether something else happens at this very time."""
+        return bool(self._heap) and self._heap[0][0] <= self.now_ms
+
+    def schedule(self, delay_ms: float, call: Callable[[float], None], order: int = _AT_ONCE) -> None:
+        """Call back after a time."""
+        self._serial += 1
+        heapq.heappush(self._heap, (self.now_ms + delay_ms, order, self._serial, call))
+
+    def run(self) -> None:
+        """Make all calls, also those that are scheduled by them."""
+        heap = self._heap
+        while heap:
+            self.now_ms, _, _, call = heapq.heappop(heap)
+            call(self.now_ms)
+
+
 class ReplayCluster:
     """One replay. Make it, `run` it once, read what its lists hold."""
 
@@ -89,18 +120,11 @@ class ReplayCluster:
         self.flights: list[Flight] = []  # in the order of arrival
         self.gaps = GapCounts()
         self.fleet = Fleet(setup, make_core)
-        self.entrances = Entrances(setup, make_frontend, self.schedule)
+        self._agenda = Agenda()
+        self.entrances = Entrances(setup, make_frontend, self._agenda.schedule)
         self._tree = tree
-        self._heap: list[tuple[float, int, int, Callable[[float], None]]] = []
-        self._serial = 0
-        self._now_ms = 0.0
         self._arrivals = Arrivals(trace, setup)
         self.exact_after_ms: float | None = None
-
-    def schedule(self, delay_ms: float, call: Callable[[float], None], order: int = _AT_ONCE) -> None:
-        """Call back after a time."""
-        self._serial += 1
-        heapq.heappush(self._heap, (self._now_ms + delay_ms, order, self._serial, call))
 
     def run(self) -> None:
         """Replay the whole trace. Afterwards every request has ended."""
@@ -108,20 +132,17 @@ class ReplayCluster:
             self.entrances.join(worker)
         self.entrances.set_workers(self.fleet.ids)
         for restart in self.setup.restarts:
-            self.schedule(self._arrivals.time_of(restart.at), partial(self._restart, restart))
+            self._agenda.schedule(self._arrivals.time_of(restart.at), partial(self._restart, restart))
         self._await_arrival()
-        heap = self._heap
-        while heap:
-            self._now_ms, _, _, call = heapq.heappop(heap)
-            call(self._now_ms)
+        self._agenda.run()
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
     def _await_arrival(self) -> None:
         """Schedule the next request whose time is in the trace."""
-        while (found := self._arrivals.next(self._now_ms)) is not None:
+        while (found := self._arrivals.next(self._agenda.now_ms)) is not None:
             at_ms, request = found
-            self.schedule(at_ms - self._now_ms, partial(self._arrive, request))
+            self._agenda.schedule(at_ms - self._agenda.now_ms, partial(self._arrive, request))
             if self.setup.concurrency is None:
                 return
 
@@ -148,25 +169,24 @@ class ReplayCluster:
     def _ended(self, flight: Flight, status: str, now_ms: float) -> None:
         flight.status = status
         for at_ms, request in self._arrivals.after(flight.request, now_ms):
-            self.schedule(at_ms - now_ms, partial(self._arrive, request))
+            self._agenda.schedule(at_ms - now_ms, partial(self._arrive, request))
 
     # -- passes ------------------------------------------------------------------------------------------------------------
 
     def _begin_soon(self, worker: ReplayWorker) -> None:
         """Begin a pass once everything of this moment has happened."""
         worker.is_in_pass = True
-        heap = self._heap
-        if heap and heap[0][0] <= self._now_ms:
-            self.schedule(0.0, partial(self._begin, worker), _PASS)
+        if self._agenda.has_more_now:
+            self._agenda.schedule(0.0, partial(self._begin, worker), _PASS)
         else:
-            self._begin(worker, self._now_ms)
+            self._begin(worker, self._agenda.now_ms)
 
     def _begin(self, worker: ReplayWorker, now_ms: float) -> None:
         duration_ms = worker.begin_pass(now_ms)
         if duration_ms is None:
             worker.is_in_pass = False
         else:
-            self.schedule(duration_ms, partial(self._end, worker))
+            self._agenda.schedule(duration_ms, partial(self._end, worker))
 
     def _end(self, worker: ReplayWorker, now_ms: float) -> None:
         if worker.worker_id not in self.fleet.by_id:
@@ -220,7 +240,7 @@ class ReplayCluster:
             self.entrances.end(flight, now_ms)
             flight.moves += 1
             self._dispatch(flight, now_ms)
-        self.schedule(restart.down_ms, partial(self._replace, worker))
+        self._agenda.schedule(restart.down_ms, partial(self._replace, worker))
 
     def _replace(self, lost: ReplayWorker, now_ms: float) -> None:
         worker = self.fleet.replace(lost)
@@ -232,5 +252,5 @@ class ReplayCluster:
         """Check again and again whether every index is true, and keep the longest time that it took."""
         if self.entrances.is_exact:
             self.exact_after_ms = max(self.exact_after_ms or 0.0, now_ms - since_ms)
-        elif self._heap:
-            self.schedule(EXACTNESS_CHECK_MS, partial(self._watch_exactness, since_ms))
+        elif self._agenda:
+            self._agenda.schedule(EXACTNESS_CHECK_MS, partial(self._watch_exactness, since_ms))

@@ -13,6 +13,7 @@ from dynamo.replay.flight import Flight, RequestFigures
 from dynamo.replay.frontend import MakeFrontend, ReplayFrontend, Routed
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.trace import StretchTree, Trace
+from dynamo.replay.worker import ReplayWorker
 from dynamo.scheduling import PassTiming, SchedulerOptions, make_core
 
 # The yardstick of a hit rate: one cache as large as those of all workers together, with every request in front of it.
@@ -120,8 +121,8 @@ def _figures(
     lives = cluster.fleet.lives
     workers = range(cluster.setup.workers)
 
-    def by_worker(name: str) -> list[float]:
-        return [sum(getattr(life, name) for life in lives if life.number == number) for number in workers]
+    def by_worker(figure: Callable[[ReplayWorker], float]) -> list[float]:
+        return [sum(figure(life) for life in lives if life.number == number) for number in workers]
 
     feeds = cluster.entrances.feeds
     return ReplayFigures(
@@ -137,13 +138,13 @@ def _figures(
         },
         input_tokens=sum(request.input_tokens for request in served),
         reused_tokens=sum(request.reused_input_tokens for request in served),
-        committed_prefill_tokens=sum(life.prefill_tokens for life in lives),
+        committed_prefill_tokens=sum(life.prefilled.tokens for life in lives),
         output_tokens=sum(request.output_tokens for request in served),
         duration_ms=duration,
         pooled_hit_rate=pooled,
-        worker_requests=[int(count) for count in by_worker("requests")],
-        worker_prefill_tokens=[int(count) for count in by_worker("prefill_tokens")],
-        worker_prefill_busy=[ms / duration if duration else 0.0 for ms in by_worker("prefill_ms")],
+        worker_requests=[int(count) for count in by_worker(lambda life: life.requests)],
+        worker_prefill_tokens=[int(count) for count in by_worker(lambda life: life.prefilled.tokens)],
+        worker_prefill_busy=[ms / duration if duration else 0.0 for ms in by_worker(lambda life: life.prefilled.ms)],
         preemptions=sum(life.core.preemptions for life in lives),
         routing=_cost(meters, len(requests)),
         equal_choices=cluster.entrances.agreed / cluster.entrances.compared if cluster.entrances.compared else None,

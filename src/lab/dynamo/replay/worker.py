@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from dynamo.kv.events import BlocksAdded, BlocksDropped, BlockUpdate, HeldBlock, KvChange, RouterEvent
@@ -92,6 +93,14 @@ MakeCore = Callable[[int], SchedulerCore]
 """(seed) -> the core of a new worker"""
 
 
+@dataclass(slots=True)
+class Prefilled:
+    """The prompts that a worker computed, repeated ones included."""
+
+    ms: float = 0.0
+    tokens: int = 0
+
+
 class ReplayWorker:
     """A core, its pass that runs, and its account of time and events."""
 
@@ -102,8 +111,7 @@ class ReplayWorker:
         "is_in_pass",
         "journal",
         "number",
-        "prefill_ms",
-        "prefill_tokens",
+        "prefilled",
         "requests",
         "worker_id",
     )
@@ -117,8 +125,7 @@ class ReplayWorker:
         self.flights: dict[Flight, ScheduledRequest] = {}
         self.fruitless = 0
         self.requests = 0
-        self.prefill_ms = 0.0
-        self.prefill_tokens = 0
+        self.prefilled = Prefilled()
         self.journal = EventJournal(worker_id, keeps_blocks=keeps_blocks)
 
     def submit(self, flight: Flight, now_ms: float) -> None:
@@ -142,8 +149,8 @@ class ReplayWorker:
         if plan is None:
             return None
         self.is_in_pass = True
-        self.prefill_ms += plan.prefill_ms
-        self.prefill_tokens += plan.prefill_tokens
+        self.prefilled.ms += plan.prefill_ms
+        self.prefilled.tokens += plan.prefill_tokens
         return plan.duration_ms
 
     def end_pass(self) -> PassResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
@@ -126,6 +126,12 @@ class LinesView(LineWidget):
         event.stop()
 
 
+class _Shown(NamedTuple):
+    now_ms: int
+    title: str
+    remark: str
+
+
 class TableView(LineWidget, can_focus=True):
     """A table with a chosen row, which stays chosen while others come and go."""
 
@@ -150,9 +156,7 @@ class TableView(LineWidget, can_focus=True):
         super().__init__(id=id)
         self.form = form
         self.rows: list[Entry] = []
-        self._title = ""
-        self._remark = ""
-        self._now_ms = 0
+        self._shown = _Shown(0, "", "")
         self._chosen_id: str | None = None
         self._at = 0  # the place of the chosen row
         self._first = 0  # the row at the top
@@ -166,7 +170,7 @@ class TableView(LineWidget, can_focus=True):
 
     def show(self, rows: list[Entry], now_ms: int, title: str, remark: str = "") -> None:
         """Show these rows, which are sorted. The chosen one stays chosen; where it has gone, its neighbour is."""
-        self.rows, self._now_ms, self._title, self._remark = rows, now_ms, title, remark
+        self.rows, self._shown = rows, _Shown(now_ms, title, remark)
         if self._chosen_id is not None:
             found = next((place for place, row in enumerate(rows) if row.id == self._chosen_id), None)
             self._at = self._at if found is None else found
@@ -176,7 +180,7 @@ class TableView(LineWidget, can_focus=True):
 
     def _measure(self) -> None:
         """Let columns grow with their texts. They never shrink again while the table is shown, or it would flicker."""
-        longest = self.form.longest(self.rows[:MEASURED_ROWS], self._now_ms, self._longest)
+        longest = self.form.longest(self.rows[:MEASURED_ROWS], self._shown.now_ms, self._longest)
         if longest != self._longest:
             self._longest = longest
             self._placed = PlacedColumns((), 0)
@@ -206,14 +210,14 @@ class TableView(LineWidget, can_focus=True):
         if self._placed.width != self.size.width or not self._placed.columns:
             self._placed = self.form.at(self.size.width, self._longest)
         if y == 0:
-            return self.strip_of(heading(self._title, self.size.width, self._right_of_title()))
+            return self.strip_of(heading(self._shown.title, self.size.width, self._right_of_title()))
         if y == 1:
             return self.strip_of(self._placed.head())
         place = self._first + y - HEAD_LINES
         if place < len(self.rows):
             is_chosen = place == self._at and self.has_focus
             return self.strip_of(
-                self._placed.row(self.rows[place], self._now_ms, is_chosen=is_chosen), is_chosen=is_chosen
+                self._placed.row(self.rows[place], self._shown.now_ms, is_chosen=is_chosen), is_chosen=is_chosen
             )
         if y == HEAD_LINES and not self.rows:
             return self.strip_of((TonedText(f" {self.form.nothing}", Tone.DIM),))
@@ -222,9 +226,9 @@ class TableView(LineWidget, can_focus=True):
     def _right_of_title(self) -> str:
         shown = self._shown_rows
         if len(self.rows) <= shown:
-            return self._remark
+            return self._shown.remark
         lines = f"{self._first + 1:,}-{min(len(self.rows), self._first + shown):,}"
-        return f"{self._remark}  {lines}" if self._remark else lines
+        return f"{self._shown.remark}  {lines}" if self._shown.remark else lines
 
     # -- keys and mouse ------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,6 @@ class ClientConnection(asyncio.Protocol):
         self.reader = AnswerReader()
         self.is_usable = False
         self._pool, self._answers = pool, answers
-        self._recorder = pool.recorder
         self._gap = pool.recorder.gap.add
         self._is_reused = False
 
@@ -157,12 +156,12 @@ class ClientConnection(asyncio.Protocol):
         except BadAnswer as error:
             self.give_up("not HTTP", str(error))
             return
-        self._recorder.received_bytes += len(data)
+        self._pool.recorder.received_bytes += len(data)
         if body:
             meter = job.meter
             if meter is not None and reader.status == 200:
                 if found := meter.feed(body):
-                    self._recorder.text_events += found
+                    self._pool.recorder.text_events += found
                     if job.first_text:
                         self._gap(now - job.last_text)
                     else:

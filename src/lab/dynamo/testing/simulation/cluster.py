@@ -217,7 +217,7 @@ class Cluster:
             self.rng("network"),
             server_settings=RequestPlaneSettings(engine_request_limit=scenario.engine_slots, engine_queue_limit=4),
         )
-        self.network.on_breach = lambda text: breach("credit", text)
+        self.network.hooks.on_breach = lambda text: breach("credit", text)
 
     def rng(self, name: str) -> random.Random:
         """Return a separate random generator for each part, so that removing one fault does not change the other parts."""

@@ -16,6 +16,7 @@ import enum
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, MutableSet
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
@@ -66,8 +67,17 @@ class OrderedSet(MutableSet[T], Generic[T]):
         self._items.pop(value, None)
 
 
+@dataclass
+class NetworkHooks:
+    """Called with the wire, and with the number of the item from 1."""
+
+    on_open: Callable[[Wire], None] = lambda wire: None
+    on_item: Callable[[Wire, StreamItem, int], ItemFault | None] = lambda wire, item, number: None
+    on_breach: Callable[[str], None] = lambda text: None
+
+
 class Network:
-    """All connections of a cluster. The hooks are called with the wire (and the number of the item, from 1)."""
+    """All connections of a cluster."""
 
     def __init__(self, rng: random.Random, *, server_settings: RequestPlaneSettings | None = None) -> None:
         self._rng = rng
@@ -77,9 +87,7 @@ class Network:
         self._process_of: dict[int, str] = {}  # instance id -> worker
         self._gone: set[str] = set()
         self._frozen_until: dict[str, float] = {}  # by worker
-        self.on_open: Callable[[Wire], None] = lambda wire: None
-        self.on_item: Callable[[Wire, StreamItem, int], ItemFault | None] = lambda wire, item, number: None
-        self.on_breach: Callable[[str], None] = lambda text: None
+        self.hooks = NetworkHooks()
 
     def plane(self, process: str) -> MemoryPlane:
         """Return the plane as one process sees it."""
@@ -318,7 +326,7 @@ class Wire:
         if not self._worker_is_open:
             return
         self.items += 1
-        fault = self._network.on_item(self, item, self.items)
+        fault = self._network.hooks.on_item(self, item, self.items)
         if fault is ItemFault.REORDER and self._late is None:
             self._late = item
             return
@@ -363,7 +371,7 @@ class Wire:
             return
         self._sink.grant(credits)
         if self._sink._credit > INITIAL_CREDITS:
-            self._network.on_breach(
+            self._network.hooks.on_breach(
                 f"a producer holds {self._sink._credit} credits, and {INITIAL_CREDITS} is all there are"
             )
 
@@ -445,7 +453,7 @@ class _Client(MemoryClient):
         link.up.send(lambda: self._dispatch(path, encoded, remote, sink, wire))
         stream.live_in((self._streams,))
         stream.follow(context)
-        network.on_open(wire)
+        network.hooks.on_open(wire)
         return stream
 
     def _dispatch(self, path: str, encoded: bytes, remote: Context, sink: MemorySink, wire: Wire) -> None:

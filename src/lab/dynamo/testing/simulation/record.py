@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Final
 
@@ -36,7 +37,6 @@ class RunRecord:
         self.fired: list[Fault] = []
         self.trace: list[str] = []
         self.visits: dict[int, Visit] = {}
-        self.plans: dict[int, RequestPlan] = {plan.number: plan for plan in scenario.requests}
         self.prompts: dict[int, bytes] = {}
         self.dispatched: set[int] = set()  # requests that reached a worker's wire
         self._keep_trace = keep_trace
@@ -57,6 +57,11 @@ class RunRecord:
         text = _CHANCE_ID.sub("<id>", text)  # ids are the one thing that two runs of a seed do not share
         self.note("finding", kind, text)
         self.findings.append(Finding(kind, text))
+
+    @cached_property
+    def plans(self) -> dict[int, RequestPlan]:
+        """The requests by their numbers; the last one of a run is added at its end."""
+        return {plan.number: plan for plan in self.scenario.requests}
 
     def digest(self) -> str:
         return self._hash.hexdigest()

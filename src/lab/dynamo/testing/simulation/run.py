@@ -119,8 +119,8 @@ class _Run(logging.Handler):
             breach=self.record.breach,
         )
         self._promises = Promises(self.record, self._cluster)
-        self._cluster.network.on_open = self._opened
-        self._cluster.network.on_item = self._item
+        hooks = self._cluster.network.hooks
+        hooks.on_open, hooks.on_item = self._opened, self._item
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None

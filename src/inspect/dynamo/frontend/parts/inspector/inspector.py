@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, assert_never
+from typing import Final, NamedTuple, assert_never
 
 from msgspec import Struct
 
@@ -86,6 +86,12 @@ class _MaybeDetail(Struct):
     value: RequestDetail | None
 
 
+class _CpuSample(NamedTuple):
+    at: float | None  # None: before the first one
+    seconds: float  # of CPU time, of the process so far
+    share: float | None  # of one core, since the sample before
+
+
 class _Process:
     """What is known of this very process."""
 
@@ -95,16 +101,15 @@ class _Process:
         self._host, self._clock, self._admission, self._lag = host, clock, admission, lag
         self.version = _version()
         self.started_ms = int(time.time() * 1000)
-        self._cpu = time.process_time()
-        self._cpu_at: float | None = None
-        self._cpu_share: float | None = None
+        self._cpu = _CpuSample(None, time.process_time(), None)
 
     def sample(self) -> None:
         """Measure the CPU time since the last sample."""
-        now, cpu = self._clock.now(), time.process_time()
-        if self._cpu_at is not None and now > self._cpu_at:
-            self._cpu_share = round((cpu - self._cpu) / (now - self._cpu_at), 3)
-        self._cpu, self._cpu_at = cpu, now
+        now, cpu, last = self._clock.now(), time.process_time(), self._cpu
+        share = last.share
+        if last.at is not None and now > last.at:
+            share = round((cpu - last.seconds) / (now - last.at), 3)
+        self._cpu = _CpuSample(now, cpu, share)
 
     def row(self, in_flight: int) -> FrontendView:
         return FrontendView(
@@ -114,7 +119,7 @@ class _Process:
             started_ms=self.started_ms,
             stage=self._admission.stage.value,
             in_flight=in_flight,
-            cpu_share=self._cpu_share,
+            cpu_share=self._cpu.share,
             rss_bytes=_resident_bytes(),
             loop_lag_seconds=round(self._lag(), 4),
             version=self.version,

@@ -136,7 +136,6 @@ class CallHomeListener:
         """`tls`: the certificate to listen with, if any."""
         self._settings = settings
         self._tls = tls
-        self._host = settings.response_host or detect_host()
         self._server: asyncio.Server | TlsGate | None = None
         self._starting = asyncio.Lock()
         self._closed = False
@@ -144,6 +143,10 @@ class CallHomeListener:
         self._open: set[NativeStream] = set()
         self._undecided: set[_Caller] = set()
         self.address = ""  # advertised "HOST:PORT", once started
+
+    @property
+    def _host(self) -> str:
+        return self._settings.response_host or detect_host()
 
     @property
     def streams(self) -> int:
