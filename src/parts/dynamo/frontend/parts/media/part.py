@@ -21,8 +21,7 @@ from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.frontend.http.multipart import FilePiece, read_form
 from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.parts.media.apis.audio import SpeechApi, TranscriptionsApi, TranslationsApi
-from dynamo.frontend.parts.media.apis.images import EditsApi, ImagesApi
-from dynamo.frontend.parts.media.apis.videos import VIDEO_KIND, VideosApi
+from dynamo.frontend.parts.media.apis.images import VIDEO_KIND, EditsApi, ImagesApi, VideosApi
 from dynamo.frontend.parts.media.content import media_type
 from dynamo.frontend.parts.media.intake import MediaIntake
 from dynamo.frontend.parts.media.metrics import FAMILIES
