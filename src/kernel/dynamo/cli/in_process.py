@@ -82,6 +82,7 @@ class _OneProcess:
                 *("--http-host", self._options.flags.http_host, "--http-port", str(self._options.flags.http_port)),
                 *(() if admin is None else ("--admin-port", str(admin))),
                 *(() if self._options.flags.keys is None else ("--keys", self._options.flags.keys)),
+                *(() if self._options.flags.uds is None else ("--uds", self._options.flags.uds)),
             ],
             self._frontend_env(made[0][1]),
         )

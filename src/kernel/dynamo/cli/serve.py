@@ -199,12 +199,13 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         )
     router = ("--router-mode", flags.router_mode) if flags.router_mode else ()
     files = ("--files-dir", flags.files_dir) if flags.files_dir else ()
+    uds = ("--uds", flags.uds) if flags.uds else ()
     return ServeOptions(
         flags,
         engine,
         (*model_args, *engine_args),
         reason,
-        frontend_args=(*file.frontend_args, *router, *files),
+        frontend_args=(*file.frontend_args, *router, *files, *uds),
         chaos=_chaos(flags, engine_args),
         own_key=_own_key(flags.keys, env),
     )

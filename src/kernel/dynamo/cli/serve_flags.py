@@ -98,6 +98,8 @@ class ServeFlags:
         dest="http_host")
     http_port: int = setting(8000, "DYN_HTTP_PORT", port, "Its port; 0: any free port",
         flag=("--port", "--http-port"), dest="http_port")
+    uds: str | None = setting(None, "DYN_HTTP_UDS", placeholder("PATH", text),
+        "Serve at this Unix socket, too", flag="--uds", is_read_later=True)
     admin_port: int | None = setting(None, "DYN_ADMIN_PORT", port,
         "Serve the frontend's [admin routes](security.md#admin-routes) at 127.0.0.1 on this port, and nowhere else; 0: any "
         "free port, which the log names", flag="--admin-port", shown="on the HTTP port, while that is bound to loopback")

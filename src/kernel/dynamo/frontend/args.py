@@ -93,6 +93,7 @@ def _check(settings: FrontendSettings) -> None:
     _check_files(settings)
     _check_keys(settings)
     _check_tls(settings)
+    _check_uds(settings)
     _check_chaos(settings)
     _check_decisions(settings)
     _check_conditional(settings)
@@ -156,6 +157,15 @@ def _check_tls(settings: FrontendSettings) -> None:
             context.load_verify_locations(settings.tls_client_ca_cert_path)
         except OSError as error:
             raise ValueError(f"--tls-client-ca-cert-path: this is no certificate: {error}") from None
+
+
+def _check_uds(settings: FrontendSettings) -> None:
+    if settings.uds is None:
+        return
+    if settings.tls_cert_path is not None:
+        raise ValueError("--uds is served without TLS: leave it or --tls-cert-path out")
+    if settings.workers > 1:
+        raise ValueError(f"--uds is for one process: leave it or --workers {settings.workers} out")
 
 
 def _check_chaos(settings: FrontendSettings) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import signal
 import socket
+import stat
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -131,6 +133,45 @@ def bind_admin(settings: HttpSettings) -> socket.socket | None:
     return listener
 
 
+class UnixSocket:
+    """A Unix socket at a path that only this user may use; `close` takes it away. It is bound, and does not listen yet."""
+
+    def __init__(self, path: str) -> None:
+        """What a process that is gone left at the path is replaced. Raises `CannotConnect` for anything else there."""
+        self.path, self.listener = path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._make_room()
+            self.listener.bind(path)
+            os.chmod(path, 0o600)  # nothing can connect to it before it listens
+            self._inode = os.lstat(path).st_ino
+        except (OSError, CannotConnect) as error:
+            self.listener.close()
+            reason = error if isinstance(error, CannotConnect) else error.strerror or error
+            raise CannotConnect(f"--uds {path}: {reason}") from None
+
+    def _make_room(self) -> None:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
+                raise CannotConnect("there is a file that is not a socket")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                try:
+                    probe.connect(self.path)
+                except ConnectionRefusedError:
+                    os.unlink(self.path)
+                    return
+                except BlockingIOError:
+                    pass  # as many wait as it takes
+            raise CannotConnect("another process listens there")
+
+    def close(self) -> None:
+        """Close it, and remove its file unless another process has replaced it. Idempotent."""
+        self.listener.close()
+        with suppress(FileNotFoundError):
+            if os.lstat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+
+
 class Connections(Protocol):
     """Where connections come from that another process has accepted."""
 
@@ -194,6 +235,7 @@ class HttpServer:
             listener = bind(settings.http_host, settings.http_port)
         if admin is None and deliveries is None:
             admin = bind_admin(settings)
+        self._unix: UnixSocket | None = None
         self._listener = listener
         self.port: int = 0 if listener is None else listener.getsockname()[1]
         limits, spare = settings.limits, SPARE_DESCRIPTORS + SPARE_CONNECTIONS
@@ -215,10 +257,15 @@ class HttpServer:
         self._gate: TlsGate | None = None
 
     async def start(self) -> None:
-        """Listen; returns when connections are accepted. Raises InvalidArgument for a certificate that cannot be used."""
+        """Listen; returns when connections are accepted. Raises InvalidArgument for a certificate that cannot be used,
+        and `CannotConnect` for a Unix socket that cannot be made."""
         self._gate = self._make_gate()
         if self._admin_listener is not None:
             await self.admin_service.listen(self._admin_listener, ADMIN_CONNECTIONS)
+        if (path := self._frontend.settings.uds) is not None:
+            self._unix = UnixSocket(path)
+            await self.service.listen(self._unix.listener, LISTEN_BACKLOG)
+            logger.info("serving the Unix socket %s", self._unix.path)
         if self._deliveries is not None:
             self._deliveries.open(self._connect if self._gate is None else self._gate.admit)
         elif self._listener is not None:
@@ -291,6 +338,8 @@ class HttpServer:
         await self.service.close(CLOSE_SECONDS)
         if self._listener is not None:
             self._listener.close()
+        if self._unix is not None:
+            self._unix.close()
 
 
 async def serve_until(server: HttpServer, asked: asyncio.Event, serving: Callable[[], Awaitable[None]]) -> None:

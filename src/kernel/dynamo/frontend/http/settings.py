@@ -18,6 +18,7 @@ from dynamo.settings.readers import (
     SettingReader,
     integer,
     mebibytes,
+    placeholder,
     port,
     seconds,
     switch,
@@ -93,6 +94,9 @@ class HttpSettings(PipelineSettings, KeySettings):
         flag="--http-host", group=_HTTP, unset=None, shown="127.0.0.1 or 0.0.0.0")
     http_port: int = setting(8000, "DYN_HTTP_PORT", port,
         "Port to listen on; 0: any free port, which the log names", flag="--http-port", group=_HTTP)
+    uds: str | None = setting(None, "DYN_HTTP_UDS", placeholder("PATH", text),
+        "Serve the API at this [Unix socket](deployment.md#a-unix-socket), too, which only this user may use; without TLS",
+        flag="--uds", group=_HTTP)
     admin_host: str = setting(LOOPBACK, "DYN_ADMIN_HOST", text,
         "Address of the admin port; another one than loopback needs `--admin-keys`", flag="--admin-host", group=_HTTP)
     admin_port: int | None = setting(None, "DYN_ADMIN_PORT", port,

@@ -54,7 +54,7 @@ class HttpService:
         self.default_headers: list[tuple[bytes, bytes]] = []  # of every answer that begins from now on
         self.connections: set[HttpConnection] = _CountedSet(changed)
         self.answers = Background()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     def connection(self) -> HttpConnection:
         """Make a protocol for one accepted connection."""
@@ -63,19 +63,20 @@ class HttpService:
     async def listen(self, listener: socket.socket, backlog: int) -> None:
         """Accept the connections of a bound socket, which belongs to the service from now on."""
         loop = asyncio.get_running_loop()
-        self._server = await start_listening(
-            loop.create_server(self.connection, sock=listener, backlog=backlog, start_serving=False)
-        )
+        create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
+        made = create(self.connection, sock=listener, backlog=backlog, start_serving=False)
+        self._servers.append(await start_listening(made))
 
     async def listen_at(self, host: str, port: int) -> None:
         """Listen at an address. Raises OSError."""
         loop = asyncio.get_running_loop()
-        self._server = await start_listening(loop.create_server(self.connection, host, port, start_serving=False))
+        made = loop.create_server(self.connection, host, port, start_serving=False)
+        self._servers.append(await start_listening(made))
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
         """What it listens on."""
-        return () if self._server is None else self._server.sockets
+        return tuple(one for server in self._servers for one in server.sockets)
 
     def run(self, cycle: Cycle, app: Application) -> None:
         """Answer a request. `close` waits for it."""
@@ -83,8 +84,8 @@ class HttpService:
 
     async def close(self, seconds: float) -> None:
         """Stop listening, let answers under way end within `seconds`, then drop what is left. Idempotent."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for connection in list(self.connections):
             connection.close()
         with contextlib.suppress(TimeoutError):
@@ -97,6 +98,6 @@ class HttpService:
         for connection in list(self.connections):
             connection.transport.abort()
         await self.answers.close(CANCEL_SECONDS)
-        if self._server is not None:
-            await self._server.wait_closed()
-            self._server = None
+        for server in self._servers:
+            await server.wait_closed()
+        self._servers.clear()
