@@ -62,6 +62,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "transformers": WORKER | {"engines", "transformers"},
     "sglang": WORKER | {"engines", "sglang"},
     "trtllm": WORKER | {"engines", "trtllm"},
+    "upstream": WORKER | {"engines", "upstream"},
     "chaos": frozenset({"errors", "runtime", "chaos"}),
     "mocker": FACADE | {"scheduling", "mocker"},
     "replay": frozenset({"errors", "kv", "placement", "router", "scheduling", "mocker", "replay"}),

@@ -55,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["serv"], "there is no command 'serv'"),
         (
             ["serve", "--engine", "nope"],
-            "there is no engine 'nope'; use one of llamacpp, llamacpp-text, reference, sample, sglang, transformers, trtllm, vllm, or module:Class, module:function",
+            "there is no engine 'nope'; use one of llamacpp, llamacpp-text, reference, sample, sglang, transformers, trtllm, upstream, vllm, or module:Class, module:function",
         ),
         (["serve", "--engine", "a b:C"], "there is no engine 'a b:C'"),
         (["serve", "--workers", "0"], "--workers: 0 is out of range: use 1 to 256 (see dynamo serve --help)"),

@@ -24,6 +24,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "sglang": "dynamo.sglang.engine:SglangEngine",
     "transformers": "dynamo.transformers.engine:TransformersEngine",
     "trtllm": "dynamo.trtllm.engine:TrtllmEngine",
+    "upstream": "dynamo.upstream.engine:UpstreamEngine",
     "vllm": "dynamo.vllm.engine:VllmEngine",
 }
 """The engines that come with us, by the name a person types."""

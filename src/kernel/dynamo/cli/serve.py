@@ -119,6 +119,7 @@ example:
   dynamo serve --engine app.py:answer --reload
   dynamo serve --engine my_backend.engine:MyEngine --workers 2 --http-port 9000 -- --delay 0.02
   dynamo serve ~/models/Qwen3-0.6B --workers 1..4
+  dynamo serve --upstream https://host/v1 --upstream-key-file ~/key --model big=their-name
 """
 
 
@@ -238,6 +239,10 @@ def _engine_of(
     named: str | None, flags: ServeFlags, engine_args: list[str], fetch: Fetch
 ) -> tuple[str, str, list[str]]:
     """Return the engine, why ("" where it was named), and its arguments that name the model. Raises UsageError."""
+    if flags.upstream is not None:
+        return "upstream", "", _upstream(named, flags)
+    if flags.upstream_key_file or flags.upstream_ca_file or flags.upstream_models:
+        raise UsageError("--model, --upstream-key-file and --upstream-ca-file describe a server: add --upstream URL")
     if flags.engine is not None:
         return flags.engine, "", [] if named is None else ["--model-name", named]
     given = {argument.partition("=")[0] for argument in engine_args}
@@ -256,6 +261,16 @@ def _engine_of(
         name = Path(choice.model).resolve().name
     alias = ["--served-model-name", name] if name and "--served-model-name" not in given else []
     return choice.engine, choice.reason, ["--model-name", choice.model, *alias]
+
+
+def _upstream(named: str | None, flags: ServeFlags) -> list[str]:
+    """Return the arguments of the engine that calls another server. Raises UsageError."""
+    if named is not None or flags.engine is not None:
+        raise UsageError("--upstream serves the models of another server: give them as --model NAME=THEIR-NAME")
+    files = (("--upstream-key-file", flags.upstream_key_file), ("--upstream-ca-file", flags.upstream_ca_file))
+    given = [part for flag, value in files if value is not None for part in (flag, value)]
+    models = [part for model in flags.upstream_models for part in ("--model", model)]
+    return ["--upstream", flags.upstream or "", *given, *models]
 
 
 def _config_file(own: list[str]) -> ConfigFile:

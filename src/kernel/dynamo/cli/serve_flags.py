@@ -10,6 +10,7 @@ from dynamo.settings.choices import ROUTER_MODES
 from dynamo.settings.readers import (
     SettingReader,
     above_zero,
+    each,
     folder,
     integer,
     one_of,
@@ -81,6 +82,14 @@ class ServeFlags:
         "[Which one](engines.md#which-engine-serves-a-model): a built-in engine, `module:Class`, `module:function`, or "
         "`file.py:function` ([any Python callable](writing-a-backend.md#any-python-callable))",
         flag="--engine", shown="by the model")
+    upstream: str | None = setting(None, None, placeholder("URL", text),
+        "Serve models of [another OpenAI-compatible server](upstream.md), such as `https://host/v1`", flag="--upstream")
+    upstream_key_file: str | None = setting(None, None, placeholder("FILE", text), "A file with the key for it",
+        flag="--upstream-key-file")
+    upstream_ca_file: str | None = setting(None, None, placeholder("FILE", text),
+        "Certificate authorities (PEM) that it may have beside those of the system", flag="--upstream-ca-file")
+    upstream_models: tuple[str, ...] = setting((), None, each(placeholder("NAME[=THEIRS]", text)),
+        "A model of it, by its name here and there; may be repeated", flag="--model", dest="upstream_models", repeats=True)
     allow_download: bool = setting(False, None, switch,
         "Fetch a `MODEL` that is not here from the hub, as `hub:MODEL` does", flag="--allow-download", negative="")
     workers: WorkerRange = setting(WorkerRange(1, 1), None, _workers,
