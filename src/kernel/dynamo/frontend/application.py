@@ -48,6 +48,7 @@ from dynamo.frontend.http.routes import (
     PathDialects,
     Site,
     UnmatchedPath,
+    below,
     switched_off,
     with_cors,
 )
@@ -110,7 +111,8 @@ class FrontendRoutes:
             inference.update(part.inference())
         dialects = PathDialects({path: route.dialect for path, route in inference.items()})
         routes = InferenceFirst(inference, self._routes(inference), rule_of_clients(self._settings), dialects)
-        return with_cors(self._behind(routes, Site(routes.routes, dialects)), self._settings.cors_origins)
+        site = self._behind(routes, Site(routes.routes, dialects))
+        return below(with_cors(site, self._settings.cors_origins), self._settings.root_path)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
@@ -130,7 +132,14 @@ class FrontendRoutes:
         catalogue = ModelsRoute(pipeline.models, self._settings)
         health = HealthRoute(pipeline.admission, pipeline.models, pipeline.metrics, over.peers, self._troubles)
         metrics = MetricsRoute(pipeline.metrics, over.offload, over.peers)
-        document = OpenApiRoute(partial(openapi_json, further=self._described(), open_paths=self._open_paths()))
+        document = OpenApiRoute(
+            partial(
+                openapi_json,
+                further=self._described(),
+                open_paths=self._open_paths(),
+                root_path=self._settings.root_path,
+            )
+        )
         return [
             *[GuardedRoute(path, route, "POST", access=route.access) for path, route in inference.items()],
             *[
@@ -164,10 +173,12 @@ class FrontendRoutes:
             (paths["metrics"], "metrics for Prometheus"),
             *[link for part in self._over.parts for link in part.links()],
         ]
-        home = HomePage(lambda: [model.name for model in self._pipeline.models.models()], paths["chat"], links)
+        root = self._settings.root_path
+        shown = [(root + path, what) for path, what in links]
+        home = HomePage(lambda: [model.name for model in self._pipeline.models.models()], root + paths["chat"], shown)
         return (
             GuardedRoute("/", home, "GET", access=Access.ANY_KEY),
-            GuardedRoute(DOCS_PATH, DocsPage(), "GET", access=Access.ANY_KEY),
+            GuardedRoute(DOCS_PATH, DocsPage(root), "GET", access=Access.ANY_KEY),
             GuardedRoute(SCRIPT_PATH, ScriptRoute(), "GET", access=Access.ANY_KEY),
         )
 

@@ -86,15 +86,17 @@ class HomePage:
 class DocsPage:
     """`/docs`: the OpenAPI document as a page to read and to try."""
 
-    _BODY: Final = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>API reference</title>'
-        f'<script src="{SCRIPT_PATH}"></script>'
-        '<rapi-doc spec-url="/openapi.json" load-fonts="false" render-style="focused" schema-expand-level="1" show-header="false" theme="light" '
-        'allow-authentication="true" allow-server-selection="false"></rapi-doc></html>\n'
-    ).encode()
+    def __init__(self, root_path: str = "") -> None:
+        """`root_path`: the prefix below which browsers reach this page."""
+        self._body = (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>API reference</title>'
+            f'<script src="{root_path}{SCRIPT_PATH}"></script>'
+            f'<rapi-doc spec-url="{root_path}/openapi.json" load-fonts="false" render-style="focused" schema-expand-level="1" show-header="false" theme="light" '
+            'allow-authentication="true" allow-server-selection="false"></rapi-doc></html>\n'
+        ).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await reply(send, 200, self._BODY, content_type=_HTML, extra=_SAFE_DOCS)
+        await reply(send, 200, self._body, content_type=_HTML, extra=_SAFE_DOCS)
 
 
 class ScriptRoute:

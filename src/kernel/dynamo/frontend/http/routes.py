@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from starlette.routing import BaseRoute, Route, Router
@@ -38,6 +39,9 @@ NOT_BUILT_ROUTES: Final = {
 }
 
 
+_SLASHES: Final = re.compile("//+")
+
+
 class InferenceFirst(Router):
     """A router that knows the inference routes by their whole paths.
 
@@ -64,7 +68,7 @@ class InferenceFirst(Router):
         is_known = (headers.get(b"host"), headers.get(b"origin")) in self._permitted
         if not is_known and (reason := self._rule.reason(headers.items())) is not None:
             return reject_cross_site(scope, send, reason, self._dialects.of(scope["path"]))
-        if scope["method"] == "POST" and (route := self._inference.get(scope["path"])):
+        if scope["method"] == "POST" and (route := self._inference.get(scope["path"]) or self._untidy(scope)):
             if IDENTITY in scope:
                 try:
                     check_access(scope, route.access)
@@ -72,6 +76,30 @@ class InferenceFirst(Router):
                     return reject_route(scope, send, rejected, route.dialect)
             return route(scope, receive, send)
         return super().__call__(scope, receive, send)
+
+    def _untidy(self, scope: Scope) -> InferenceRoute | None:
+        """Return the inference route of a path with slashes at its end or doubled, which `scope` has without them then."""
+        tidy = _SLASHES.sub("/", scope["path"]).rstrip("/")
+        if (route := self._inference.get(tidy)) is not None:
+            scope["path"] = tidy
+        return route
+
+
+def below(app: ASGIApp, root_path: str) -> ASGIApp:
+    """Return the app as it is reached below a prefix, too; unchanged where there is none."""
+    if not root_path:
+        return app
+    length, raw = len(root_path), root_path.encode()
+
+    def served(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        path: str = scope.get("path", "")
+        if path == root_path or path.startswith(root_path + "/"):
+            scope["path"] = path[length:] or "/"
+            sent: bytes = scope.get("raw_path") or b""
+            scope["raw_path"] = sent[length:] if sent.startswith(raw) else scope["path"].encode()
+        return app(scope, receive, send)
+
+    return served
 
 
 class GuardedRoute(Route):

@@ -55,6 +55,15 @@ def read_origin(given: str) -> str:
     return given
 
 
+_ROOT_PATH: Final = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
+
+
+def _read_root_path(given: str) -> str:
+    if _ROOT_PATH.fullmatch(given) is None:
+        raise ValueError(f"{given!r} is not the prefix of a path; write for example /llm")
+    return given.rstrip("/")
+
+
 _origins: Final = SettingReader(
     lambda given: tuple(read_origin(each) for each in words.parse(given)), show=",".join, metavar="URL"
 )
@@ -97,6 +106,9 @@ class HttpSettings(PipelineSettings, KeySettings):
     uds: str | None = setting(None, "DYN_HTTP_UDS", placeholder("PATH", text),
         "Serve the API at this [Unix socket](deployment.md#a-unix-socket), too, which only this user may use; without TLS",
         flag="--uds", group=_HTTP)
+    root_path: str = setting("", "DYN_HTTP_ROOT_PATH", SettingReader(_read_root_path, metavar="/PREFIX"),
+        "A prefix of all paths that a proxy in front does not remove; the pages and `/openapi.json` have it, and paths "
+        "without it are served, too", flag="--root-path", group=_HTTP)
     admin_host: str = setting(LOOPBACK, "DYN_ADMIN_HOST", text,
         "Address of the admin port; another one than loopback needs `--admin-keys`", flag="--admin-host", group=_HTTP)
     admin_port: int | None = setting(None, "DYN_ADMIN_PORT", port,

@@ -438,12 +438,15 @@ def openapi_json(
     version: str = __version__,
     further: Sequence[ApiDescription] = (),
     open_paths: Collection[str] | None = None,
+    root_path: str = "",
 ) -> bytes:
     """Return `openapi_document` as bytes; make it once, the answer never changes.
 
-    `open_paths`: those that need no API key; None: none does.
+    `open_paths`: those that need no API key; None: none does. `root_path`: the prefix of all paths.
     """
     document = openapi_document(title=title, version=version, further=further)
+    if root_path:
+        document["servers"] = [{"url": root_path}]
     if open_paths is not None:
         describe_keys(document, open_paths)
     return msgspec.json.encode(document)

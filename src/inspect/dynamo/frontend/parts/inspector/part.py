@@ -115,8 +115,11 @@ class InspectFile:
 class InspectRedirect:
     """`/inspect`: the page is at `/inspect/`, which its files are relative to."""
 
+    def __init__(self, root_path: str = "") -> None:
+        self._path = (root_path + INSPECT_PATH).encode()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        location = INSPECT_PATH.encode() + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        location = self._path + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         await reply(send, 308, b"", content_type=None, extra=((b"location", location),))
 
 
@@ -139,7 +142,7 @@ class InspectorPart(Part):
     def routes(self) -> Sequence[GuardedRoute]:
         kernel, found = self._kernel, InspectorRoutes(self.inspector, self._kernel.budget).routes()
         page: dict[str, ASGIApp] = {
-            INSPECT_PATH.rstrip("/"): InspectRedirect(),
+            INSPECT_PATH.rstrip("/"): InspectRedirect(self._kernel.settings.root_path),
             INSPECTOR_DOCUMENT_PATH: OpenApiRoute(inspector_json),
             **inspect_files(),
         }

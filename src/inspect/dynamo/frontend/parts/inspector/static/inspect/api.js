@@ -1,5 +1,8 @@
 // Requests to the server with the viewer's key, and what comes back: values or an ApiError with the server's words.
 
+// What a proxy in front has before the path of this page.
+const ROOT = globalThis.location?.pathname.match(/^(.*)\/inspect\//)?.[1] ?? "";
+
 export class ApiError extends Error {
   constructor(status, message, code = null) {
     super(message);
@@ -24,7 +27,7 @@ export class Api {
     const used = key || this.#key;
     const headers = { ...init.headers, ...(used ? { authorization: `Bearer ${used}` } : {}) };
     // No cookie is set anywhere; `omit` also keeps a password that a proxy may have asked for out of this page's requests.
-    const response = await fetch(path, { ...init, headers, credentials: "omit", redirect: "error" });
+    const response = await fetch(ROOT + path, { ...init, headers, credentials: "omit", redirect: "error" });
     if (!response.ok) throw await refusal(response);
     return response;
   }
