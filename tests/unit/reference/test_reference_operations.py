@@ -280,7 +280,8 @@ async def test_blocks_that_wait_for_another_worker_keep_the_engine_awake(models:
         assert chunks[-1]["disaggregated_params"]
         assert "3 KV blocks are on their way" in (await control(engine, "sleep"))["message"]
         assert engine._operations is not None
-        engine._operations._may_sleep = False  # as with nixl
+        served = engine._operations._served
+        engine._operations._served = served._replace(may_sleep=False)  # as with nixl
         refusal = await engine.validate_engine_control("sleep", {})
         assert refusal is not None
         assert "cannot sleep" in refusal["message"]

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +138,13 @@ class Guide:
         return Guide(self._matcher.deep_copy(), vocab_size=self._vocab_size, own_eos=self._own_eos, kind=self._kind)
 
 
+class _Model(NamedTuple):
+    directory: Path
+    vocab_size: int
+    eos: list[int]
+    compile_seconds: float
+
+
 class Guides:
     """Compiles grammars for one model's vocabulary, and keeps those it has compiled. Safe from several threads."""
 
@@ -153,8 +160,7 @@ class Guides:
 
         `compile_seconds`: of CPU that one grammar may take.
         """
-        self._directory, self._vocab_size, self._eos = directory, vocab_size, list(eos_token_ids)
-        self._compile_seconds = compile_seconds
+        self._model = _Model(directory, vocab_size, list(eos_token_ids), compile_seconds)
         self._compiling = threading.Lock()  # held while compiling: a crowd with one schema compiles it once
         self._lock = threading.Lock()  # of the two maps; never held for long
         self._tokenizer: LLTokenizer | None = None
@@ -241,23 +247,23 @@ class Guides:
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise GrammarRefused(f"cannot be compiled: {matcher.get_error()}", kind="invalid")
-        return Guide(matcher, vocab_size=self._vocab_size, own_eos=tokenizer.eos_tokens, kind=spec.kind)
+        return Guide(matcher, vocab_size=self._model.vocab_size, own_eos=tokenizer.eos_tokens, kind=spec.kind)
 
     def _load_tokenizer(self) -> tuple[LLTokenizer, GrammarTrial]:
         import llguidance
 
         if self._tokenizer is None or self._trial is None:
-            path = self._directory / "tokenizer.json"
+            path = self._model.directory / "tokenizer.json"
             try:
                 text = path.read_text(encoding="utf-8")
                 added = json.loads(text).get("added_tokens") or []
                 entries = [(str(entry["content"]), int(entry["id"])) for entry in added]
                 highest = max((token for _, token in entries), default=0)
                 # A tokenizer may know more than the model and less: the mask is cut or filled to the model's size.
-                size = max(self._vocab_size, highest + 1)
-                trial = GrammarTrial(text, n_vocab=size, eos=self._eos, cpu_seconds=self._compile_seconds)
+                size = max(self._model.vocab_size, highest + 1)
+                trial = GrammarTrial(text, n_vocab=size, eos=self._model.eos, cpu_seconds=self._model.compile_seconds)
                 trial.start()  # it reads the same file meanwhile
-                tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
+                tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=self._model.eos or None)
             except OSError as error:
                 raise InvalidArgument(f"{FIELD} needs {path.name} in the model's directory on the worker") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:

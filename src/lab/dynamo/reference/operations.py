@@ -11,7 +11,7 @@ import pstats
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument, WorkerUnavailable
 from dynamo.protocol.openai.shapes import JsonMapping
@@ -37,6 +37,14 @@ class Steps(Protocol):
         ...
 
 
+class _Served(NamedTuple):
+    directory: Path
+    config: ModelConfig
+    cache_tokens: int
+    max_loras: int
+    may_sleep: bool
+
+
 class Operations:
     """One engine's controls and updates. On the event loop only; those that change something run one at a time."""
 
@@ -56,8 +64,8 @@ class Operations:
         """
         self.adapters: dict[str, Adapter] = {}  # loaded, by name
         self.endpoint: ModelEndpoint | None = None  # where adapters are reported to frontends
-        self._directory, self._config, self._steps = directory, config, steps
-        self._cache_tokens, self._max_loras, self._may_sleep = cache_tokens, max_loras, may_sleep
+        self._served = _Served(directory, config, cache_tokens, max_loras, may_sleep)
+        self._steps = steps
         self._sleep_level = 0  # 0: awake
         self._is_paused = False
         self._profile: cProfile.Profile | None = None
@@ -114,7 +122,7 @@ class Operations:
         level = body.get("level", 1)
         if level not in (1, 2) or isinstance(level, bool):
             raise InvalidArgument(f"level must be 1 (the KV cache) or 2 (the weights too), got {level!r}")
-        if not self._may_sleep:
+        if not self._served.may_sleep:
             raise InvalidArgument("a prefill worker with --kv-transfer nixl cannot sleep: others read its memory")
         return int(level)
 
@@ -122,8 +130,12 @@ class Operations:
         """Take the memory again and go on. Too little of it: an error, and the engine sleeps on."""
         if self._sleep_level:
             without_weights = self._sleep_level == 2
-            check_memory(self._config, weights=without_weights, cache_tokens=self._cache_tokens)
-            weights = await asyncio.to_thread(load_weights, self._directory, self._config) if without_weights else None
+            check_memory(self._served.config, weights=without_weights, cache_tokens=self._served.cache_tokens)
+            weights = (
+                await asyncio.to_thread(load_weights, self._served.directory, self._served.config)
+                if without_weights
+                else None
+            )
             await self._steps.ask(lambda core: core.restore(weights))
             self._sleep_level = 0
         await self._halt_or_go_on()
@@ -191,18 +203,20 @@ class Operations:
         directory = path_member(body, "model_path")
         if self._sleep_level:
             raise InvalidArgument("the engine sleeps; wake it up first")
-        weights = await asyncio.to_thread(_read_alike, directory, self._config)
+        weights = await asyncio.to_thread(_read_alike, directory, self._served.config)
         await self._steps.ask(lambda core: core.replace_weights(weights))
-        self._directory = directory
+        self._served = self._served._replace(directory=directory)
         return {"model_path": str(directory)}
 
     async def load_lora(self, body: JsonMapping) -> Body:
         """Load an adapter under a name, and report the name to frontends as a model. Again: it is replaced."""
         name, directory = adapter_name(body), await adapter_directory(body)
         before = self.adapters.get(name)
-        if before is None and len(self.adapters) >= self._max_loras:
-            raise InvalidArgument(f"{len(self.adapters)} adapters are loaded, at most --max-loras {self._max_loras}")
-        adapter = await asyncio.to_thread(load_adapter, name, directory, self._config)
+        if before is None and len(self.adapters) >= self._served.max_loras:
+            raise InvalidArgument(
+                f"{len(self.adapters)} adapters are loaded, at most --max-loras {self._served.max_loras}"
+            )
+        adapter = await asyncio.to_thread(load_adapter, name, directory, self._served.config)
         await self._steps.ask(lambda core: core.add_adapter(adapter))
         self.adapters[name] = adapter
         try:  # last: a frontend that reads the card may send requests at once

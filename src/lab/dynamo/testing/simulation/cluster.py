@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.frontend.admission.model import RequestLimit
@@ -20,7 +21,7 @@ from dynamo.runtime.discovery.memory import MemoryHub
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.testing.simulation.engine import PrefixEngine, Step
 from dynamo.testing.simulation.network import Network
-from dynamo.testing.simulation.scenario import Scenario
+from dynamo.testing.simulation.record import RunRecord
 from dynamo.testing.simulation.store import SimulatedDiscovery
 from dynamo.worker.lifecycle import ShutdownTimes
 from dynamo.worker.worker import Worker
@@ -81,7 +82,7 @@ class WorkerProcess(Process):
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         super().__init__(cluster, name)
-        self.engine = PrefixEngine(MODEL, self, tokens_per_chunk=cluster.tokens_per_chunk)
+        self.engine = PrefixEngine(MODEL, self, tokens_per_chunk=cluster.record.tokens_per_chunk)
         config = WorkerConfig(
             namespace="sim", component="backend", endpoint="generate", served_model_name=MODEL, discovery_backend="mem"
         )
@@ -126,8 +127,8 @@ class WorkerProcess(Process):
         if self.is_dead:
             return
         if self._has_left:
-            self.cluster.breach("goodbye", f"{self.name} began a request after it had said goodbye")
-        self.cluster.note("began", self.name, bytes(step.prompt), step.seed)
+            self.cluster.record.breach("goodbye", f"{self.name} began a request after it had said goodbye")
+        self.cluster.record.note("began", self.name, bytes(step.prompt), step.seed)
 
     async def before_token(self, step: Step) -> None:
         await self.thawed.wait()
@@ -142,16 +143,16 @@ class WorkerProcess(Process):
                 conduct.reason = reason
                 conduct.was_cancelled = step.context.is_stopped()
         if not self.is_dead:
-            self.cluster.note("ended", self.name, bytes(step.prompt), step.tokens, reason)
+            self.cluster.record.note("ended", self.name, bytes(step.prompt), step.tokens, reason)
 
     def aborted(self, context: Context) -> None:
         found = [c for c in self.cluster.conducts if c.process == self.name and c.step.context.id() == context.id()]
         if not found and not self.is_dead:
-            self.cluster.breach("abort", f"{self.name} was told to abort a request it never began")
+            self.cluster.record.breach("abort", f"{self.name} was told to abort a request it never began")
         for conduct in found[-1:]:
             conduct.aborts += 1
             if not self.is_dead:
-                self.cluster.note("abort", self.name, bytes(conduct.step.prompt))
+                self.cluster.record.note("abort", self.name, bytes(conduct.step.prompt))
 
     def said_goodbye(self) -> None:
         self._has_left = True
@@ -162,7 +163,7 @@ class FrontendProcess(Process):
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         super().__init__(cluster, name)
-        scenario = cluster.scenario
+        scenario = cluster.record.scenario
         places = scenario.model_places
         settings = FrontendSettings(
             router_mode=scenario.router_mode,
@@ -198,30 +199,31 @@ class Cluster:
 
     def __init__(
         self,
-        scenario: Scenario,
-        *,
-        pace: Callable[[WorkerProcess, Step], Any],
-        tokens_per_chunk: Callable[[Step], int],
-        note: Callable[..., None],
-        breach: Callable[[str, str], None],
+        record: RunRecord,
+        pace: Callable[[WorkerProcess, Step], Awaitable[object]],
     ) -> None:
-        self.scenario = scenario
+        self.record, self.pace = record, pace
         self.hub = MemoryHub()
-        self.pace, self.tokens_per_chunk, self.note, self.breach = pace, tokens_per_chunk, note, breach
         self.conducts: list[Conduct] = []
         self.workers: list[WorkerProcess] = []
         self.frontends: list[FrontendProcess] = []
         self.outages: list[list[Process]] = []  # of the whole store: the processes cut off by it
-        self.lease_seconds = self.rng("lease").choice((0.0, 3.0, 10.0))
         self.network = Network(
             self.rng("network"),
-            server_settings=RequestPlaneSettings(engine_request_limit=scenario.engine_slots, engine_queue_limit=4),
+            server_settings=RequestPlaneSettings(
+                engine_request_limit=record.scenario.engine_slots, engine_queue_limit=4
+            ),
         )
-        self.network.hooks.on_breach = lambda text: breach("credit", text)
+        self.network.hooks.on_breach = lambda text: record.breach("credit", text)
+
+    @cached_property
+    def lease_seconds(self) -> float:
+        """How long a store that cannot be reached keeps the records of a process."""
+        return self.rng("lease").choice((0.0, 3.0, 10.0))
 
     def rng(self, name: str) -> random.Random:
         """Return a separate random generator for each part, so that removing one fault does not change the other parts."""
-        return random.Random(f"{self.scenario.seed} {name}")
+        return random.Random(f"{self.record.scenario.seed} {name}")
 
     async def start_worker(self) -> WorkerProcess:
         worker = WorkerProcess(self, f"worker {len(self.workers)}")
@@ -272,7 +274,7 @@ class Cluster:
             await asyncio.wait(tasks, timeout=300.0)
         for worker in self.workers:
             if not worker.task.done():
-                self.breach("hang", f"{worker.name} did not end")
+                self.record.breach("hang", f"{worker.name} did not end")
             elif not worker.task.cancelled() and (error := worker.task.exception()) is not None and not worker.is_dead:
-                self.breach("worker", f"{worker.name} failed: {type(error).__name__}: {error}")
+                self.record.breach("worker", f"{worker.name} failed: {type(error).__name__}: {error}")
             await worker.runtime.aclose()

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Final
 
 from dynamo.testing.simulation.client import Visit
+from dynamo.testing.simulation.engine import Step
 from dynamo.testing.simulation.scenario import Fault, RequestPlan, Scenario
 
 FIRST_PROBE: Final = 1000  # from this number on requests are not a client's, and nothing is done to them
@@ -65,6 +66,9 @@ class RunRecord:
 
     def digest(self) -> str:
         return self._hash.hexdigest()
+
+    def tokens_per_chunk(self, step: Step) -> int:
+        return self.plan_of(bytes(step.prompt)).tokens_per_chunk
 
     def plan_of(self, prompt: bytes) -> RequestPlan:
         found = _PROMPT.search(prompt)

@@ -111,13 +111,7 @@ class _Run(logging.Handler):
         self._pending: list[Fault] = list(scenario.faults)
         self._chores = Background()
         self._items: Counter[int] = Counter()
-        self._cluster = Cluster(
-            scenario,
-            pace=self._pace,
-            tokens_per_chunk=lambda step: self.record.plan_of(bytes(step.prompt)).tokens_per_chunk,
-            note=self.record.note,
-            breach=self.record.breach,
-        )
+        self._cluster = Cluster(self.record, self._pace)
         self._promises = Promises(self.record, self._cluster)
         hooks = self._cluster.network.hooks
         hooks.on_open, hooks.on_item = self._opened, self._item
