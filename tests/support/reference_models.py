@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dynamo.reference.core import Core
+from dynamo.reference import ReferenceEngine
+from dynamo.reference.core import Core, Emission, Failure
 from dynamo.reference.loading import Options, load_core
 from dynamo.text import PLAIN_TEMPLATE
+from support.patience import PATIENCE_SECONDS
 from support.random_weights import random_tensors
 from support.tiny_model import tiny_tokenizer
 
@@ -121,3 +123,25 @@ def core_of(models: dict[str, Path]) -> Callable[..., Core]:
         )
 
     return build
+
+
+def hold_after(engine: ReferenceEngine, tokens: int = 1) -> None:
+    """Have the engine's thread compute this many steps that yield tokens, and wait for the next command, once.
+
+    Else the thread may have computed the whole answer before a busy machine lets the test say anything.
+    """
+    steps: Any = engine._steps
+    core: Any = steps._core
+    step, left = core.step, tokens
+
+    def held_step() -> list[Emission | Failure]:
+        nonlocal left
+        if not left:
+            core.step = step
+            with steps._wake:
+                assert steps._wake.wait_for(lambda: steps._inbox or steps._is_closing, PATIENCE_SECONDS)
+        found: list[Emission | Failure] = step()
+        left -= bool(found)
+        return found
+
+    core.step = held_step

@@ -21,6 +21,7 @@ from dynamo.reference.core import Core
 from dynamo.runtime.calls.context import Context
 from dynamo.worker.kv_publishing.publisher import ComponentSnapshot
 from support.cases import each_case
+from support.reference_models import hold_after
 
 SMALL = Options(block_size=4, kv_cache_mb=2, max_num_seqs=8, max_num_batched_tokens=32)
 
@@ -119,6 +120,7 @@ async def test_log_probabilities_have_the_shape_of_the_contract(models: dict[str
 async def test_a_request_that_is_cut_frees_its_blocks_at_once(way: str, models: dict[str, Path]) -> None:
     async with running(models["llama"]) as engine:
         context = mock_context()
+        hold_after(engine)
         stream = engine.generate(request([5] * 30, 200), context)
         await anext(stream)
         if way == "close":
@@ -139,6 +141,7 @@ async def test_every_open_choice_of_a_stopped_request_is_ended(models: dict[str,
     async with running(models["llama"]) as engine:
         context = mock_context()
         body = request([5] * 9, 200, sampling_options={"temperature": 1.0, "seed": 1, "n": 3})
+        hold_after(engine)
         stream = engine.generate(body, context)
         await anext(stream)
         context.stop_generating()
@@ -253,6 +256,7 @@ async def test_an_engine_that_fails_ends_every_request_and_takes_no_more(
 async def test_cleanup_ends_what_runs_and_its_thread(models: dict[str, Path]) -> None:
     engine = ReferenceEngine(models["llama"], SMALL)
     await engine.start(1)
+    hold_after(engine)
     stream = engine.generate(request([5] * 9, 240), mock_context())
     await anext(stream)
     gate = threading.Event()  # holds the thread between two steps

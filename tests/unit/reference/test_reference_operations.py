@@ -21,6 +21,7 @@ from dynamo.reference.kv_transfer import TransferOptions
 from dynamo.reference.weights import NO_WEIGHTS
 from support.adapters import write_adapter
 from support.cases import each_case
+from support.reference_models import hold_after
 
 SMALL = Options(block_size=4, kv_cache_mb=2, max_num_seqs=8, max_num_batched_tokens=32, max_loras=2)
 
@@ -64,6 +65,7 @@ async def test_a_sleeping_engine_holds_no_memory_and_its_streams_go_on_afterward
         whole = await answer(engine, body)
         context = mock_context()
         async with aclosing(engine.generate(body, context)) as stream:
+            hold_after(engine, 5)
             begun = [token for _ in range(5) for token in (await anext(stream))["token_ids"]]
             assert await control(engine, "sleep", level=level) == {"status": "ok", "is_sleeping": True, "level": level}
             core = core_of(engine)
@@ -82,6 +84,7 @@ async def test_a_stream_can_be_cut_while_the_engine_sleeps(models: dict[str, Pat
     async with running(models["llama"]) as engine:
         context = mock_context()
         async with aclosing(engine.generate(request([5] * 9, 200), context)) as stream:
+            hold_after(engine)
             await anext(stream)
             await control(engine, "sleep")
             context.stop_generating()
@@ -97,6 +100,7 @@ async def test_a_paused_engine_keeps_everything_and_computes_nothing(models: dic
         body = request([5] * 9, 100)
         whole = await answer(engine, body)
         async with aclosing(engine.generate(body, mock_context())) as stream:
+            hold_after(engine)
             begun = (await anext(stream))["token_ids"]
             assert await control(engine, "pause_generation") == {"status": "ok", "is_paused": True}
             held = core_of(engine).pool.held

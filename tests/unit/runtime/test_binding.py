@@ -70,7 +70,7 @@ async def listening(runtime: DistributedRuntime) -> tuple[str, str]:
     """The addresses that the request plane and the status server of a runtime are bound to."""
     server = cast(Any, await runtime.plane_server())
     status = cast(Any, runtime.status_server)
-    return server._server.sockets[0].getsockname()[0], status._http.sockets[0].getsockname()[0]
+    return server._server.sockets[0].getsockname()[0], status._open.service.sockets[0].getsockname()[0]
 
 
 async def test_with_file_discovery_a_worker_listens_on_loopback_and_logs_how_to_open_it(
