@@ -76,7 +76,7 @@ async def test_what_is_to_be_printed_of_the_frontend_is_owed_until_it_is_printed
         frontend_started=started, missing=lambda: "a worker", frontend=SimpleNamespace(mark_ready=lambda: None)
     )
     address = Address("127.0.0.1", free_ports(1)[0])
-    announcement = Announcement(Console(), processes, address, Path())
+    announcement = Announcement(Console(), processes, address, Path(), address.port)
     async with kept(announcement.follow_frontend, "readiness"):
         started.set()
         await steps.run_again("readiness")

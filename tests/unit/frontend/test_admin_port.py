@@ -55,7 +55,8 @@ async def ask(
 async def test_with_an_admin_port_the_admin_routes_are_there_and_nowhere_else(tmp_path: Path) -> None:
     async with served(tmp_path, admin_port=0) as (house, server):
         await house.worker()
-        assert server.admin_port not in (None, 0, server.port)
+        port = server.admin_port
+        assert port not in (None, 0, server.port)
         body = {"model": "m", "active_decode_blocks_threshold": 0.5}
         for refused in (await ask(server.port, "/busy_threshold"), await ask(server.port, "/busy_threshold", body)):
             assert refused[0] == 404
@@ -66,7 +67,7 @@ async def test_with_an_admin_port_the_admin_routes_are_there_and_nowhere_else(tm
         assert (await ask(server.port, "/v1/models"))[0] == 200
         assert (await ask(server.admin_port, "/v1/models"))[0] == 404
     with pytest.raises(OSError, match=r"refused|Connect"):
-        await asyncio.open_connection("127.0.0.1", server.admin_port)
+        await asyncio.open_connection("127.0.0.1", port)
 
 
 async def test_without_an_admin_port_an_api_on_loopback_serves_the_admin_routes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -174,6 +175,7 @@ class Truthful:
     reads_events = True
 
     def __init__(self) -> None:
+        self.turns = count()
         self.worker_ids: list[int] = []
         self.held: dict[int, set[int]] = {}
         self.seen: dict[int, list[int]] = {}
@@ -184,7 +186,7 @@ class Truthful:
     def route(self, flight: Flight, now_ms: float) -> Routed:
         if not self.worker_ids:
             raise WorkerUnavailable
-        return Routed(self.worker_ids[flight.number % len(self.worker_ids)])
+        return Routed(self.worker_ids[next(self.turns) % len(self.worker_ids)])
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
         return None

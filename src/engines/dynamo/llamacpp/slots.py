@@ -44,7 +44,6 @@ class LlamaConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._status = 0
         self._is_stream = False
         self._is_complete = False
         self._is_lost = False
@@ -74,9 +73,6 @@ class LlamaConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"content-type":
             self._is_stream = value.startswith(b"text/event-stream")
-
-    def on_headers_complete(self) -> None:
-        self._status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
         self._body += data
@@ -128,15 +124,16 @@ class LlamaConnection(asyncio.Protocol):
             self._waiting_bytes = 0
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
+        status = self._parser.get_status_code()
         error = event.get("error") if isinstance(event, dict) else None
         if isinstance(error, dict):
             raise LlamaRefusal(
-                int(error.get("code") or self._status or 500),
+                int(error.get("code") or status or 500),
                 str(error.get("message") or error),
                 str(error.get("type") or ""),
             )
-        if self._status >= 400:
-            raise LlamaRefusal(self._status, f"llama.cpp answered with status {self._status}")
+        if status >= 400:
+            raise LlamaRefusal(status, f"llama.cpp answered with status {status}")
         return event
 
     def close(self) -> None:

@@ -74,6 +74,28 @@ class LoadedAdapter:
         return lora_name_to_id(self.name)
 
 
+class CachedAdapters:
+    """The adapters that blocks in the prefix cache were computed with: by name, so that those of another are dropped."""
+
+    def __init__(self, clear: Callable[[], Awaitable[None]]) -> None:
+        """`clear` empties the prefix cache; requests that run compute their blocks again."""
+        self._clear = clear
+        self._versions: dict[str, tuple[str, int]] = {}
+
+    async def make_way(self, adapter: LoadedAdapter) -> None:
+        """Empty the cache where blocks of another adapter under this name would be taken for its own."""
+        if (
+            self._versions.get(adapter.name, adapter.version) != adapter.version
+            or len(self._versions) >= MAX_REMEMBERED
+        ):
+            await self._clear()
+            self._versions.clear()
+
+    def add(self, adapter: LoadedAdapter) -> None:
+        """Count the blocks under its name as those of `adapter`."""
+        self._versions[adapter.name] = adapter.version
+
+
 class VllmAdapters:
     """The adapters of one engine. On the event loop only; loads and unloads run one at a time."""
 
@@ -86,14 +108,14 @@ class VllmAdapters:
     ) -> None:
         """`client`: vLLM's `AsyncLLM`. `limits` None: it was started without --enable-lora.
 
-        `make_request` makes vLLM's `LoRARequest` (the default) of name, number and directory. `clear_cache` empties the prefix cache; requests that run compute their blocks again.
+        `make_request` makes vLLM's `LoRARequest` (the default) of name, number and directory. `clear_cache`: see `CachedAdapters`.
         """
         self.endpoint: ModelEndpoint | None = None  # where adapters are registered for frontends
-        self._client, self._limits, self._clear_cache = client, limits, clear_cache
+        self._client, self._limits = client, limits
         self._make_request = make_request or _lora_request
         self._loaded: dict[str, LoadedAdapter] = {}
         self._leaving: dict[str, LoadedAdapter] = {}  # taken away, but some requests still use them
-        self._cached: dict[str, tuple[str, int]] = {}  # names of blocks in the prefix cache -> version of the adapter
+        self._cached = CachedAdapters(clear_cache)
         self._lock = asyncio.Lock()
         self._background = Background()
 
@@ -146,14 +168,12 @@ class VllmAdapters:
             adapter = await self._admit(name, directory)
             if adapter is self._loaded.get(name):
                 return _described(adapter)
-            if self._cached.get(name, adapter.version) != adapter.version or len(self._cached) >= MAX_REMEMBERED:
-                await self._clear_cache()  # blocks of another adapter under this name would be taken for its own
-                self._cached.clear()
+            await self._cached.make_way(adapter)
             try:
                 await self._client.add_lora(self._request(adapter))
             except Exception as error:  # vLLM raises all kinds of them, and goes on
                 raise InvalidArgument(f"vLLM refuses the adapter at {directory}: {error}") from error
-            self._cached[name] = adapter.version
+            self._cached.add(adapter)
             self._loaded[name] = adapter
             if self.endpoint is not None:
                 try:

@@ -17,15 +17,18 @@ from dynamo.supervise.process import SupervisedProcess
 class Announcement:
     """Knows from the workers' reports what each of them serves, and from the frontend whether it routes to them."""
 
-    def __init__(self, console: Console, processes: LocalProcesses, address: Address, store: Path) -> None:
+    def __init__(
+        self, console: Console, processes: LocalProcesses, address: Address, store: Path, inspector_port: int
+    ) -> None:
+        """`inspector_port`: the port of the admin routes, or that of the API where only the log names one."""
         self._console = console
         self._processes = processes
         self._address = address
         self._store = store
+        self._inspector_port = inspector_port
         self._endpoints: dict[str, str] = {}
         self._served: dict[str, tuple[str, int]] = {}  # worker -> (model, instance id) that it reported last
         self._surfaces = ""
-        self._is_table_shown = False
         self._is_announced = False
 
     @property
@@ -35,9 +38,11 @@ class Announcement:
 
     def on_configured(self, worker: SupervisedProcess, report: Mapping[str, Any]) -> None:
         """Take the report of a worker that has read its command line."""
+        is_first = not self._endpoints  # the command line of all workers is the same one
         self._endpoints[worker.name] = report["endpoint"]
         self._surfaces = report["surfaces"]
-        self._show_table(report["endpoint"])
+        if is_first:
+            self._show_table(report["endpoint"])
 
     def on_serving(self, worker: SupervisedProcess, report: Mapping[str, Any]) -> None:
         """Take the report of a worker that serves."""
@@ -49,10 +54,7 @@ class Announcement:
         )
 
     def _show_table(self, endpoint: str) -> None:
-        """Print the processes once, when the first worker has read its command line: all workers have the same one."""
-        if self._is_table_shown:
-            return
-        self._is_table_shown = True
+        """Print the processes."""
         frontend = self._processes.frontend
         rows = [
             (
@@ -86,7 +88,7 @@ class Announcement:
             self._is_announced = True
             self._console.say("Ready", strong=True)
             self._console.say(ready_text(self._address, models[0], self._surfaces))
-            say_inspector(self._console, self._processes.admin_port or self._address.port)
+            say_inspector(self._console, self._inspector_port)
         else:
             self._console.say(f"frontend serves again at {self._address.url}")
 

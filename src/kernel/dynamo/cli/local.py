@@ -178,7 +178,9 @@ class LocalCluster:
         self._processes = LocalProcesses(
             options, console, store, listener.fileno(), self._group, on_report=self._on_report
         )
-        self._announcement = Announcement(console, self._processes, address, store)
+        self._announcement = Announcement(
+            console, self._processes, address, store, options.flags.admin_port or address.port
+        )
         self._ending = Ending(console)
         self._newcomers = Newcomers(
             partial(takes_requests, address), console.say, limit_seconds=options.flags.replace_seconds

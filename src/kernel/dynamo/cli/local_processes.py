@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -170,9 +171,8 @@ class LocalProcesses:
         on_report: OnReport,
     ) -> None:
         """`listener` is the descriptor of the frontend's socket. `group` runs what a restart spawns."""
-        self._options = options
         self._console = console
-        self._store = store
+        self._worker_program = partial(worker_program, options, store, os.environ)
         self._group = group
         self._on_report = on_report
         self.frontend_started = asyncio.Event()
@@ -186,11 +186,6 @@ class LocalProcesses:
     def all(self) -> list[SupervisedProcess]:
         """Return every process that runs."""
         return [self.frontend, *self._slots]
-
-    @property
-    def admin_port(self) -> int | None:
-        """The port of the admin routes; None: that of the API, or one that only the log names."""
-        return self._options.flags.admin_port or None
 
     def missing(self) -> str:
         """Describe what is waited for before a model can be listed."""
@@ -235,7 +230,7 @@ class LocalProcesses:
 
     def _added(self, name: str, policy: RestartPolicy) -> SupervisedProcess:
         slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots.values())
-        new = self._supervised(worker_program(self._options, self._store, os.environ, name, slot), policy)
+        new = self._supervised(self._worker_program(name, slot), policy)
         self._slots[new] = slot
         return new
 

@@ -149,8 +149,8 @@ class ReplayCluster:
     def _arrive(self, request: TraceRequest, now_ms: float) -> None:
         if self.setup.concurrency is None:
             self._await_arrival()
-        number = len(self.flights)
-        flight = Flight(number, request, self._tree.blocks(request.prompt), number % self.setup.frontends, now_ms)
+        frontend = len(self.flights) % self.setup.frontends
+        flight = Flight(request, self._tree.blocks(request.prompt), frontend, now_ms)
         self.flights.append(flight)
         self._dispatch(flight, now_ms)
 

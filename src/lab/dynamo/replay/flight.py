@@ -33,12 +33,13 @@ class RequestFigures(msgspec.Struct, frozen=True, gc=False):
     policy_class: str | None = None
 
 
-class TokenTimes:
-    """When a request was admitted and got its tokens, in ms; -1: not yet."""
+class RequestTimes:
+    """When a request arrived, was admitted and got its tokens, in ms; -1: not yet."""
 
-    __slots__ = ("admitted", "first", "last", "second")
+    __slots__ = ("admitted", "arrived", "first", "last", "second")
 
-    def __init__(self) -> None:
+    def __init__(self, arrived_ms: float) -> None:
+        self.arrived = arrived_ms
         self.admitted = self.first = self.second = self.last = NEVER
 
 
@@ -46,11 +47,9 @@ class Flight:
     """One request while it is served, and after. The cluster writes it."""
 
     __slots__ = (
-        "arrival_ms",
         "blocks",
         "frontend",
         "moves",
-        "number",
         "request",
         "reused_tokens",
         "status",
@@ -59,15 +58,13 @@ class Flight:
         "worker",
     )
 
-    def __init__(self, number: int, request: TraceRequest, blocks: PromptBlocks, frontend: int, now_ms: float) -> None:
-        self.number = number  # in the order of arrival
+    def __init__(self, request: TraceRequest, blocks: PromptBlocks, frontend: int, now_ms: float) -> None:
         self.request = request
         self.blocks = blocks
         self.frontend = frontend
         self.worker: int | None = None
         self.status = "waiting"
-        self.arrival_ms = now_ms
-        self.times = TokenTimes()
+        self.times = RequestTimes(now_ms)
         self.reused_tokens = 0
         self.tokens = 0
         self.moves = 0
@@ -81,20 +78,20 @@ class Flight:
         """Return what the report keeps."""
         has_tokens = self.tokens > 0
         times = self.times
-        ttft = times.first - self.arrival_ms if has_tokens else None
+        ttft = times.first - times.arrived if has_tokens else None
         return RequestFigures(
             request_id=self.request.request_id,
             status=self.status,
             worker=self.worker,
             frontend=self.frontend,
-            arrival_ms=_rounded(self.arrival_ms),
+            arrival_ms=_rounded(times.arrived),
             first_admit_ms=_rounded(times.admitted) if times.admitted >= 0 else None,
             first_token_ms=_rounded(times.first) if has_tokens else None,
             last_token_ms=_rounded(times.last) if has_tokens else None,
             ttft_ms=None if ttft is None else _rounded(ttft),
             ttst_ms=_rounded(times.second - times.first) if times.second >= 0 else None,
             itl_ms=_rounded((times.last - times.first) / (self.tokens - 1)) if self.tokens > 1 else None,
-            e2e_latency_ms=_rounded(times.last - self.arrival_ms) if has_tokens else None,
+            e2e_latency_ms=_rounded(times.last - times.arrived) if has_tokens else None,
             input_tokens=self.request.prompt_tokens,
             reused_input_tokens=self.reused_tokens,
             output_tokens=self.tokens,

@@ -41,18 +41,32 @@ class HostLoad(NamedTuple):
     ready_ms: float
 
 
+class CopyLink:
+    """Copies blocks in one direction, one copy after another."""
+
+    __slots__ = ("_block_ms", "_free_ms")
+
+    def __init__(self, block_ms: float, speedup_ratio: float) -> None:
+        self._block_ms = block_ms / speedup_ratio if speedup_ratio else 0.0
+        self._free_ms = 0.0  # when it has done what it was given
+
+    def copy(self, blocks: int, now_ms: float) -> float:
+        """Take `blocks` more blocks to copy, not before `now_ms`; return when they are there."""
+        self._free_ms = max(now_ms, self._free_ms) + blocks * self._block_ms
+        return self._free_ms
+
+
 class HostTier:
     """The blocks that lie in host memory, and those on their way there. Bounded by its size, both together by twice that."""
 
     def __init__(self, options: HostTierOptions, speedup_ratio: float) -> None:
         """`speedup_ratio` divides every time; 0: copies take none."""
         self.blocks = options.num_host_blocks
-        self._to_host_ms = options.to_host_block_ms / speedup_ratio if speedup_ratio else 0.0
-        self._to_device_ms = options.to_device_block_ms / speedup_ratio if speedup_ratio else 0.0
+        self._to_host = CopyLink(options.to_host_block_ms, speedup_ratio)
+        self._to_device = CopyLink(options.to_device_block_ms, speedup_ratio)
         self._held: OrderedDict[int, None] = OrderedDict()  # the next one to go is in front
         self._copies: deque[tuple[float, BlockRun]] = deque()  # with the time when each ends
         self._copied: set[int] = set()  # blocks of `_copies`
-        self._to_host_free_ms = self._to_device_free_ms = 0.0  # when the links have done what they were given
         self._events: list[BlockRun | EvictedBlocks] = []  # that the pass that runs will show
         self.loads: list[HostLoad] = []  # requests that wait for blocks; bounded by max_num_seqs
         self.pass_ends_ms = 0.0  # of the pass that runs
@@ -91,9 +105,9 @@ class HostTier:
         """Begin to copy blocks. What is there or on its way is not copied again; nor what is more than the tier holds."""
         for number, identity in enumerate(run.identities, run.begin):
             if identity not in self._held and identity not in self._copied and len(self._copied) < self.blocks:
-                self._to_host_free_ms = max(self.pass_ends_ms, self._to_host_free_ms) + self._to_host_ms
                 self._copied.add(identity)
-                self._copies.append((self._to_host_free_ms, run.part(number, number + 1, HOST_TIER)))
+                there_ms = self._to_host.copy(1, self.pass_ends_ms)
+                self._copies.append((there_ms, run.part(number, number + 1, HOST_TIER)))
 
     def _take_copied(self, now_ms: float) -> list[BlockRun | EvictedBlocks]:
         """Return what copies have changed by now: blocks that made room first, then those that have arrived."""
@@ -132,5 +146,4 @@ class HostTier:
     def load(self, request: ScheduledRequest, blocks: int, now_ms: float) -> None:
         """Begin to fill the last `blocks` blocks that a request has; `begin_pass` returns it when they are there."""
         self._touch(request.identities[: request.held])
-        self._to_device_free_ms = max(now_ms, self._to_device_free_ms) + blocks * self._to_device_ms
-        self.loads.append(HostLoad(request, self._to_device_free_ms))
+        self.loads.append(HostLoad(request, self._to_device.copy(blocks, now_ms)))

@@ -75,6 +75,7 @@ class ConnectionPool:
         self.targets = targets
         self.recorder = recorder
         self.open: set[ClientConnection] = set()
+        self.connecting: set[asyncio.Task[None]] = set()  # connections on their way
         self._idle: list[list[ClientConnection]] = [[] for _ in targets]
         self._limit = limit
 
@@ -88,11 +89,9 @@ class ConnectionPool:
         self.recorder.connections += 1
         return connection
 
-    def has_room(self, connecting: int) -> bool:
-        """Return whether one more connection may be opened, where `connecting` are on their way; closes an idle connection
-        to another target to make room.
-        """
-        if len(self.open) + connecting < self._limit:
+    def has_room(self) -> bool:
+        """Return whether one more connection may be opened; closes an idle one to another target to make room."""
+        if len(self.open) + len(self.connecting) < self._limit:
             return True
         for idle in self._idle:
             if idle:
@@ -117,7 +116,9 @@ class ConnectionPool:
             idle.remove(connection)
 
     def abandon_all(self) -> None:
-        """Close every connection."""
+        """Close every connection, those on their way included."""
+        for task in self.connecting:
+            task.cancel()
         for connection in list(self.open):
             connection.abandon()
 

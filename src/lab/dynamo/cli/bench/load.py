@@ -47,10 +47,8 @@ class Load:
         self._schedule = Schedule(shape, rng or random.Random())
         self._pool = ConnectionPool(targets, shape.connections, recorder)
         self._waiting: deque[SentRequest] = deque()
-        self._connecting: set[asyncio.Task[None]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
         self._is_stopped = False
-        self._sweeper: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Send and wait."""
@@ -58,7 +56,7 @@ class Load:
         self._finished: asyncio.Future[None] = loop.create_future()
         self.recorder.begun = clock()
         self._schedule.begin(self.recorder.begun)
-        self._sweeper = loop.call_later(SWEEP_SECONDS, self._sweep)
+        self._later(SWEEP_SECONDS, self._sweep)
         try:
             if self._shape.is_open:
                 self._arrive()
@@ -68,11 +66,8 @@ class Load:
             self._check_finished()
             await self._finished
         finally:
-            self._sweeper.cancel()
             for timer in self._timers:
                 timer.cancel()
-            for task in self._connecting:
-                task.cancel()
             self._pool.abandon_all()
             if self._is_stopped or not self.recorder.ended:
                 self.recorder.ended = clock()
@@ -126,7 +121,7 @@ class Load:
             schedule.advance()
             if (idle := pool.take_idle(job.target)) is not None:
                 self._start(job, idle)
-            elif pool.has_room(len(self._connecting)):
+            elif pool.has_room():
                 self._start(job, None)
             elif len(self._waiting) < MAX_WAITING:
                 self._waiting.append(job)
@@ -156,8 +151,8 @@ class Load:
             self._send(connection, job)
             return
         task = asyncio.get_running_loop().create_task(self._connect(job))  # not awaited: it ends in a callback
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        self._pool.connecting.add(task)
+        task.add_done_callback(self._pool.connecting.discard)
 
     async def _connect(self, job: SentRequest) -> None:
         try:
@@ -195,7 +190,7 @@ class Load:
         for connection in list(self._pool.open):
             if connection.job is not None and connection.job.due < oldest:
                 connection.give_up(f"timeout after {self._shape.timeout_seconds:g} s", "")
-        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+        self._later(SWEEP_SECONDS, self._sweep)
 
     # -- what became of a request ------------------------------------------------------------------------------------
 
