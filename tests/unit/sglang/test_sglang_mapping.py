@@ -14,8 +14,8 @@ from dynamo.contract.kv_events import ZmqSource
 from dynamo.contract.requests.generation import GenerationLimits, GenerationRequest, read_generation
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument
 from dynamo.runtime.calls.context import Context
-from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
 from dynamo.sglang.arguments import MARK, _without_events, events_source, read_arguments
+from dynamo.sglang.engine import SglangAnswer, logprob_arguments, sampling_parameters
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
 from support.cases import each_case
 from support.demo_model import FILES

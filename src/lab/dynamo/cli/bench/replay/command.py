@@ -15,7 +15,7 @@ from dynamo.cli.bench.connections import Prepared
 from dynamo.cli.bench.load import Load
 from dynamo.cli.bench.replay.jobs import Replayed, replay_all, trace_of
 from dynamo.cli.bench.replay.options import LiveTarget, ReplayOptions, read_options
-from dynamo.cli.bench.replay.report import HEAD, PresetReport, as_json, reports_of
+from dynamo.cli.bench.replay.report import HEAD, PresetReport, as_json, comparison_svg, replay_html, reports_of
 from dynamo.cli.bench.samples import Recorder, SampleHistogram
 from dynamo.cli.bench.schedule import Shape
 from dynamo.cli.bench.targets import ENDPOINT_PATHS, Target
@@ -140,8 +140,6 @@ def _write_files(
     if options.requests_file is not None:
         _write(options.requests_file, _request_lines(reports), console)
     if options.svg_file is not None or options.html_file is not None:
-        from dynamo.cli.bench.replay.plot import comparison_svg, replay_html
-
         if options.svg_file is not None:
             _write(options.svg_file, [comparison_svg(reports)], console)
         if options.html_file is not None:
