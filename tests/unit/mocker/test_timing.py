@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.mocker.profile import read_profile
-from dynamo.mocker.timing import FixedTiming, PolynomialTiming
+from dynamo.mocker.timing import FixedTiming, PolynomialTiming, read_profile
 
 
 def test_the_polynomials() -> None:

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.mocker.output import ReasoningShape
-from dynamo.mocker.profile import read_profile
-from dynamo.mocker.timing import FixedTiming, PolynomialTiming
+from dynamo.mocker.timing import FixedTiming, PolynomialTiming, read_profile
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.runtime.base.addresses import LOOPBACK
 from dynamo.scheduling import HostTierOptions, PassTiming, SchedulerOptions, SglangOptions

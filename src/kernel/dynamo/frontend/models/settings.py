@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.frontend.admission.model import RequestLimit
-from dynamo.frontend.base.settings.scaling import ScalingSettings
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.router.dispatch.conditional import ConditionalSettings
@@ -16,6 +15,7 @@ from dynamo.router.workers.busy_settings import BusySettings
 from dynamo.settings.choices import ROUTER_MODES
 from dynamo.settings.readers import (
     SettingReader,
+    above_zero,
     integer,
     one_of,
     seconds,
@@ -34,6 +34,19 @@ _REQUESTS: Final = "requests"
 
 
 _request_limit: Final = SettingReader(RequestLimit.parse, metavar="N|Nx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings:
+    """Whether the load is measured, and how full workers are meant to be."""
+
+    # fmt: off
+    autoscale: bool = setting(False, "DYN_AUTOSCALE", switch,
+        "Measure how full the workers of each model are, as [metrics and JSON for autoscalers](scaling.md)",
+        flag="--autoscale", group=_CLUSTER)
+    autoscale_target: float = setting(0.7, "DYN_AUTOSCALE_TARGET", above_zero(1),
+        "How full workers are meant to be; 1: full", flag="--autoscale-target", group=_CLUSTER)
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
