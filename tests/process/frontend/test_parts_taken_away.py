@@ -52,7 +52,18 @@ def served(directory: Path, missing: str = "") -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "part",
-    ["keys", "recording", "inspector", "batches", "stored_responses", "media", "scaling", "group", "vllm_routes"],
+    [
+        "keys",
+        "recording",
+        "inspector",
+        "batches",
+        "stored_responses",
+        "media",
+        "scaling",
+        "residency",
+        "group",
+        "vllm_routes",
+    ],
 )
 def test_a_frontend_without_the_folder_of_a_part_serves(tmp_path: Path, part: str) -> None:
     found = served(tmp_path, part)

@@ -75,7 +75,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["serve", "--http-port", "0", "--store", "guide_engine.py"], "--store guide_engine.py: File exists"),
         (["serve", "--", "--discovery-backend", "etcd"], "--discovery-backend etcd needs more than this machine"),
         (["serve", "--", "--event-plane=nats"], "--event-plane nats needs more than this machine"),
-        (["serve", "a", "b"], "unrecognized arguments: b"),
+        (["serve", "a", "b"], "there is no directory, file or short name a"),
         (["serve", "--wokers", "2"], "unrecognized arguments: --wokers; did you mean --workers?"),
         (["serve", "--engine", "refrence"], "there is no engine 'refrence'; did you mean reference?"),
         (["serve", "--engine", "nothing_here.py:answer"], "there is no file nothing_here.py"),

@@ -84,6 +84,7 @@ class Announcement:
         missing, on_answer = self._processes.missing, self._processes.frontend.mark_ready
         models = await wait_listed(self._address, self._console, waits_for=missing, on_answer=on_answer)
         if not self._is_announced:
+            self._show_table("-")  # without a worker, where models are loaded at their first request
             await self._all_taken()
             self._is_announced = True
             self._console.say("Ready", strong=True)

@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=int, required=True, help="descriptor for reports")
     parser.add_argument("--listener", type=int, help="descriptor of the frontend's bound socket")
     parser.add_argument("--engine", default="")
+    parser.add_argument("--serve-as", default="", help="the name of the model, whatever the engine calls it")
     options = parser.parse_args(own)
 
     lifeline = Lifeline(options.kill_after)
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.role == "frontend":
             return _be_frontend(options.listener, rest)
-        return _be_worker(options.engine, rest, Reports(options.report), lifeline)
+        return _be_worker(options, rest, Reports(options.report), lifeline)
     finally:
         lifeline.sweep()
 
@@ -101,9 +102,10 @@ def _be_frontend(listener: int, argv: list[str]) -> int:
     return frontend_main(argv, listener=socket.socket(fileno=listener))
 
 
-def _be_worker(engine_spec: str, argv: list[str], report: Reports, lifeline: Lifeline) -> int:
+def _be_worker(options: argparse.Namespace, argv: list[str], report: Reports, lifeline: Lifeline) -> int:
     from dynamo.cli.engines import load_engine, source_directory
 
+    engine_spec: str = options.engine
     try:
         engine_cls = load_engine(engine_spec)
     except UsageError as error:
@@ -121,6 +123,8 @@ def _be_worker(engine_spec: str, argv: list[str], report: Reports, lifeline: Lif
         nonlocal path
         engine, config = await engine_cls.from_args(args)
         config = on_planes(config, discovery="file", requests="tcp")
+        if options.serve_as:
+            config = dataclasses.replace(config, served_model_name=options.serve_as)
         path = endpoint_path(config)
         report("configured", endpoint=path, surfaces=config.endpoint_types, sources=source_directory(engine_spec))
         return engine, config

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dynamo.cli.announcement import Announcement
 from dynamo.cli.console import Console
 from dynamo.cli.hangup import hangups
-from dynamo.cli.local_processes import LocalProcesses
+from dynamo.cli.local_processes import LocalProcesses, ModelKeeper
 from dynamo.cli.readiness import Address, read_load, takes_requests
 from dynamo.runtime.base.forever import forever
 from dynamo.scaling.decide import ScaleRules
@@ -186,7 +186,11 @@ class LocalCluster:
             partial(takes_requests, address), console.say, limit_seconds=options.flags.replace_seconds
         )
         self._restart = RollingRestart(self._processes, self._newcomers, console.say)
-        self._scaling = None if options.flags.workers.is_fixed else self._made_scaling(address)
+        self._scaling: Scaling | ModelKeeper | None = None
+        if options.residents is not None:
+            self._scaling = options.residents(self._processes, console.say)
+        elif not options.flags.workers.is_fixed:
+            self._scaling = self._made_scaling(address)
 
     def _made_scaling(self, address: Address) -> Scaling:
         flags = self._options.flags
@@ -250,6 +254,8 @@ class LocalCluster:
                 if not self._newcomers.registered(process, report):
                     process.mark_ready()
                 self._announcement.on_serving(process, report)
+        if self._scaling is not None and not isinstance(self._scaling, Scaling):
+            self._scaling.serves(process, report)
 
     # -- signals and changed files -----------------------------------------------------------------------------------
 

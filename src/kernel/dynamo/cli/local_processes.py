@@ -8,10 +8,9 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from dynamo.cli.console import Console
 from dynamo.supervise.backoff import RestartPolicy
@@ -33,7 +32,7 @@ def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping
     """Return the programs to start: the frontend, then the workers."""
     workers = (
         worker_program(options, store, environ, f"worker-{slot + 1}", slot)
-        for slot in range(options.flags.workers.at_first)
+        for slot in range(0 if options.many else options.flags.workers.at_first)
     )
     found = [_frontend_program(options, listener, store, environ), *workers]
     return [replace(program, first_env=_chaos(options, program.name)) for program in found]
@@ -59,7 +58,7 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
         *options.frontend_args,
         *(() if options.flags.frontend_workers is None else ("--workers", str(options.flags.frontend_workers))),
     )
-    return Program("frontend", arguments, env, stop_seconds, (listener,))
+    return Program("frontend", arguments, env, stop_seconds, (listener, *options.inherited))
 
 
 def starting_model(engine_args: Sequence[str]) -> str | None:
@@ -96,7 +95,10 @@ def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str
     env |= {port: value for port, value in ports.items() if value}
     if env.pop("DYN_ADMIN_PORT", "") and env.get("DYN_SYSTEM_HOST"):  # the number is the frontend's
         env["DYN_ADMIN_PORT"] = "0"
-    arguments = _child("worker", deadline, "--engine", options.engine, "--", *options.engine_args)
+    if options.serve_as:  # no request is sent to it any more when it gets the order to end
+        env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0"
+    named = ("--engine", options.engine, "--serve-as", options.serve_as)
+    arguments = _child("worker", deadline, *named, "--", *options.engine_args)
     return Program(name, arguments, env, deadline)
 
 
@@ -153,7 +155,30 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     return max(0.0, value) if math.isfinite(value) else default
 
 
+class ModelKeeper(Protocol):
+    """Loads and unloads many models, each in a process of its own."""
+
+    async def run(self) -> None:
+        """Do so as the frontend orders it. Never returns."""
+
+    def serves(self, process: SupervisedProcess, report: Mapping[str, object]) -> None:
+        """Take what the worker of a model reports."""
+
+
+MadeResidents = Callable[["LocalProcesses", Callable[[str], None]], ModelKeeper]
+
 OnReport = Callable[[SupervisedProcess, Mapping[str, object]], None]
+
+
+class _WorkerPrograms(NamedTuple):
+    """What workers that are added later run."""
+
+    options: ServeOptions
+    store: Path
+
+    def of(self, name: str, slot: int, options: ServeOptions | None) -> Program:
+        """Return the program of a worker. `options`: those of one model of several; None: those of all."""
+        return worker_program(options or self.options, self.store, os.environ, name, slot)
 
 
 class LocalProcesses:
@@ -172,7 +197,7 @@ class LocalProcesses:
     ) -> None:
         """`listener` is the descriptor of the frontend's socket. `group` runs what a restart spawns."""
         self._console = console
-        self._worker_program = partial(worker_program, options, store, os.environ)
+        self._programs = _WorkerPrograms(options, store)
         self._group = group
         self._on_report = on_report
         self.frontend_started = asyncio.Event()
@@ -224,13 +249,17 @@ class LocalProcesses:
         name = next(name for number in range(1, len(taken) + 2) if (name := f"worker-{number}") not in taken)
         return self._added(name, policy)
 
+    def add_model(self, name: str, policy: RestartPolicy) -> SupervisedProcess:
+        """Return the process of one of many models, not started yet; it has the model's name."""
+        return self._added(name, policy, self._programs.options.many[name])
+
     def instance_of(self, worker: SupervisedProcess) -> int | None:
         """Return the instance id that a worker registered with; None: not yet."""
         return self.instances.get(worker)
 
-    def _added(self, name: str, policy: RestartPolicy) -> SupervisedProcess:
+    def _added(self, name: str, policy: RestartPolicy, options: ServeOptions | None = None) -> SupervisedProcess:
         slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots.values())
-        new = self._supervised(self._worker_program(name, slot), policy)
+        new = self._supervised(self._programs.of(name, slot, options), policy)
         self._slots[new] = slot
         return new
 

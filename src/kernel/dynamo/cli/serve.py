@@ -11,25 +11,29 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from dynamo.cli.console import Console
 from dynamo.cli.engine_choice import HUB_PREFIX, Fetch, choose_engine, fetch_from_hub, locate_model
 from dynamo.cli.engines import BUILT_IN, class_path
+from dynamo.cli.local_processes import MadeResidents
 from dynamo.cli.packaged_models import DEMO, default_model
 from dynamo.cli.readiness import Address, bind
 from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
 from dynamo.cli.usage import UsageError, split_engine_args
 from dynamo.settings.command import CommandParser, did_you_mean
 from dynamo.settings.flags import add_flags
-from dynamo.settings.readers import text
+from dynamo.settings.readers import each, text
 from dynamo.settings.table import Setting, declared, read_settings, settings_of
 
 # `dynamo serve --config FILE`: a TOML file in place of a long command line.
 
 
 TABLES: Final = ("frontend-args", "engine-args")
+MANY: Final = ("models", "presets")  # tables of many models
 MAX_BYTES: Final = 1 << 20
 
 
@@ -40,6 +44,7 @@ class ConfigFile:
     options: Mapping[str, Any]  # by the name of the flag without its dashes: {"http-port": 9000}
     frontend_args: tuple[str, ...]
     engine_args: tuple[str, ...]
+    many: Mapping[str, Any] = field(default_factory=dict)  # the tables of many models
 
 
 def read_config(path: Path, known: Collection[str]) -> ConfigFile:
@@ -58,19 +63,23 @@ def read_config(path: Path, known: Collection[str]) -> ConfigFile:
         raise UsageError(f"--config {path} is not valid TOML: {error}") from None
     options = {}
     for key, value in found.items():
-        if key in TABLES:
+        if key in TABLES or key in MANY:
             continue
         name = key.replace("_", "-")
         if name not in known:
-            raise UsageError(f"--config {path}: there is no option {key!r}{did_you_mean(name, [*known, *TABLES])}")
+            raise UsageError(
+                f"--config {path}: there is no option {key!r}{did_you_mean(name, [*known, *TABLES, *MANY])}"
+            )
         if isinstance(value, dict | list):
             raise UsageError(f"--config {path}: {key} must be a single value")
         options[name] = value
-    frontend, engine = (_flags(path, table, found.get(table, {})) for table in TABLES)
-    return ConfigFile(options, frontend, engine)
+    frontend, engine = (table_flags(path, table, found.get(table, {})) for table in TABLES)
+    many: dict[str, Any] = {key: found[key] for key in MANY if key in found}
+    return ConfigFile(options, frontend, engine, many)
 
 
-def _flags(path: Path, table: str, entries: object) -> tuple[str, ...]:
+def table_flags(path: Path, table: str, entries: object) -> tuple[str, ...]:
+    """Return the flags that a table of the file stands for. Raises UsageError."""
     if not isinstance(entries, dict):
         raise UsageError(f"--config {path}: {table} must be a table: write [{table}]")
     flags: list[str] = []
@@ -104,6 +113,10 @@ Only this machine can connect, unless --host names an address of a network (0.0.
 (max-requests-in-flight = 100), and those of the engine in [engine-args]. The command line wins over the file, and the file
 over the environment.
 
+Several MODELs are served by one frontend, each loaded at its first request: --memory 12GB is what they may take together,
+--pin MODEL loads one at once and keeps it, --idle 10m unloads what is not used. In the file: tables [models.NAME] (model,
+engine, engine-args, pin) and [presets.NAME] (model, system, temperature, ...).
+
 --workers 1..4 adds a worker when those there are full, and takes one away when it was not missed for --scale-down-after
 seconds; with 0..4 the last one goes, too, and the next request waits for a new one.
 
@@ -133,6 +146,10 @@ class ServeOptions:
     engine_reason: str = ""  # why this engine, where the command line names none
     frontend_args: tuple[str, ...] = ()
     chaos: Path | None = None  # a plan of faults, allowed
+    many: Mapping[str, ServeOptions] = field(default_factory=dict)  # of each of many models: its engine and arguments
+    residents: MadeResidents | None = None  # what loads and unloads them
+    inherited: tuple[int, ...] = ()  # descriptors for the frontend
+    serve_as: str = ""  # the name of one of many models
     own_key: str | None = field(default=None, repr=False)  # with which this command calls a frontend that needs keys
 
 
@@ -182,7 +199,10 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
     if flags.engine is not None:
         class_path(flags.engine)
     _check_planes(engine_args)
-    engine, reason, model_args = _engine_of(given.model, flags, engine_args, fetch)
+    if is_many := len(given.model) > 1 or bool(file.many or flags.pin or flags.memory or flags.idle):
+        engine, reason, model_args = "", "", list[str]()
+    else:
+        engine, reason, model_args = _engine_of(next(iter(given.model), None), flags, engine_args, fetch)
     if flags.reload and engine in BUILT_IN:
         raise UsageError(
             f"--reload watches the files of your own engine, and {engine} comes with this package; add --engine"
@@ -201,7 +221,7 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
     router = ("--router-mode", flags.router_mode) if flags.router_mode else ()
     files = ("--files-dir", flags.files_dir) if flags.files_dir else ()
     uds = ("--uds", flags.uds) if flags.uds else ()
-    return ServeOptions(
+    options = ServeOptions(
         flags,
         engine,
         (*model_args, *engine_args),
@@ -210,6 +230,12 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         chaos=_chaos(flags, engine_args),
         own_key=_own_key(flags.keys, env),
     )
+    if not is_many:
+        return options
+    choose = partial(_engine_of, flags=flags, fetch=fetch)
+    # By its name, as the kernel imports nothing of another wing.
+    found: ServeOptions = import_module("dynamo.cli.many").with_models(options, given.model, file.many, choose)
+    return found
 
 
 def _own_key(keys: str | None, env: Mapping[str, str]) -> str | None:
@@ -227,10 +253,16 @@ def build_parser(env: Mapping[str, str]) -> CommandParser:
     parser = CommandParser(
         "dynamo serve",
         description="Start a frontend and workers on this machine. No service is needed.",
-        usage="dynamo serve [MODEL] [options] [-- ENGINE ARGUMENTS]",
+        usage="dynamo serve [MODEL ...] [options] [-- ENGINE ARGUMENTS]",
         epilog=_EPILOG,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="passed to the engine as --model-name MODEL")
+    parser.add_argument(
+        "model",
+        nargs="*",
+        default=[],
+        metavar="MODEL",
+        help="passed to the engine as --model-name MODEL; see below for several",
+    )
     add_flags(parser, (CONFIG_FILE, *(made for _, made in settings_of(ServeFlags))), env)
     return parser
 
@@ -281,10 +313,10 @@ def _config_file(own: list[str]) -> ConfigFile:
     if path is None:
         return ConfigFile({}, (), ())
     known = {flag.removeprefix("--"): made for _, made in settings_of(ServeFlags) for flag in made.flags}
-    known["model"] = declared(None, text, "", dest="model")
+    known["model"] = declared(None, each(text), "", dest="model")
     file = read_config(path, known.keys())
     options = {known[name].dest: _converted(path, name, value, known[name]) for name, value in file.options.items()}
-    return ConfigFile(options, file.frontend_args, file.engine_args)
+    return ConfigFile(options, file.frontend_args, file.engine_args, file.many)
 
 
 def _converted(path: Path, name: str, value: object, made: Setting) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -68,6 +69,36 @@ class WorkerRange:
 
 _workers: Final = SettingReader(WorkerRange.parse, metavar="N|MIN..MAX")
 
+SIZES: Final = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+TIMES: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _with_unit(given: str, units: Mapping[str, float], example: str) -> float:
+    """Read a number above 0 with a unit. Raises ValueError."""
+    number = given.rstrip("".join({*"".join(units), *"".join(units).lower()}))
+    unit = given[len(number) :].strip()
+    found = {name.lower(): value for name, value in units.items()}.get(unit.lower())
+    try:
+        value = float(number) * (found or 0)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{given!r} is not a number with one of the units {', '.join(units)}: write {example}")
+    return value
+
+
+size: Final = SettingReader(lambda given: int(_with_unit(given, SIZES, "12GB")), metavar="SIZE")
+duration: Final = SettingReader(lambda given: _with_unit(given, TIMES, "10m"), metavar="TIME")
+
 CONFIG_FILE: Final = declared(
     None, path, "A TOML file with these options, for the frontend and for the engine; see below", flag="--config"
 )
@@ -102,6 +133,13 @@ class ServeFlags:
         flag="--scale-advise", negative="")
     cold_start_wait: float = setting(120.0, "DYN_COLD_START_WAIT_SECS", above_zero(unit="s", metavar="SECONDS"),
         "With `MIN` 0: how long a request waits for a worker that is started for it", flag="--cold-start-wait")
+    memory: int | None = setting(None, None, size,
+        "With [many models](many-models.md): what they may take together (`12GB`); one makes room for another",
+        flag="--memory", shown="no limit")
+    idle: float | None = setting(None, None, duration,
+        "With many models: unload one that had no request for so long (`10m`)", flag="--idle", shown="never")
+    pin: tuple[str, ...] = setting((), None, placeholder("MODEL", each(text)),
+        "With many models: load this one at once, and keep it; may be repeated", flag="--pin", shown="")
     http_host: str = setting(DEFAULT_HOST, "DYN_HTTP_HOST", text,
         "Address the frontend listens on; `0.0.0.0` opens it to the network", flag=("--host", "--http-host"),
         dest="http_host")

@@ -188,11 +188,9 @@ class Residency:
         return max(0.0, min(times) - now) if times else None
 
     def never_fits(self, model: Resident) -> bool:
-        """Return whether it is larger than what the pinned models leave of the budget."""
-        if self.budget_bytes is None or model.is_pinned:
-            return False
-        pinned = sum(each.bytes for each in self.models.values() if each.is_pinned)
-        return model.bytes > self.budget_bytes - pinned
+        """Return whether it is larger than what the other pinned models leave of the budget."""
+        pinned = sum(each.bytes for each in self.models.values() if each.is_pinned and each is not model)
+        return self.budget_bytes is not None and model.bytes > self.budget_bytes - pinned
 
     def _unload_idle(self, now: float) -> list[Order]:
         if self.idle_seconds is None:

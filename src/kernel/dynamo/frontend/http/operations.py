@@ -211,6 +211,9 @@ OWNED_BY: Final = "dynamo"  # of a model whose engine names no owner
 _READY = re.compile(r"^(?P<id>.+)/ready$")
 
 
+_EPOCH: Final = "1970-01-01T00:00:00Z"
+
+
 class ModelsRoute:
     """`/v1/models`, `/v1/models/{id}` and `/v1/models/{id}/ready`; an id may contain slashes."""
 
@@ -225,7 +228,7 @@ class ModelsRoute:
         identity = identity_of(scope)
         if not name:
             models = self._allowed(identity)
-            await reply(send, 200, _encode(self._list(models, anthropic)))
+            await reply(send, 200, _encode(self._list(models, self._unloaded(identity), anthropic)))
             return
         ready = _READY.match(name)
         # A model may itself be called ".../ready": the registered name wins.
@@ -244,7 +247,9 @@ class ModelsRoute:
                 await reply(send, 200 if body["ready"] else 503, _encode(body))
             return
         found = None if identity is not None and not identity.allows_model(name) else self._models.lookup(name)
-        if found is None:
+        if found is None and name in self._unloaded(identity):
+            await reply(send, 200, _encode(self._describe_name(name, anthropic)))
+        elif found is None:
             await reject_route(scope, send, dialect.unknown_model(name, self._names(identity)), dialect)
         else:
             await reply(send, 200, _encode(self._describe(found, name, anthropic)))
@@ -253,10 +258,21 @@ class ModelsRoute:
         return [model for model in self._models.models() if identity is None or identity.allows_model(model.name)]
 
     def _names(self, identity: Caller | None) -> list[str]:
-        return [model.name for model in self._allowed(identity)]
+        return [*(model.name for model in self._allowed(identity)), *self._unloaded(identity)]
 
-    def _list(self, models: Sequence[ServedModel], anthropic: bool) -> Mapping[str, object]:
+    def _unloaded(self, identity: Caller | None) -> list[str]:
+        return [name for name in self._models.names.unloaded() if identity is None or identity.allows_model(name)]
+
+    @staticmethod
+    def _describe_name(name: str, anthropic: bool) -> dict[str, object]:
+        """Describe what is served on demand, and of which no more is known before it is loaded."""
+        if anthropic:
+            return {"id": name, "display_name": name, "type": "model", "created_at": _EPOCH}
+        return {"id": name, "object": "model", "created": 0, "owned_by": OWNED_BY}
+
+    def _list(self, models: Sequence[ServedModel], unloaded: Sequence[str], anthropic: bool) -> Mapping[str, object]:
         data = [self._describe(model, model.name, anthropic) for model in models]
+        data += [self._describe_name(name, anthropic) for name in unloaded]
         if anthropic:
             return {
                 "data": data,

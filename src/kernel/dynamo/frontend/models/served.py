@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
@@ -268,6 +268,8 @@ class NameIndex:
         self._by_name: dict[str, tuple[ServedModel, ...]] = {}
         self._pending: frozenset[str] = frozenset()  # registered, cannot answer yet
         self._turn = 0
+        self.on_demand: Collection[str] = ()
+        """Names whose models are loaded when a request comes, and the presets of them."""
 
     def set(self, by_name: Mapping[str, Sequence[ServedModel]], registered: Iterable[str]) -> None:
         """Take over the models by name; `registered`: every name that a worker registered."""
@@ -315,10 +317,14 @@ class NameIndex:
 
     def is_expected(self, name: str) -> bool:
         """Return whether a worker registered the name, is starting with it, or had it a moment ago and may be restarting."""
-        if self.is_registered(name) or name == self._starting:
+        if self.is_registered(name) or name == self._starting or name in self.on_demand:
             return True
         left_at = self._gone.get(name)
         return left_at is not None and self._now() - left_at < GONE_SECONDS
+
+    def unloaded(self) -> list[str]:
+        """Return the names that are served on demand and have no entry in `models`, sorted."""
+        return sorted(set(self.on_demand).difference(model.name for model in self.models())) if self.on_demand else []
 
     def models(self) -> list[ServedModel]:
         """Return one entry per name, sorted."""

@@ -83,6 +83,9 @@ class ModelSettings(BusySettings, ScalingSettings):
         "A model that has lost its last worker stays listed, and its requests wait so long for the next one, as where "
         "[workers are scaled to none](scaling.md#none-at-all); 0: it goes after the replacement wait",
         flag="--cold-start-wait-seconds", group=_CLUSTER)
+    residency_descriptor: int | None = setting(None, "DYN_RESIDENCY_DESCRIPTOR", integer(0),
+        "The descriptor of the socket over which `dynamo serve` loads and unloads [many models](many-models.md), of which "
+        "it takes the requests; that command sets it", flag="--residency-descriptor", group=_CLUSTER)
     enforce_disagg: bool = setting(False, "DYN_ENFORCE_DISAGG", switch,
         "A prompt that no prefill worker can take fails with 503, instead of being computed by its decode worker. "
         "See [disaggregation](disaggregation.md)", flag="--enforce-disagg", group=_CLUSTER)

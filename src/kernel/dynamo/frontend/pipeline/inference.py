@@ -199,7 +199,11 @@ class Call:
     async def _serve(self, exchange: Exchange, opened: OpenAnswer) -> None:
         """Serve a request that has a place in this process. Raises what goes wrong."""
         arrival, pipeline, settings = exchange.arrival, self._pipeline, self._settings
-        resolved = await self._reader.read(arrival)
+        on_demand = pipeline.hooks.on_demand
+        resolved = await self._reader.read(
+            arrival,
+            None if on_demand is None else partial(on_demand, exchange, partial(self._open_early, exchange, opened)),
+        )
         arrival.body = b""
         request, model, effects = resolved.request, resolved.model, resolved.effects
         exchange.model = model.name
@@ -214,7 +218,7 @@ class Call:
         if effects.metadata:
             exchange.context.metadata = effects.metadata
         begin_record(exchange, request, effects)
-        if request.is_streaming:
+        if request.is_streaming and opened.stream is None:
             opened.stream = opened.sink.open_stream(
                 peek_seconds=settings.peek_seconds,
                 keep_alive_seconds=_keep_alive(settings, request),
@@ -224,6 +228,15 @@ class Call:
             await self._answer(exchange, resolved, opened)
         else:
             await self._answer_within(limit, exchange, resolved, opened)
+
+    def _open_early(self, exchange: Exchange, opened: OpenAnswer, request: Request | ResultRequest) -> None:
+        """Open the stream of a request whose model is loaded first, so that its client is sent comments meanwhile."""
+        if request.is_streaming:
+            opened.stream = opened.sink.open_stream(
+                peek_seconds=self._settings.peek_seconds,
+                keep_alive_seconds=self._settings.keep_alive_seconds or KEEP_ALIVE_SECONDS,
+                late_headers=exchange.timer.headers,
+            )
 
     async def _answer_within(self, limit: float, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
         context = exchange.context

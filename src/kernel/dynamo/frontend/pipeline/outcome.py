@@ -7,7 +7,7 @@ client: one `Outcome` is made, and each listener gets it. No listener is called 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dynamo.frontend.pipeline.failures import FailureLabels
     from dynamo.frontend.pipeline.plan import Plan
     from dynamo.frontend.pipeline.reading import Resolved
+    from dynamo.protocol.openai.requests import Request
+    from dynamo.protocol.vectors.requests import ResultRequest
 
 CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
 
@@ -71,6 +73,15 @@ class Outcome(Struct, frozen=True):
         return None if self.rejected is None else self.rejected.message
 
 
+OnDemand = Callable[
+    ["Exchange", Callable[["Request | ResultRequest"], None], "Request | ResultRequest"], Awaitable[str]
+]
+"""Returns the name of the model that serves a request, once it is loaded; the second argument is called before it waits.
+
+May change the request. Raises RequestRejected and DynamoException, for a model that cannot be had.
+"""
+
+
 class RequestListener:
     """Listens to the course of each request. Every method returns at once; one that does nothing costs nothing.
 
@@ -96,13 +107,14 @@ class RequestListener:
 class Hooks:
     """The listeners of a frontend, by what they listen to."""
 
-    __slots__ = ("arrived", "began", "ended", "planned")
+    __slots__ = ("arrived", "began", "ended", "on_demand", "planned")
 
     def __init__(self, listeners: Sequence[RequestListener] = ()) -> None:
         self.arrived: tuple[Callable[[Exchange], None], ...] = ()
         self.began: tuple[Callable[[Exchange, Resolved], None], ...] = ()
         self.planned: tuple[Callable[[Exchange, Resolved, Plan], None], ...] = ()
         self.ended: tuple[Callable[[Exchange, Outcome], None], ...] = ()
+        self.on_demand: OnDemand | None = None
         for listener in listeners:
             self.add(listener)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -38,6 +38,9 @@ class Resolved(Struct, frozen=True):
     effects: HeaderEffects
 
 
+Loading = Callable[[Request | ResultRequest], Awaitable[str]]
+
+
 class CallReader:
     """Reads the requests of one API."""
 
@@ -54,10 +57,10 @@ class CallReader:
         self._logged: set[str] = set()  # members without an effect that the log has; all of them are in one table
         self._surface_bit = api.model_type.value
 
-    async def read(self, arrival: Arrival) -> Resolved:
+    async def read(self, arrival: Arrival, on_demand: Loading | None = None) -> Resolved:
         """Check everything that can be wrong with a request before a worker gets it; in the native order of checks.
 
-        Raises RequestRejected.
+        `on_demand`: returns the model of a request once it is loaded. Raises RequestRejected.
         """
         settings, models, api, body = self._settings, self._models, self._api, arrival.body
         # Off the loop where it takes long: other requests wait for the loop, and none for a thread of the executor.
@@ -70,11 +73,11 @@ class CallReader:
             request = self._decode(body)
         if not request.model and not api.needs_model:
             request.model = self._only_model(arrival)
-        model = models.lookup(request.model)
         if arrival.identity is not None:
             bind_key(request, arrival.identity, api.dialect, self._served_to(arrival))
             if not settings.share_caches:
                 request.cache_owner = request.key_owner
+        model = models.lookup(request.model if on_demand is None else await on_demand(request))
         if model is None and models.names.is_expected(request.model):
             raise model_not_ready(request.model)
         prefix, start = self._metadata_prefix, self._metadata_prefix[:2]
@@ -118,10 +121,13 @@ class CallReader:
         """Return what lists the models of this API that a client may use."""
         caller = arrival.identity
         return lambda: [
-            model.name
-            for model in self._models.models()
-            if model.surface_bits & self._surface_bit and (caller is None or caller.allows_model(model.name))
+            name
+            for name in (*self._models.names.unloaded(), *self._names())
+            if caller is None or caller.allows_model(name)
         ]
+
+    def _names(self) -> list[str]:
+        return [model.name for model in self._models.models() if model.surface_bits & self._surface_bit]
 
     def _log_ignored(self, names: Sequence[str]) -> None:
         """Log members of other servers' clients that have no effect, each once, with the reason."""

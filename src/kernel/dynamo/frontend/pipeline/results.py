@@ -7,6 +7,7 @@ worker is lost is sent to another one like a prompt without its first token.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Final, cast
 
 from msgspec import Struct
@@ -153,7 +154,11 @@ class TokenCountCall(Call):
         self._counting = api
 
     async def _serve(self, exchange: Exchange, opened: OpenAnswer) -> None:
-        resolved = await self._reader.read(exchange.arrival)
+        on_demand = self._pipeline.hooks.on_demand
+        loading = (
+            None if on_demand is None else partial(on_demand, exchange, partial(self._open_early, exchange, opened))
+        )
+        resolved = await self._reader.read(exchange.arrival, loading)
         for began in self._pipeline.hooks.began:
             began(exchange, resolved)
         body = await self._counting.count(self._pipeline.preprocessor, resolved.request, resolved.model, exchange.timer)

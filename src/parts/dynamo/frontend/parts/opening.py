@@ -62,9 +62,9 @@ def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: SharedLi
         from dynamo.frontend.parts.vllm_routes.part import VllmRoutes
 
         found.append(VllmRoutes(kernel))
-    scaling = _open_scaling(settings, kernel)
+    scaling, residency = _open_scaling(settings, kernel), _open_residency(settings, kernel)
     batches = _open_batches(settings, kernel, keys)
-    found += [part for part in (scaling, batches) if part is not None]
+    found += [part for part in (scaling, residency, batches) if part is not None]
     if batches is not None and intake is not None:
         intake.serve_files(batches.service.files)
     if _has("inspector", settings.inspector.is_on and not settings.disable_admin_api):
@@ -125,6 +125,15 @@ def _open_scaling(settings: FrontendSettings, kernel: Kernel) -> AutoscalePart |
     from dynamo.frontend.parts.scaling.part import AutoscalePart
 
     return AutoscalePart(kernel, settings.autoscale_target)
+
+
+def _open_residency(settings: FrontendSettings, kernel: Kernel) -> Part | None:
+    descriptor = settings.residency_descriptor
+    if descriptor is None or not _has("residency", True):
+        return None
+    from dynamo.frontend.parts.residency.part import ResidencyPart
+
+    return ResidencyPart(kernel, descriptor, settings.cold_start_wait_seconds)
 
 
 def _open_batches(settings: FrontendSettings, kernel: Kernel, keys: Keys | None) -> Batches | None:
