@@ -109,7 +109,7 @@ def send_a_token_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_more_than_there_are_places(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ModelAdmission, "rejection_reason", lambda self, urgency, now: None)
+    patch.setattr(ModelAdmission, "rejection_reason", lambda *_: None)
 
 
 def refuse_while_there_is_room(patch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,13 @@ def test_stop_reasons(ask: Any) -> None:
 
 def test_a_stream_is_text_as_it_is_written(client: Any) -> None:
     question: Any = [{"role": "user", "content": "Count from 3 to 9."}]
-    with client.messages.stream(model="demo", max_tokens=100, messages=question) as stream:
-        pieces = list(stream.text_stream)
-    assert "".join(pieces) == "3, 4, 5, 6, 7, 8, 9"
-    assert len(pieces) > 1  # tokens that come while the machine is busy share an event
+    for _ in range(20):  # tokens that come while the machine is busy share an event, at times all of them
+        with client.messages.stream(model="demo", max_tokens=100, messages=question) as stream:
+            pieces = list(stream.text_stream)
+        assert "".join(pieces) == "3, 4, 5, 6, 7, 8, 9"
+        if len(pieces) > 1:
+            return
+    pytest.fail("the text came in one piece twenty times")
 
 
 def test_the_count_of_tokens_is_that_of_the_usage(client: Any) -> None:
