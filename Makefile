@@ -102,7 +102,7 @@ test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into 
 test-engines: $(VENV)/.dev ## the reference engine against transformers, guided decoding at length, the real engines (installs torch, transformers, NIXL and llama.cpp, and first lists what will not run; vLLM and SGLang by DYNAMO_VLLM_PYTHON, DYNAMO_SGLANG_PYTHON)
 	@eval "$$(PYTHON=$(BIN)/python tools/engine_venvs.sh)"; GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
 
-test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai and instructor against the demonstration model, each in an environment under .clients (pip downloads them)
+test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai, instructor and ollama against the demonstration model, each in an environment under .clients (pip downloads them)
 	@$(BIN)/python tools/client_environments.py
 	@$(BIN)/python -m pytest -q -m clients tests/process/clients -rs $(ARGS)
 

@@ -25,6 +25,7 @@ CLIENTS: Final = {
     "langchain": ("langchain-openai", "langchain-anthropic"),
     "pydantic_ai": ("pydantic-ai-slim[openai,anthropic]",),
     "instructor": ("instructor[anthropic]",),
+    "ollama": ("ollama",),
 }
 """Requirements by the name of the environment, which is that of the script that calls the library."""
 

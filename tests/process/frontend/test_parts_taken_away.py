@@ -63,6 +63,7 @@ def served(directory: Path, missing: str = "") -> dict[str, object]:
         "residency",
         "group",
         "vllm_routes",
+        "ollama",
     ],
 )
 def test_a_frontend_without_the_folder_of_a_part_serves(tmp_path: Path, part: str) -> None:
@@ -79,5 +80,14 @@ def test_a_frontend_without_the_whole_wing_of_the_parts_serves(tmp_path: Path) -
 def test_an_idle_frontend_imports_no_module_of_a_part_that_is_off(tmp_path: Path) -> None:
     found = served(tmp_path)
     folders = {name.split(".")[3] for name in found["modules"]}  # type: ignore[attr-defined]
-    assert folders == {"part", "opening", "recording", "inspector", "stored_responses", "media", "vllm_routes"}
+    assert folders == {
+        "part",
+        "opening",
+        "recording",
+        "inspector",
+        "stored_responses",
+        "media",
+        "vllm_routes",
+        "ollama",
+    }
     assert set(found["parts"]) == folders - {"part", "opening"}  # type: ignore[call-overload]

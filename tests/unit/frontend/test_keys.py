@@ -84,7 +84,7 @@ async def test_every_route_needs_a_key_but_those_that_are_named_open(tmp_path: P
                 assert answer.status == 401, (route.path, name, answer.body)
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert "x-request-id" in answer.headers
-                if not route.path.startswith("/v1/messages"):
+                if not route.path.startswith(("/v1/messages", "/api/")):  # which have shapes of their own
                     assert answer.json["error"]["code"] == code, (route.path, name)
             good = await ask(found.client, route, bearer("good"))
             if route.access is Access.OPEN:

@@ -36,6 +36,7 @@ class Dialect(ABC):
     """The shapes one API has for these; without state, so that one value serves all requests."""
 
     keep_alive: ClassVar[bytes] = KEEP_ALIVE  # sent when a stream has been silent for too long
+    stream_type: ClassVar[bytes] = b"text/event-stream"
     id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)  # of every answer, each with the id of the request
 
     @abstractmethod

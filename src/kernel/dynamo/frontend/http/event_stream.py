@@ -23,7 +23,6 @@ Push = Callable[[bytes], bool]
 Splice = Callable[[bytes, bytes], SplicedEvents]
 """The ASGI extension `dynamo.splice` of our listener: (opening, closing) to what pushes chunks with these ends."""
 _HEADERS: Final = (
-    (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise collect tokens into 4 KiB
 )
@@ -58,13 +57,14 @@ class EventStream:
         peek_seconds: float,
         keep_alive_seconds: float | None,
         keep_alive: bytes = KEEP_ALIVE,
+        content_type: bytes = b"text/event-stream",
     ) -> None:
         """`late_headers` is called when the headers are sent. `keep_alive`: what is sent after that many silent seconds."""
         self._keep_alive = keep_alive
         self._push = push
         self._splice = splice
         self._spliced: SplicedEvents | None = None
-        self._headers = extra, late_headers
+        self._headers = ((b"content-type", content_type), *_HEADERS, *extra), late_headers
         self._send, self._keep_alive_seconds = send, keep_alive_seconds
         self._loop = asyncio.get_running_loop()
         self._sending: asyncio.Task[None] | None = None
@@ -129,8 +129,8 @@ class EventStream:
             self._sending = None
 
     async def _start(self) -> None:
-        extra, late_headers = self._headers
-        headers = [*_HEADERS, *extra, *late_headers()]
+        fixed, late_headers = self._headers
+        headers = [*fixed, *late_headers()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _rearm(self) -> None:

@@ -81,6 +81,7 @@ class AsgiSink:
             peek_seconds=peek_seconds,
             keep_alive_seconds=keep_alive_seconds,
             keep_alive=self._dialect.keep_alive,
+            content_type=self._dialect.stream_type,
         )
 
     def open_bytes(self, content_type: bytes, headers: HeaderPairs = ()) -> ByteStream:

@@ -62,6 +62,10 @@ def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: SharedLi
         from dynamo.frontend.parts.vllm_routes.part import VllmRoutes
 
         found.append(VllmRoutes(kernel))
+    if _has("ollama", True):
+        from dynamo.frontend.parts.ollama.part import OllamaPart
+
+        found.append(OllamaPart(kernel))
     scaling, residency = _open_scaling(settings, kernel), _open_residency(settings, kernel)
     batches = _open_batches(settings, kernel, keys)
     found += [part for part in (scaling, residency, batches) if part is not None]

@@ -1,0 +1,3 @@
+"""The API of Ollama."""
+
+__all__: list[str] = []
