@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 
@@ -212,6 +213,20 @@ def test_the_cache_is_bounded_and_forgets_what_is_old() -> None:
     assert cache.find(49) is not None
     now = 61.0
     assert cache.find(49) is None
+
+
+def test_an_owner_makes_room_among_its_own_where_it_has_most() -> None:
+    cache = MediaCache(400, 60.0, lambda: 0.0)
+    cache.add("theirs", media(b"t" * 30), "", "b")
+    for number in range(50):
+        cache.add(number, media(b"%030d" % number), "", "a")
+    assert cache.find("theirs") is not None
+    assert cache.find(49) is not None
+    assert cache.find(40) is None
+    assert cache.bytes <= 400
+    for number in range(50, 100):
+        cache.add(number, media(b"%030d" % number), "", f"owner {number}")  # many owners: none has more than one
+    assert cache.bytes == sum(asyncio.run(cache.count()).values()) <= 400
 
 
 @each_case(

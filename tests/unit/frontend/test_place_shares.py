@@ -66,6 +66,7 @@ async def test_an_admin_sees_what_each_project_has(tmp_path: Path) -> None:
     found = {bound["name"]: bound for bound in shown}
     assert found.keys() == {
         "bodies", "requests in flight", "stored responses", "batches", "batch lines", "input checks", "uploads", "files",
+        "fetched media",
     }  # fmt: skip
     assert found["requests in flight"]["owners"] == [{"owner": "project blue", "used": 1}]
     assert (found["batches"]["limit"], found["batches"]["owner_limit"], found["batches"]["used"]) == (256, 128, 0)

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from dynamo.cli.serve import ServeOptions, table_flags
 from dynamo.cli.usage import UsageError
 from dynamo.residency.machine import Residency, Resident
+from dynamo.runtime.base.forever import forever
 from dynamo.settings.command import did_you_mean
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.process import GaveUp, SupervisedProcess, exit_words
@@ -185,7 +186,7 @@ class Residents:
     async def run(self) -> None:
         """Follow the orders of the frontend. Never returns."""
         reader, self._writer = await asyncio.open_connection(sock=self._link[0])
-        measuring = self._processes.spawn(self._measure(), "residents: memory")
+        measuring = self._processes.spawn(forever(self._measure, "residents: memory"), "residents: memory")
         try:
             while line := await reader.readline():
                 with suppress(ValueError):  # the rest of a line that a frontend which died had begun

@@ -356,6 +356,7 @@ class GenerationCall(Call):
         taker = self._pipeline.media
         if taker is None:
             raise not_built("Validation: media are not supported by this frontend", media.parts[0].where)
+        media.owner = owner or ""
         if any(part.file_id is not None for part in media.parts):
             await taker.take_files(media, owner)
         taker.check_model(model, media)

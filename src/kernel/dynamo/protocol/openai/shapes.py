@@ -306,6 +306,7 @@ class RequestMedia(Struct):
     parts: list[MediaPart]
     messages: list[JsonObject]  # the client's own, without the content of data URLs
     on_end: Callable[[], None] | None = None  # called once when the request has ended; None: nothing is held for it
+    owner: str = ""  # of the request's key, and of what is fetched for it; empty: it came without a key
 
     def end(self) -> None:
         """Let go of what is held for the request. Idempotent."""

@@ -11,7 +11,7 @@ import re
 import socket
 import stat
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from dynamo.errors import Overloaded
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.settings.media import FetchRules, MediaSettings
+from dynamo.frontend.base.shares import largest_owner
 from dynamo.frontend.parts.media.addresses import FetchTarget, MediaRefused, check_address, check_url
 from dynamo.frontend.parts.media.content import Media, read_data_url, read_media
 from dynamo.frontend.parts.media.http_get import Answered, get
@@ -40,11 +41,13 @@ _FlightKey = tuple[str, str, FetchRules]  # URL, kind
 
 
 class MediaCache:
-    """Least recently used first out, by bytes. Two URLs with one content share it."""
+    """Least recently used first out, by bytes, of the owner that has most. Two URLs with one content share it."""
 
     def __init__(self, max_bytes: int, max_seconds: float, clock: Callable[[], float]) -> None:
         self._max_bytes, self._max_seconds, self._clock = max_bytes, max_seconds, clock
-        self._contents: OrderedDict[bytes, Media] = OrderedDict()
+        self._contents: dict[bytes, str] = {}  # by digest, the owner of the request that fetched it first
+        self._kept: dict[str, OrderedDict[bytes, Media]] = {}  # by owner
+        self._bytes_of: dict[str, int] = {}
         self._urls: OrderedDict[Hashable, tuple[bytes, float]] = OrderedDict()  # key -> digest, fresh until
         self.bytes = 0
 
@@ -58,17 +61,20 @@ class MediaCache:
         if known is None:
             return None
         digest, until = known
-        media = self._contents.get(digest)
-        if media is None or self._clock() >= until:
+        owner = self._contents.get(digest)
+        if owner is None or self._clock() >= until:
             del self._urls[key]
             return None
         self._urls.move_to_end(key)
-        self._contents.move_to_end(digest)
-        return media
+        kept = self._kept[owner]
+        kept.move_to_end(digest)
+        return kept[digest]
 
-    def add(self, key: Hashable, media: Media, cache_control: str) -> Media:
+    def add(self, key: Hashable, media: Media, cache_control: str, owner: str = "") -> Media:
         """Keep a content that was fetched just now; return the one that is kept where it was known already."""
-        media = self._contents.get(media.digest, media)
+        first = self._contents.get(media.digest)
+        if first is not None:
+            owner, media = first, self._kept[first][media.digest]
         seconds = min(self._max_seconds, _fresh_seconds(cache_control, self._max_seconds))
         if seconds <= 0 or len(media.url) > self._max_bytes:
             return media
@@ -76,14 +82,29 @@ class MediaCache:
         self._urls.move_to_end(key)
         if len(self._urls) > MAX_URLS:
             self._urls.popitem(last=False)
-        if media.digest not in self._contents:
-            self._contents[media.digest] = media
-            self.bytes += len(media.url)
-        self._contents.move_to_end(media.digest)
+        kept = self._kept.setdefault(owner, OrderedDict())
+        if first is None:
+            self._contents[media.digest], kept[media.digest] = owner, media
+            self._count(owner, len(media.url))
+        kept.move_to_end(media.digest)
         while self.bytes > self._max_bytes:
-            _, dropped = self._contents.popitem(last=False)
-            self.bytes -= len(dropped.url)
+            self._drop_of(largest_owner(self._bytes_of))
         return media
+
+    async def count(self) -> Mapping[str, int]:
+        """Return how many bytes each owner has."""
+        return dict(self._bytes_of)
+
+    def _drop_of(self, owner: str) -> None:
+        digest, dropped = self._kept[owner].popitem(last=False)
+        del self._contents[digest]
+        self._count(owner, -len(dropped.url))
+
+    def _count(self, owner: str, more: int) -> None:
+        self.bytes += more
+        self._bytes_of[owner] = self._bytes_of.get(owner, 0) + more
+        if not self._bytes_of[owner]:
+            del self._bytes_of[owner], self._kept[owner]
 
 
 def _fresh_seconds(cache_control: str, default: float) -> float:
@@ -135,10 +156,12 @@ class PartFetcher:
         """End every fetch. Idempotent."""
         await self._work.close()
 
-    async def content(self, url: str, kind: str, rules: FetchRules, *, is_upload: bool = False) -> Media:
+    async def content(
+        self, url: str, kind: str, rules: FetchRules, *, owner: str = "", is_upload: bool = False
+    ) -> Media:
         """Return the content of a part of this kind. Raises MediaRefused, and Overloaded where too much is being fetched.
 
-        `is_upload`: a data URL may be as long as the body of its route.
+        `owner`: of what is kept. `is_upload`: a data URL may be as long as the body of its route.
         """
         scheme = url[:5].lower()
         if scheme == "data:":
@@ -151,7 +174,7 @@ class PartFetcher:
         if (known := self.cache.find(key)) is not None:
             self._count("cached")
             return known
-        return await self._shared(key)
+        return await self._shared(key, owner)
 
     def check(self, url: str, rules: FetchRules) -> None:
         """Check a URL that another process is to fetch, as far as its text allows. Raises MediaRefused."""
@@ -210,11 +233,11 @@ class PartFetcher:
 
     # -- what is fetched ---------------------------------------------------------------------------------------------
 
-    async def _shared(self, key: _FlightKey) -> Media:
+    async def _shared(self, key: _FlightKey, owner: str) -> Media:
         """Wait for the fetch of a URL, and begin it where none runs. The last one to leave ends it."""
         flight = self._flights.get(key)
         if flight is None:
-            task = self._work.start(self._fetch(key), "frontend: fetch media", is_awaited=True)
+            task = self._work.start(self._fetch(key, owner), "frontend: fetch media", is_awaited=True)
             flight = self._flights[key] = _Flight(task)
             task.add_done_callback(lambda done: self._landed(key, done))
         else:
@@ -236,7 +259,7 @@ class PartFetcher:
         if not task.cancelled():
             task.exception()  # retrieved: a waiting caller gets it
 
-    async def _fetch(self, key: _FlightKey) -> Media:
+    async def _fetch(self, key: _FlightKey, owner: str) -> Media:
         url, kind, rules = key
         taken = 0
 
@@ -254,7 +277,7 @@ class PartFetcher:
             if answered.is_compressed:  # what it unpacks to is counted before it is there
                 take(self._settings.file_bytes)
             media = await self._offload(partial(self._read_answer, answered, kind))
-            return self.cache.add(key, media, answered.cache_control)
+            return self.cache.add(key, media, answered.cache_control, owner)
         except TimeoutError:
             raise MediaRefused(f"it was not fetched within {rules.timeout_seconds:g} s") from None
         finally:

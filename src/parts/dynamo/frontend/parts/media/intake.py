@@ -212,12 +212,12 @@ class MediaIntake:
         """Return the content of each part, None for one that is passed on by its URL or uuid."""
         first = media.parts[0]
         if len(media.parts) == 1 and (first.url is None or first.url[:5].lower() == "data:"):
-            return [await self._content(first, rules)]  # nothing to wait for
+            return [await self._content(first, rules, media.owner)]  # nothing to wait for
         places = asyncio.Semaphore(PARTS_AT_ONCE)
 
         async def one(part: MediaPart) -> Media | None:
             async with places:
-                return await self._content(part, rules)
+                return await self._content(part, rules, media.owner)
 
         found: list[Media | None] = []
 
@@ -228,14 +228,14 @@ class MediaIntake:
             raise Cancelled("the request ended before its media were there")
         return found
 
-    async def _content(self, part: MediaPart, rules: FetchRules) -> Media | None:
+    async def _content(self, part: MediaPart, rules: FetchRules, owner: str) -> Media | None:
         if part.url is None:
             return None
         try:
             if self._settings.fetch == "worker" and part.url[:5].lower() != "data:":
                 self.fetcher.check(part.url, rules)
                 return None
-            return await self.fetcher.content(part.url, part.kind, rules, is_upload=part.is_upload)
+            return await self.fetcher.content(part.url, part.kind, rules, owner=owner, is_upload=part.is_upload)
         except MediaRefused as error:
             reason = str(error)
         # Outside the handler: the frames of the fetch, with what they hold, must not live on as the context of this error.

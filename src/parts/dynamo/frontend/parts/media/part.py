@@ -222,6 +222,7 @@ class MediaService(Part):
         """Raises InvalidArgument for a media store that cannot be used."""
         self._settings, self._kernel, self.intake = settings, kernel, intake
         self._store: MediaStore | None = None
+        kernel.shares.show("fetched media", settings.cache_bytes, settings.cache_bytes, intake.fetcher.cache.count)
         if settings.store_dir is not None:
             limits = KeepLimits(settings.store_bytes, settings.store_seconds)
             self._store = store = MediaStore(settings.store_dir.expanduser(), limits)

@@ -56,7 +56,7 @@ async def _contents(at: Planning, request: Any, parts: list[MediaPart]) -> list[
     """Return the sounds of a request as data URLs, or as URLs where workers fetch."""
     if not parts:
         return []
-    media = request.media = RequestMedia(parts, [])
+    media = request.media = RequestMedia(parts, [], owner=request.key_owner or "")
     found = await at.media.contents(media, at.model, at.context)
     return [content.url if content is not None else part.url or "" for part, content in zip(parts, found, strict=True)]
 

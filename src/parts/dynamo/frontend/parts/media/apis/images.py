@@ -105,7 +105,7 @@ class EditsApi(RelayedApi[ImageEditRequest]):
     async def plan(self, at: Planning, request: ImageEditRequest) -> ResultPlan:
         check_raw(at.model, "Images")
         parts = edit_parts(request)
-        media = request.media = RequestMedia(parts, [])
+        media = request.media = RequestMedia(parts, [], owner=request.key_owner or "")
         contents = await at.media.contents(media, at.model, at.context)
         _check_mask(media, contents)
         urls = [
@@ -231,7 +231,7 @@ class VideosApi(RelayedApi[VideoRequest]):
         check_raw(at.model, "Videos")
         image = None
         if parts := reference_image(request):
-            media = request.media = RequestMedia(parts, [])
+            media = request.media = RequestMedia(parts, [], owner=request.key_owner or "")
             (content,) = await at.media.contents(media, at.model, at.context)
             image = parts[0].url if content is None else content.url
         return result_plan(at.preprocessor, request, at.model, [video_body(request, image)], 0)
