@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from collections import deque
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 import pytest
 
 LONGEST_RUN = 24
+ENDING_SECONDS = 20.0  # for the fixtures of a test that is cut, which end the processes that it started
 RUNS_LEFT_FOR_EACH = 6  # of what is left, a process takes this part of its share: the ends of all are near each other
 
 
@@ -62,11 +64,23 @@ class ForkedRun:
                 if session.shouldstop:
                     raise session.Interrupted(session.shouldstop)
         finally:
-            for child in self._children:
-                with suppress(ProcessLookupError):
-                    os.kill(child.pid, signal.SIGKILL)
-                os.waitpid(child.pid, 0)
+            self._cut()
         return True
+
+    def _cut(self) -> None:
+        """End the processes that are left: their fixtures are taken down, so that no server of a test outlives it."""
+        for child in self._children:
+            child.connection.close()
+            os.kill(child.pid, signal.SIGTERM)
+        until = time.monotonic() + ENDING_SECONDS
+        for child in self._children:
+            while not os.waitpid(child.pid, os.WNOHANG)[0]:
+                if time.monotonic() >= until:
+                    os.kill(child.pid, signal.SIGKILL)
+                    os.waitpid(child.pid, 0)
+                    break
+                time.sleep(0.02)
+        self._children.clear()
 
     def _fork(self, session: pytest.Session) -> None:
         self._number += 1
@@ -141,12 +155,20 @@ class _ToParent:
 
 def _run_in_child(session: pytest.Session, connection: Connection, number: int) -> NoReturn:
     status = 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _part_from_parent(session.config, connection, number)
         _run_tests(session, connection)
         status = 0
     except BaseException:  # whatever it is, the parent is to print it
-        connection.send(("broken", traceback.format_exc()))
+        text = traceback.format_exc()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            session._setupstate.teardown_exact(None)
+        finally:
+            with suppress(OSError):  # the parent has cut this process
+                connection.send(("broken", text))
     finally:
         connection.close()
         os._exit(status)  # not the endings of the parent: its folders are still in use

@@ -61,6 +61,26 @@ def test_leaves():
 def test_more():
     pass
 """
+CUT = """
+import pathlib, time, pytest
+
+HERE = pathlib.Path(__file__).parent
+
+@pytest.fixture
+def server():
+    yield
+    (HERE / "closed").touch()
+
+def test_waits(server):
+    (HERE / "begun").touch()
+    time.sleep(100)
+
+@pytest.mark.parametrize("n", range(6))  # one of them may wait behind the test above, in its process
+def test_fails(n):
+    while not (HERE / "begun").exists():
+        time.sleep(0.01)
+    assert False
+"""
 CONFTEST = """
 from support.forked_run import ForkedRun
 
@@ -93,6 +113,13 @@ def test_the_first_failure_can_end_the_run(tmp_path: Path) -> None:
     done = run(tmp_path, "-x")
     assert done.returncode == 1
     assert "stopping after 1 failures" in done.stdout
+
+
+def test_a_test_that_is_cut_by_the_first_failure_is_taken_down(tmp_path: Path) -> None:
+    (tmp_path / "test_cut.py").write_text(CUT)
+    done = run(tmp_path, "-x")
+    assert done.returncode == 1
+    assert (tmp_path / "closed").exists()
 
 
 def test_what_complains_at_the_end_fails_the_run(tmp_path: Path) -> None:
