@@ -115,6 +115,22 @@ async def test_429_is_tried_again_only_after_a_bounded_time(retry_after: str | N
     assert len(fake.bodies) == 1 + is_tried
 
 
+async def test_a_client_that_leaves_before_the_next_attempt_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context("id-1")
+    pause = asyncio.sleep
+
+    async def leaves(seconds: float) -> None:
+        context.stop_generating()
+        await pause(0)
+
+    async with fake_upstream(behaviour=503, then="well") as fake, engine_of(fake.url) as engine:
+        monkeypatch.setattr("dynamo.upstream.engine.asyncio.sleep", leaves)
+        with pytest.raises(WorkerUnavailable):
+            [chunk async for chunk in engine.generate(CHAT, context)]
+        monkeypatch.undo()
+    assert len(fake.bodies) == 1
+
+
 @pytest.mark.parametrize("status", [400, 404, 500])
 async def test_what_would_fail_again_is_not_tried_again(status: int) -> None:
     async with fake_upstream(behaviour=status) as fake, engine_of(fake.url) as engine:

@@ -256,6 +256,8 @@ class UpstreamClient:
             if wait is None or attempt >= self._arguments.retries or context.is_stopped():
                 raise error
             await asyncio.sleep(wait)
+            if context.is_stopped():  # meanwhile: the answer would not be read
+                raise error
         raise AssertionError("the attempts have no end of their own")
 
     async def _refused(self, response: aiohttp.ClientResponse) -> DynamoException | HttpError | Exception:
