@@ -10,23 +10,21 @@ from typing import ClassVar, Final
 
 import msgspec
 
+from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.embeddings import EmbeddingsApi
 from dynamo.frontend.base.access import Access, identity_of
 from dynamo.frontend.base.asgi import ClientGone, Receive, Scope, Send, first_headers, read_body, reply, reply_rejected
 from dynamo.frontend.base.offload import Offload
-from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.parts.part import Kernel, Part
-from dynamo.frontend.pipeline.api import Answer, GenerationApi, Renderer, RenderOptions
+from dynamo.frontend.pipeline.api import Answer, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.frontend.pipeline.generation_call import GenerationCall
 from dynamo.frontend.pipeline.inference import Call
-from dynamo.frontend.pipeline.plan import Plan
-from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.result_api import ResultAnswer, ResultReply
 from dynamo.frontend.pipeline.results import ResultCall
 from dynamo.protocol.model_types import ModelType
@@ -46,8 +44,6 @@ from dynamo.protocol.ollama import (
 )
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.protocol.openai.headers import HeaderEffects
-from dynamo.protocol.openai.validation import validate_chat
 from dynamo.protocol.vectors.requests import EmbeddingRequest
 from dynamo.text.output import CallDropped, Content, JoinedCall, OutputEvent, Reasoning, joined
 
@@ -60,11 +56,10 @@ def _written(at: datetime) -> str:
     return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-class OllamaGeneration(GenerationApi[LoweredOllama]):
+class OllamaGeneration(ChatApi):
     """`/api/chat` and `/api/generate`: a request becomes a chat request, so that everything of chat serves it."""
 
     id_prefix = "ollama-"
-    model_type = ModelType.Chat
     dialect = OLLAMA
 
     def __init__(self, endpoint: str, decode: Decode, name_of: NameOf) -> None:
@@ -73,19 +68,6 @@ class OllamaGeneration(GenerationApi[LoweredOllama]):
 
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> LoweredOllama:
         return self._decode(body, limits, self._name_of)
-
-    def validate(self, request: LoweredOllama) -> None:
-        validate_chat(request)
-
-    async def prepare(
-        self,
-        preprocessor: Preprocessor,
-        request: LoweredOllama,
-        effects: HeaderEffects,
-        model: ServedModel,
-        timer: StageTimer,
-    ) -> tuple[Plan, str | None]:
-        return await preprocessor.chat(request, effects, model, timer)
 
     def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
         return _Lines(answer, options)
