@@ -7,6 +7,7 @@ a process takes runs of tests, shorter ones towards the end.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -156,6 +157,7 @@ class _ToParent:
 def _run_in_child(session: pytest.Session, connection: Connection, number: int) -> NoReturn:
     status = 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    atexit._clear()  # what was registered while the tests were collected is the parent's to run
     try:
         _part_from_parent(session.config, connection, number)
         _run_tests(session, connection)
@@ -171,6 +173,7 @@ def _run_in_child(session: pytest.Session, connection: Connection, number: int) 
                 connection.send(("broken", text))
     finally:
         connection.close()
+        atexit._run_exitfuncs()  # temporary folders of the tests' own, for one
         os._exit(status)  # not the endings of the parent: its folders are still in use
 
 

@@ -81,6 +81,21 @@ def test_fails(n):
         time.sleep(0.01)
     assert False
 """
+ENDS = """
+import atexit, pathlib
+
+def note(text):
+    with open(pathlib.Path(__file__).parent / "ended", "a") as file:
+        file.write(text + "\\n")
+
+atexit.register(note, "collected")
+
+def test_registers():
+    atexit.register(note, "tested")
+
+def test_more():
+    pass
+"""
 CONFTEST = """
 from support.forked_run import ForkedRun
 
@@ -120,6 +135,12 @@ def test_a_test_that_is_cut_by_the_first_failure_is_taken_down(tmp_path: Path) -
     done = run(tmp_path, "-x")
     assert done.returncode == 1
     assert (tmp_path / "closed").exists()
+
+
+def test_what_a_test_left_for_the_end_of_its_process_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "test_ends.py").write_text(ENDS)
+    assert run(tmp_path).returncode == 0
+    assert sorted((tmp_path / "ended").read_text().split()) == ["collected", "tested"]
 
 
 def test_what_complains_at_the_end_fails_the_run(tmp_path: Path) -> None:
