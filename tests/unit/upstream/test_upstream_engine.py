@@ -183,6 +183,20 @@ async def test_a_client_that_leaves_closes_the_connection_at_once() -> None:
             await fake.left.wait()
 
 
+async def test_a_client_that_leaves_before_the_first_byte_closes_the_connection_at_once() -> None:
+    async with fake_upstream(behaviour="slow") as fake, engine_of(fake.url) as engine:
+        context = Context("id-1")
+        answering = asyncio.ensure_future(anext(engine.generate(CHAT, context), None))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not fake.bodies:
+                await asyncio.sleep(0.005)
+        context.stop_generating()
+        async with asyncio.timeout(PROMPT_SECONDS):
+            assert await answering is None
+            await fake.left.wait()
+    assert len(fake.bodies) == 1
+
+
 async def test_the_key_is_sent_read_again_and_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     file = tmp_path / "key"

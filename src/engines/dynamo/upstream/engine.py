@@ -194,6 +194,8 @@ class UpstreamClient:
         import aiohttp
 
         response = await self._open(path, body, context)
+        if response is None:
+            return
         forget = context.on_cancel(on_loop(asyncio.get_running_loop(), lambda _killed: response.close()))
         try:
             reader, is_finished = EventReader(), False
@@ -227,8 +229,11 @@ class UpstreamClient:
         code = error.get("code") if isinstance(error, dict) else None
         raise refusal(code if type(code) is int and 400 <= code < 600 else 500, message_of(event, self._key))
 
-    async def _open(self, path: str, body: dict[str, Any], context: Context) -> aiohttp.ClientResponse:
-        """Return an answer that has begun, at the first attempt that gets one. Raises DynamoException or HttpError."""
+    async def _open(self, path: str, body: dict[str, Any], context: Context) -> aiohttp.ClientResponse | None:
+        """Return an answer that has begun, at the first attempt that gets one; None: `context` was stopped.
+
+        Raises DynamoException or HttpError.
+        """
         import aiohttp
 
         content = msgspec.json.encode(body)
@@ -236,9 +241,9 @@ class UpstreamClient:
             status: int | None = None
             again: str | None = None
             try:
-                response = await self._session.post(
-                    f"{self._arguments.url}{path}", data=content, **self._options(context.id())
-                )
+                response = await self._sent(path, content, context)
+                if response is None:
+                    return None
                 status, again = response.status, response.headers.get("Retry-After")
                 if status == 200 and response.content_type == "text/event-stream":
                     return response
@@ -259,6 +264,28 @@ class UpstreamClient:
             if context.is_stopped():  # meanwhile: the answer would not be read
                 raise error
         raise AssertionError("the attempts have no end of their own")
+
+    async def _sent(self, path: str, content: bytes, context: Context) -> aiohttp.ClientResponse | None:
+        """Send a request and return the head of its answer; None, and nothing stays open: `context` was stopped.
+
+        A server computes a long prompt before its first byte, which is paid for: it must not do so for a client that left.
+        """
+        sending = asyncio.ensure_future(
+            self._session.post(f"{self._arguments.url}{path}", data=content, **self._options(context.id()))
+        )
+
+        def give_up(_killed: bool) -> None:
+            sending.cancel()
+
+        forget, task = context.on_cancel(on_loop(asyncio.get_running_loop(), give_up)), asyncio.current_task()
+        try:
+            return await sending
+        except asyncio.CancelledError:
+            if not context.is_stopped() or (task is not None and task.cancelling()):
+                raise
+            return None
+        finally:
+            forget()
 
     async def _refused(self, response: aiohttp.ClientResponse) -> DynamoException | HttpError | Exception:
         try:
