@@ -18,7 +18,7 @@ NOT_IN_RUST = {
 }
 """Tests that the workers in Rust are not meant to pass, and why."""
 NOT_FOR_RUST = frozenset(
-    {"blocked_loop", "chaos", "kubernetes", "tls"}
+    {"blocked_loop", "chaos", "drain", "kubernetes", "tls"}
 )  # files about parts that only Python workers have
 
 

@@ -17,6 +17,7 @@ from dynamo.worker.controls import (
     checked_names,
     rl_endpoint_name,
 )
+from dynamo.worker.instance_record import GuardedRecord
 from dynamo.worker.lifecycle import AdminGate
 from support.cases import each_case
 
@@ -72,14 +73,15 @@ class Fixture:
         self.record = Record(self.log)
         self.gate = AdminGate.OPEN
         self.taints: list[str] | None = None
+        self.guarded = GuardedRecord(lambda: self.gate)
         self.admin = AdminRoutes(
             self.engine,
             controls=[*PAUSING_CONTROLS, *RESUMING_CONTROLS, "start_profile"],
             updates=["weights"],
-            gate=lambda: self.gate,
+            record=self.guarded,
             set_taints=self._set_taints,
         )
-        self.admin.attach(self.record)
+        self.guarded.attach(self.record)
         self.routes = self.admin.routes()
 
     async def _set_taints(self, taints: list[str]) -> None:

@@ -932,7 +932,7 @@ async def test_admin_routes_are_refused_while_the_worker_comes_up_and_goes_down(
     assert "control sleep" not in engine.calls
 
 
-async def test_a_raw_engine_has_a_name_a_stream_and_no_routes() -> None:
+async def test_a_raw_engine_has_a_name_a_stream_and_no_routes_of_its_own() -> None:
     engine = RawRecorder()
     async with (
         mem_runtime() as runtime,
@@ -940,7 +940,7 @@ async def test_a_raw_engine_has_a_name_a_stream_and_no_routes() -> None:
             make(engine, runtime=runtime, model_input=ModelInput.Text, endpoint_types="images", model_name="not/asked")
         ),
     ):
-        assert runtime.status_server.route_names == []
+        assert runtime.status_server.route_names == ["drain", "resume", "status"]
         (record,) = (await runtime.discovery.get_prefix(MODEL_CARDS)).values()
         card = decode_model_record(record).card
         assert (card.is_name_only, card.model_type, card.model_input) == (True, "Images", "Text")

@@ -11,7 +11,7 @@ import json
 import logging
 import urllib.request
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 from urllib.parse import urlsplit
 
@@ -46,18 +46,13 @@ logger = logging.getLogger(__name__)
 CHAT: Final = "/chat/completions"
 COMPLETIONS: Final = "/completions"
 COMPLETION_TOKENS: Final = 16  # OpenAI's default of a completion, where ours is the frontend's setting
-
 OWN: Final = frozenset({"model", "stream", "nvext", "cache_salt"})  # members that are not the server's
-
-
 DONE: Final = b"[DONE]"
 MAX_BODY_BYTES: Final = 64 * 1024  # of an error, as far as it is read
 CHECK_SECONDS: Final = 10.0  # for the answer to a check
 
 _decode: Final = msgspec.json.Decoder().decode
 
-
-# The data of server-sent events, from bytes; a line and an event are bounded.
 
 MAX_EVENT_BYTES: Final = 8 * 1024 * 1024  # an event with many log probabilities has some hundred kilobytes
 
@@ -67,7 +62,7 @@ class EventTooLong(Exception):
 
 
 class EventReader:
-    """Bytes in, the data of whole events out. Comments, names and ids of events are left out."""
+    """Bytes in, the data of whole server-sent events out. Comments, names and ids are left out; an event is bounded."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -90,8 +85,6 @@ class EventReader:
             raise EventTooLong(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return found
 
-
-# What a refusal means here, and when it is tried again.
 
 MAX_MESSAGE_CHARS: Final = 2000
 FIRST_WAIT_SECONDS: Final = 0.1  # doubled with each attempt
@@ -270,22 +263,24 @@ class UpstreamClient:
 
         A server computes a long prompt before its first byte, which is paid for: it must not do so for a client that left.
         """
-        sending = asyncio.ensure_future(
-            self._session.post(f"{self._arguments.url}{path}", data=content, **self._options(context.id()))
-        )
+        loop, url, options = asyncio.get_running_loop(), f"{self._arguments.url}{path}", self._options(context.id())
+        scope = asyncio.timeout(None)
 
         def give_up(_killed: bool) -> None:
-            sending.cancel()
+            with suppress(RuntimeError):  # the answer has begun meanwhile
+                scope.reschedule(loop.time())
 
-        forget, task = context.on_cancel(on_loop(asyncio.get_running_loop(), give_up)), asyncio.current_task()
         try:
-            return await sending
-        except asyncio.CancelledError:
-            if not context.is_stopped() or (task is not None and task.cancelling()):
+            async with scope:
+                forget = context.on_cancel(on_loop(loop, give_up))
+                try:
+                    return await self._session.post(url, data=content, **options)
+                finally:
+                    forget()
+        except TimeoutError:
+            if not context.is_stopped():
                 raise
             return None
-        finally:
-            forget()
 
     async def _refused(self, response: aiohttp.ClientResponse) -> DynamoException | HttpError | Exception:
         try:

@@ -26,7 +26,7 @@ QUEUE_LOOK_SECONDS: Final = 0.01  # how often `wait_idle` checks requests that w
 class RequestsInFlight:
     """The requests that an endpoint handles now."""
 
-    __slots__ = ("_contexts", "_idle", "_queued", "cut_with")
+    __slots__ = ("_contexts", "_idle", "_queued", "are_declined", "cut_with")
 
     def __init__(self, queued: Callable[[], int]) -> None:
         """`queued`: how many requests were admitted and wait for a place."""
@@ -34,6 +34,7 @@ class RequestsInFlight:
         self._queued = queued
         self._idle = asyncio.Event()
         self._idle.set()
+        self.are_declined = False  # new ones, by the request plane
         self.cut_with: DynamoException | None = None  # why nothing may begin any more
 
     def __len__(self) -> int:
@@ -211,6 +212,11 @@ class ServedEndpoint:
         """Requests being handled now."""
         return len(self._requests)
 
+    @property
+    def unfinished(self) -> int:
+        """Requests being handled, and those that were admitted and wait for a place."""
+        return len(self._requests) + self.endpoint.runtime.observability.queued_requests
+
     # -- the record --------------------------------------------------------------------------------------------------
 
     async def advertise(self) -> None:
@@ -233,7 +239,14 @@ class ServedEndpoint:
 
     def stop_accepting(self) -> None:
         """Decline new requests from now on; those in flight go on. Idempotent."""
+        self._requests.are_declined = True
         self.endpoint.runtime.planes.decline(self.route)
+
+    async def accept_again(self) -> None:
+        """Accept new requests again after `stop_accepting`. Idempotent; without effect once it is closed."""
+        if self._requests.are_declined and not self._closing:
+            self._requests.are_declined = False
+            (await self.endpoint.runtime.plane_server()).register(self.route, self.handle)
 
     def cut(self, error: DynamoException) -> int:
         """End every stream in flight with `error` and kill its request; how many there were.

@@ -19,6 +19,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.tasks import Background, is_being_cancelled
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
+from dynamo.worker.instance_record import GuardedRecord, Hold
 from dynamo.worker.lifecycle import AdminGate
 from dynamo.worker.registration import checked_taints
 from dynamo.worker.settings import RL_ENDPOINT
@@ -50,14 +51,6 @@ class AdminEngine(Protocol):
     async def engine_update(self, name: str, body: Body) -> Body: ...
 
 
-class InstanceRecord(Protocol):
-    """The instance's place in discovery; the runtime's `ServedEndpoint`."""
-
-    async def advertise(self) -> None: ...
-
-    async def withdraw(self) -> None: ...
-
-
 def checked_names(kind: str, names: object) -> list[str]:
     """Return the names of `supported_controls` or `supported_updates`, sorted. Raises InvalidArgument naming what is
     wrong.
@@ -76,49 +69,6 @@ def checked_names(kind: str, names: object) -> list[str]:
     return unique
 
 
-class _GuardedRecord:
-    """The instance in discovery: whether controls may change it, and one change after the other."""
-
-    def __init__(self, gate: Callable[[], AdminGate]) -> None:
-        self._gate = gate
-        self._record: InstanceRecord | None = None
-        self._lock = asyncio.Lock()  # held only while discovery is written
-        self._writes = Background()
-        self.is_closed = False
-
-    def attach(self, record: InstanceRecord) -> None:
-        self._record = record
-
-    def refusal(self) -> Body | None:
-        """Return the answer to a call that cannot be served now; None: it can."""
-        gate = AdminGate.CLOSED if self.is_closed else self._gate()
-        if gate is AdminGate.OPEN and self._record is None:
-            gate = AdminGate.STARTING  # the instance is still on its way into discovery
-        return None if gate is AdminGate.OPEN else _unavailable(gate)
-
-    async def write(self, verb: str) -> Body | None:
-        """Withdraw or advertise; a body instead when the worker is shutting down. Never cut half-way."""
-
-        async def write() -> Body | None:
-            async with self._lock:
-                refusal = self.refusal()
-                if refusal is not None:
-                    return refusal
-                assert self._record is not None  # else the call was refused
-                await (self._record.withdraw() if verb == "withdraw" else self._record.advertise())
-                return None
-
-        # A cancelled control must not leave a write in flight that overtakes the final withdrawal: the write holds the
-        # lock, which close() takes.
-        return await asyncio.shield(self._writes.start(write(), f"discovery record: {verb}", is_awaited=True))
-
-    async def close(self) -> None:
-        """Refuse every change from here on."""
-        async with self._lock:  # an advertisement under way lands before, never after, the final withdrawal
-            self.is_closed = True
-        await self._writes.wait()
-
-
 class AdminRoutes:
     """The admin routes of one worker. Usable on the event loop only."""
 
@@ -128,21 +78,17 @@ class AdminRoutes:
         *,
         controls: Iterable[str],
         updates: Iterable[str],
-        gate: Callable[[], AdminGate],
+        record: GuardedRecord,
         set_taints: Callable[[list[str]], Awaitable[object]],
     ) -> None:
-        """`gate` is checked at every call; `set_taints` writes the (checked) taints to discovery."""
+        """`record`: what pausing controls hold; `set_taints` writes the (checked) taints to discovery."""
         self._engine = engine
         self._controls = tuple(controls)
         self._updates = tuple(updates)
         self._set_taints = set_taints
-        self._record = _GuardedRecord(gate)
+        self._record = record
         self._exclusive = asyncio.Lock()  # held through a pausing or resuming control, the engine's part included
         self._running = Background()
-
-    def attach(self, record: InstanceRecord) -> None:
-        """Attach the instance that pausing controls withdraw; call it before the gate opens."""
-        self._record.attach(record)
 
     def routes(self) -> dict[str, Route]:
         """Route name below `/engine/` -> handler taking the decoded JSON body, whatever it is."""
@@ -168,9 +114,8 @@ class AdminRoutes:
         return handle
 
     async def _call(self, kind: str, name: str, body: object) -> Body:
-        refusal = self._record.refusal()
-        if refusal is not None:
-            return refusal
+        if self._record.gate is not AdminGate.OPEN:
+            return _unavailable(self._record.gate)
         if not isinstance(body, dict):
             if (kind, name) == ("update", MODEL_TAINTS):
                 raise InvalidArgument("the body must be a JSON object")
@@ -201,7 +146,7 @@ class AdminRoutes:
             if verdict is not None:
                 return verdict
             try:
-                await self._record.write("withdraw")
+                await self._record.hold(Hold.PAUSED)
             except Exception as error:  # the boundary: becomes the answer
                 logger.warning("engine control %s: discovery unregister failed: %s", name, error)
                 return _error(f"engine control {name}: the instance could not be unregistered, try again ({error})")
@@ -226,13 +171,13 @@ class AdminRoutes:
             if _failed(answer) or (isinstance(answer, Mapping) and answer.get("is_sleeping") is True):
                 return answer
             try:
-                refusal = await self._record.write("advertise")
+                gate = await self._record.release(Hold.PAUSED)
             except Exception as error:  # the boundary: becomes the answer
                 logger.warning("engine control %s: discovery registration failed: %s", name, error)
                 return _error(
                     f"engine control {name} ran, but the instance could not be registered again; retry ({error})"
                 )
-            return answer if refusal is None else refusal
+            return answer if gate is AdminGate.OPEN else _unavailable(gate)
 
     async def _validate(self, name: str, body: Body) -> Body | None:
         hook = getattr(self._engine, "validate_engine_control", None)

@@ -14,6 +14,7 @@ from dynamo.contract.engine import BaseEngine, LLMEngine, RawEngine
 from dynamo.contract.engine_config import EngineConfig
 from dynamo.contract.health_check import resolve_health_check_payload
 from dynamo.contract.metrics import EngineMetrics
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.telemetry import GenerateSpan
 from dynamo.errors import InvalidArgument, Unknown
 from dynamo.protocol.records import ADAPTERS_ENDPOINT, ModelCard
@@ -23,6 +24,7 @@ from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpo
 from dynamo.runtime.observe.logging import has_span_events, span_events
 from dynamo.worker.adapters import AdapterRequests, adapter_uri
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
+from dynamo.worker.drain import WorkerDrain
 from dynamo.worker.embedding import EmbedServing, offers_embeddings
 from dynamo.worker.engine_failures import ErrorMapping
 from dynamo.worker.hooks import await_hook
@@ -70,6 +72,7 @@ class Parts:
     metrics: WorkerMetrics | None = None
     publishing: Publishing | None = None
     running: RunningRequests | None = None
+    drain: WorkerDrain | None = None
     admin: AdminRoutes | None = None
     chaos: WorkerFaults | None = None
     served: ServedEndpoint | None = None
@@ -88,8 +91,11 @@ class Setup:
         endpoint: Endpoint,
         life: Lifecycle,
         is_stop_requested: Callable[[], bool] = lambda: False,
+        *,
+        grace_seconds: float = 0.0,
     ) -> None:
-        self._engine = engine
+        """`grace_seconds`: how long a worker that left discovery still serves what comes."""
+        self._engine, self._grace_seconds = engine, grace_seconds
         self._is_stop_requested = is_stop_requested
         self._config = config
         self._runtime: DistributedRuntime = endpoint.runtime
@@ -180,6 +186,12 @@ class Setup:
 
     def _prepare_admin(self) -> None:
         engine = self._engine
+        drain = self.parts.drain = WorkerDrain(
+            engine,
+            lambda: self._life.gate,
+            is_prefill=self._config.disaggregation_mode is DisaggregationMode.PREFILL,
+            grace_seconds=self._grace_seconds,
+        )
         controls = checked_names("control", engine.supported_controls())
         updates = checked_names("update", engine.supported_updates())
         if not isinstance(engine, LLMEngine) and not controls and not updates:
@@ -188,12 +200,21 @@ class Setup:
             engine,
             controls=controls,
             updates=updates,
-            gate=lambda: self._life.gate,
+            record=drain.record,
             set_taints=lambda taints: update_model_taints(self._endpoint, taints),
         )
         for name, route in admin.routes().items():
             self._runtime.register_engine_route(name, route)
         self.parts.admin = admin
+
+    def open_drain(self, served: ServedEndpoint) -> None:
+        """Let operators drain the worker, and controls pause it."""
+        drain, server = self.parts.drain, self._runtime.status_server
+        assert drain is not None  # it was prepared before anything is served
+        drain.attach(served)
+        for name, (method, route) in drain.routes().items():
+            server.register_reserved_route(name, method, route)
+        logger.info("registered worker Admin API routes under /engine")
 
     def handler(self, chaos: WorkerFaults | None) -> Handler:
         engine = self._engine

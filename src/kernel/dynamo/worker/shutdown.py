@@ -16,6 +16,7 @@ from dynamo.errors import Disconnected, EngineShutdown
 from dynamo.runtime.base.tasks import first_of
 from dynamo.runtime.distributed import Endpoint
 from dynamo.settings.table import read_settings
+from dynamo.worker.drain import DrainState
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.lifecycle import Lifecycle, ShutdownTimes, WorkerEvent
 from dynamo.worker.registration import unregister_model
@@ -96,8 +97,10 @@ class Shutdown:
             why = EngineShutdown(str(self.engine_died))
             why.__cause__ = Disconnected("the worker lost its engine")  # so that a request that kills engines is found
             self._cut(why)  # before all else, which may take time: the streams can continue elsewhere
+        # Routers have learnt before that a drained worker left.
+        was_drained = self.parts.drain is not None and self.parts.drain.state is DrainState.DRAINED
         await self._run_despite_cancel(self._unregister())
-        if not self.skip_waiting and self._stop.times.grace_seconds > 0:
+        if not self.skip_waiting and not was_drained and self._stop.times.grace_seconds > 0:
             logger.info("Grace period %.2fs before drain", self._stop.times.grace_seconds)
             await self._run_despite_cancel(asyncio.sleep(self._stop.times.grace_seconds))
         began = time.perf_counter()
@@ -124,6 +127,8 @@ class Shutdown:
 
     async def _unregister(self) -> None:
         try:
+            if self.parts.drain is not None:
+                await self.parts.drain.close()
             if self.parts.admin is not None:
                 await self.parts.admin.close()
             for beside in (self.parts.rl, self.parts.adapters):
@@ -218,8 +223,8 @@ class Shutdown:
 
     async def _leave(self) -> None:
         """Take back what this worker put into a runtime that may outlive it."""
-        if self.parts.admin is not None:
-            for name in self.parts.admin.routes():
+        for routed in (self.parts.admin, self.parts.drain):
+            for name in () if routed is None else routed.routes():
                 self._endpoint.runtime.status_server.unregister_route(name)
         if self.parts.served is not None:
             await self._run_despite_cancel(self.parts.served.close())

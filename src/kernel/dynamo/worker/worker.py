@@ -212,7 +212,8 @@ class Worker:
 
     async def _live(self, endpoint: Endpoint) -> None:
         """Live from `start()` to `cleanup()`; raises what failed first, after the clean-up."""
-        setup = Setup(self._engine, self._config, endpoint, self._life, lambda: self._stop.is_set)
+        grace = self._stop.times.grace_seconds
+        setup = Setup(self._engine, self._config, endpoint, self._life, lambda: self._stop.is_set, grace_seconds=grace)
         down = Shutdown(self._engine, self._config, endpoint, self._life, self._stop, setup.parts)
         failure = await self._start_up(setup)
         if self._life.state is State.SERVING:
@@ -287,8 +288,7 @@ class Worker:
             )
             if parts.publishing is not None:
                 await parts.publishing.serve_recovery()
-            if parts.admin is not None:
-                parts.admin.attach(served)
+            setup.open_drain(served)
             await setup.serve_rl_directory()
             await setup.serve_adapters()
             if not await self._stop.unless_stopped(setup.load_adapters()):

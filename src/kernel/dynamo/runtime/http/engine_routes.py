@@ -17,6 +17,7 @@ EngineRoute = Callable[[object], Awaitable[object]]
 """`await callback(body)`: the decoded JSON body (`{}` when empty) in, a JSON value out."""
 
 MAX_ROUTES: Final = 1024
+RESERVED: Final = frozenset({"drain", "resume", "status"})  # the worker's own, beside those of its engine
 ENGINE_PREFIX: Final = "/engine/"
 LORA_PREFIX: Final = "/v1/loras"
 
@@ -28,9 +29,20 @@ class EngineRoutes:
         """`depth_limit`: how deep a body may nest; `refused` counts."""
         self._depth_limit, self._refused = depth_limit, refused
         self._routes: dict[str, EngineRoute] = {}
+        self._read_only: set[str] = set()  # of them, those that are read with GET
 
     def register(self, name: str, callback: EngineRoute) -> None:
         """Serve `POST /engine/{name}`; a second registration replaces the first. Raises ValueError."""
+        if name.strip("/") in RESERVED:
+            raise ValueError(f"the engine route {name!r} is the worker's own ({', '.join(sorted(RESERVED))})")
+        self._add(name, callback)
+
+    def register_reserved(self, name: str, method: str, callback: EngineRoute) -> None:
+        """Serve one of the worker's own routes, with GET or POST."""
+        self._add(name, callback)
+        (self._read_only.add if method == "GET" else self._read_only.discard)(name)
+
+    def _add(self, name: str, callback: EngineRoute) -> None:
         name = name.strip("/")
         if not name:
             raise ValueError("an engine route needs a name")
@@ -52,15 +64,18 @@ class EngineRoutes:
         name = unquote(path.removeprefix(LORA_PREFIX).removeprefix("/"))
         match method, bool(name):
             case "GET", False:
-                return await self.call("update/list_loras", b"")
+                return await self.call("POST", "update/list_loras", b"")
             case "POST", False:
-                return await self.call("update/load_lora", body)
+                return await self.call("POST", "update/load_lora", body)
             case "DELETE", True:
-                return await self.call("update/unload_lora", json.dumps({"lora_name": name}).encode())
+                return await self.call("POST", "update/unload_lora", json.dumps({"lora_name": name}).encode())
         return NOT_FOUND
 
-    async def call(self, name: str, body: bytes) -> Reply:
+    async def call(self, method: str, name: str, body: bytes) -> Reply:
         """Answer a request for `/engine/{name}`."""
+        allowed = "GET" if name in self._read_only else "POST"
+        if method != allowed:  # an image of any page could be a GET
+            return Reply(405, b"Method not allowed", headers={"allow": allowed})
         callback = self._routes.get(name)
         if callback is None:
             return Reply.json(404, {"error": "Route not found", "message": f"Route {ENGINE_PREFIX}{name} not found"})

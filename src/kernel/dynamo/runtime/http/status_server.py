@@ -247,6 +247,10 @@ class StatusServer:
         """Serve `POST /engine/{name}`; a second registration replaces the first. Raises ValueError."""
         self._routes.register(name, callback)
 
+    def register_reserved_route(self, name: str, method: str, callback: EngineRoute) -> None:
+        """Serve one of the worker's own routes below `/engine/`, with GET or POST."""
+        self._routes.register_reserved(name, method, callback)
+
     def unregister_route(self, name: str) -> None:
         """Remove a route; an absent one is fine. A call under way goes on."""
         self._routes.unregister(name)
@@ -285,9 +289,7 @@ class StatusServer:
     async def answer_admin(self, method: str, path: str, body: bytes) -> Reply:
         """Answer a request for what changes the engine; `path` as in `answer`."""
         if path.startswith(ENGINE_PREFIX):
-            if method != "POST":  # which an image of any page could be
-                return Reply(405, b"Method not allowed", headers={"allow": "POST"})
-            return await self._routes.call(unquote(path[len(ENGINE_PREFIX) :]), body)
+            return await self._routes.call(method, unquote(path[len(ENGINE_PREFIX) :]), body)
         if path.startswith(LORA_PREFIX) and self._settings.lora_enabled:
             return await self._routes.call_loras(method, path, body)
         return NOT_FOUND
