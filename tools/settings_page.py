@@ -18,6 +18,7 @@ from dynamo.cli.bench.replay.options import ReplayFlags
 from dynamo.cli.chat import ChatFlags
 from dynamo.cli.conformance import ConformanceFlags
 from dynamo.cli.doctor.command import DoctorFlags
+from dynamo.cli.drain import DrainFlags
 from dynamo.cli.explain import ExplainFlags
 from dynamo.cli.new import NewFlags
 from dynamo.cli.replay.command import ResendFlags
@@ -111,6 +112,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "resend": tuple(own(ResendFlags)),
     "top": tuple(own(TopFlags)),
     "status": tuple(own(StatusFlags)),
+    "drain": tuple(own(DrainFlags)),
     "doctor": tuple(own(DoctorFlags)),
     "discovery": (
         *(made for made in own(RuntimeSettings, flags=False) if made.variable in DISCOVERY), runtime.TEMPORARY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,6 +120,46 @@ async def test_a_drained_worker_ends_without_a_further_grace(stack: Stack, front
     await only.ended()
     assert "Grace period" not in only.log
     assert "Engine cleanup complete" in only.log
+
+
+async def drain_command(*arguments: str, **env: str) -> tuple[int, str, str]:
+    """Run `dynamo drain`; its exit status and what it printed."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "dynamo.cli.main", "drain", *arguments, env={**plain, **env},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def test_the_command_waits_until_the_worker_is_safe_to_delete(
+    stack: Stack, frontend: Frontend, name: str, tag: str
+) -> None:
+    only = stack.cluster.worker(f"{name}-a", name)
+    stack.cluster.wait_ready(frontend, only)
+    gate = stack.cluster.root / f"{name}-gate"
+    waiting = ["until", str(gate)]
+    stream = asyncio.create_task(
+        ask(frontend.port, CHAT, chat(name, stream=True), headers=script(["say", "ab"], waiting, ["say", "c"], tag=tag))
+    )
+    await only.sees("first", tag)
+    assert await drain_command("--timeout", "0.3", DYN_SYSTEM_PORT=str(only.system_port)) == (
+        1,
+        "1 request runs\n",
+        "dynamo drain: not safe to delete after 0.3 s: 1 request runs\n",
+    )
+    command = asyncio.create_task(drain_command("--url", f"http://127.0.0.1:{only.system_port}"))
+    gate.touch()
+    code, out, err = await command
+    assert (code, out.splitlines()[-1:], err) == (0, ["the worker is safe to delete"], "")
+    assert (await stream).text == "abc"
+    assert await drain_command("--resume", DYN_ADMIN_PORT=str(only.system_port)) == (0, "the worker serves again\n", "")
+    only.kill()
+    await only.ended()
+    code, _, err = await drain_command("--url", f"http://127.0.0.1:{only.system_port}")
+    assert (code, "no answer from" in err) == (2, True)
+    assert "which worker?" in (await drain_command())[2]
 
 
 async def test_deletions_when_it_is_safe_lose_nothing(stack: Stack, frontend: Frontend, name: str, tag: str) -> None:

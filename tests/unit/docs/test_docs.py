@@ -36,6 +36,7 @@ COMMANDS = (
     "explain",
     "top",
     "status",
+    "drain",
     "doctor",
     "bench",
     "bench replay",

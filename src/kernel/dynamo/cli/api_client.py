@@ -153,7 +153,7 @@ def error_text(body: object) -> str:
     """Return the message of an error body of any shape."""
     if isinstance(body, dict):
         error = body.get("error")
-        return str((error.get("message") if isinstance(error, dict) else error) or body.get("message") or body)
+        return str((error.get("message") if isinstance(error, dict) else None) or body.get("message") or error or body)
     return str(body)
 
 

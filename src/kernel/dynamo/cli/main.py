@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "explain": ("dynamo.cli.explain", "say why requests went where they went, and what another policy would have done"),
     "top": ("dynamo.cli.top", "show what a served system is doing, live in the terminal or once as text"),
     "status": ("dynamo.cli.status", "say whether everything is ready, and what is wrong"),
+    "drain": ("dynamo.cli.drain", "take a worker out of service, and wait until it can be deleted"),
     "doctor": (
         "dynamo.cli.doctor.command",
         "examine this machine and its settings, and say what to do about what is wrong",
