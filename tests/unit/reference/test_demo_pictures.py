@@ -15,7 +15,7 @@ from dynamo.reference.demo.draw import COLOURS, SHAPES, encode_png, main, render
 from dynamo.reference.picture_files import read_png
 from support.cases import each_case
 
-SAMPLES = 120
+SAMPLES = 60
 
 
 def pictures(kind: str | None = None) -> list[Picture]:

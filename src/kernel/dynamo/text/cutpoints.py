@@ -229,7 +229,8 @@ def _cuts_between_words(tokenizer: HfTokenizer, added: list[Any]) -> ExactCuts |
         return None
     # A token must not begin behind the cut's space: the space before it would then be a part of its own.
     starts = {form.lstrip(" ▁")[:1] for token in added for form in _forms(token.content)}
-    ends = {form.rstrip(" ▁")[-1:] for token in added for form in _forms(token.content) if token.rstrip}
+    # Nor end before it, where the pipeline puts a "▁" in front of what stands behind a token: there it would have two.
+    ends = {form.rstrip(" ▁")[-1:] for token in added for form in _forms(token.content) if token.rstrip or skip}
     cut = re.compile(
         rf"(?![{re.escape(''.join(sorted(ends)))} ])[^\W\d_](?= (?![{re.escape(''.join(sorted(starts)))} ])[^\W\d_])"
     )
