@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import unquote
 
 from support.patience import PATIENCE_SECONDS
 
@@ -30,7 +31,7 @@ class Exchange:
         self._scope = {
             "type": "http",
             "method": method,
-            "path": path,
+            "path": unquote(path),
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",

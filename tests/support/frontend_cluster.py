@@ -9,8 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from starlette.routing import Router
+
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.base.offload import InlineOffload
+from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.pipeline.settings import ApiLimits
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.records import ModelCard
@@ -136,6 +139,15 @@ class Cluster:
             if found == name and {key: text.strip('"') for key, text in given.items()} == labels:
                 return float(value)
         return 0.0
+
+
+def routes_of(app: Any) -> list[GuardedRoute]:
+    """The real table of routes behind everything that stands in front of them."""
+    while not isinstance(app, Router):
+        app = app._app
+    found = [route for route in app.routes if isinstance(route, GuardedRoute)]
+    assert len(found) == len(app.routes), "a route that is not a GuardedRoute has no access of its own"
+    return found
 
 
 def memory_runtime() -> DistributedRuntime:

@@ -39,6 +39,11 @@ def test_a_file_gives_the_options_the_flags_of_the_frontend_and_those_of_the_eng
     assert options.engine_args == ("--model-name", "m", "--delay", "0.5", "--list", "a", "--list", "b")
 
 
+def test_a_file_may_leave_out_the_port_and_name_a_socket_and_a_prefix(tmp_path: Path) -> None:
+    flags = read_options(written(tmp_path, 'port = "off"\nuds = "a.sock"\nroot-path = "/llm/"\n'), {}).flags
+    assert (flags.http_port, flags.uds, flags.root_path) == (None, "a.sock", "/llm")
+
+
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
     argv = written(tmp_path, 'engine = "sample"\nworkers = 3\nport = 9001\n')
     env = {"DYN_HTTP_PORT": "7000", "DYN_HTTP_HOST": "127.0.0.9"}
@@ -58,6 +63,10 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_environment(t
         ("frontend-args = 3", "frontend-args must be a table: write [frontend-args]"),
         ("[engine-args]\nflag = false", "[engine-args] flag must be a text, a number, true, or a list of these"),
         ("[engine-args", "is not valid TOML"),
+        ('port = "of"', "port: 'of' is neither off nor an integer from 0 to 65535"),
+        ('port = "off"', "--http-port off leaves no way to the API: add --uds PATH"),
+        ('root-path = "llm"', "root-path: 'llm' is not the prefix of a path; write for example /llm"),
+        ('[frontend-args]\nuds = "a"', "[frontend-args] uds: write it as an option, above the tables"),
         ("workers = 0", "workers: 0 is out of range: use 1 to 256"),
     ],
 )

@@ -40,6 +40,7 @@ def test_an_engine_of_the_guide_is_served_without_a_service_and_leaves_nothing_b
     assert status == 0, command.err
     assert command.out.endswith("SIGINT: stopping (again: at once)\nstopped\n")
     assert '"my-model"' in command.printed_curl()
+    assert command.out.count("\nfrontend ") == 1  # the table is printed once
     assert not [pid for pid in pids if is_running(pid)]
     assert port_is_free(command.url)
     assert left_behind(tmp_path) == []

@@ -284,7 +284,7 @@ def test_a_status_reads_as_words(status: int, words: str) -> None:
 
 
 def started(*argv: str, **env: str) -> list[Program]:
-    return programs(read_options(list(argv), env), 7, Path("/store"), env)
+    return programs(read_options(list(argv), env), [7], Path("/store"), env)
 
 
 def test_children_use_the_private_store_and_no_service_whatever_the_environment_says() -> None:
@@ -361,6 +361,13 @@ def test_the_request_that_is_shown_fits_the_model(surfaces: str, path: str) -> N
     shown = ready_text(Address("h", 1), "it's", surfaces)
     assert f"curl http://h:1{path}" in shown
     assert "Ctrl-C" in shown
+
+
+def test_the_request_that_is_shown_goes_through_the_socket_where_there_is_no_port() -> None:
+    address = Address("h", None, uds="/run/a b", root_path="/llm")
+    assert address.shown == "unix:/run/a b"
+    shown = ready_text(address, "m", "chat")
+    assert "curl --unix-socket '/run/a b' http://localhost/llm/v1/chat/completions" in shown
 
 
 def test_lines_that_were_held_back_come_in_order_or_not_at_all() -> None:

@@ -42,7 +42,7 @@ async def test_a_group_outlives_a_start_that_the_system_refuses(
     argv = ["--workers=2", "--http-host=127.0.0.1", "--discovery-backend=file"]
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     listener = bind("127.0.0.1", 0)
-    supervisor = Supervisor(parse_args(argv), argv, listener)
+    supervisor = Supervisor(parse_args(argv), argv, [listener])
     port = listener.getsockname()[1]
     running = asyncio.create_task(supervisor.run())
 

@@ -16,7 +16,7 @@ import pytest
 from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
-from support.frontend_cluster import Cluster, cluster, say
+from support.frontend_cluster import Cluster, cluster, routes_of, say
 from support.patience import PATIENCE_SECONDS
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -250,8 +250,8 @@ async def test_bodies_that_arrive_have_one_budget_together(tmp_path: Path) -> No
                 writers.append(writer)
                 writer.write(HEAD + b"content-length: 500000\r\n\r\n" + b" " * 250_000)
                 await writer.drain()
-            route = next(route for route in house.frontend.asgi._app.routes if route.path.endswith("chat/completions"))  # type: ignore[attr-defined]
-            budget = route.endpoint._budget
+            route = next(route for route in routes_of(house.frontend.asgi) if route.path.endswith("chat/completions"))
+            budget = route.endpoint._budget  # type: ignore[attr-defined]
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while budget.used_bytes < 1_000_000:
                     await asyncio.sleep(0.01)

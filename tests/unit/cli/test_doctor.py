@@ -46,7 +46,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def examined(url: str = "http://127.0.0.1:1", *, names_frontend: bool = False, **env: str) -> Examined:
     settings = variables.read_frontend_settings(env)
-    return Examined(env, settings, InspectorClient(url, None), settings.http_port, names_frontend=names_frontend)
+    return Examined(env, settings, InspectorClient(url, None), settings.http_port or 0, names_frontend=names_frontend)
 
 
 def levels(found: Iterator[Diagnosis]) -> list[CheckLevel]:

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.app import Frontend
-from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst
-from dynamo.frontend.parts.inspector.routes import TokenDoor
-from dynamo.frontend.parts.keys.door import KeyDoor
 from support.access import bearer, closed_cluster, key
-from support.frontend_cluster import Cluster, cluster
+from support.frontend_cluster import Cluster, cluster, routes_of
 
 ORIGIN = "https://app.example"
 PLACES = {
@@ -33,14 +30,8 @@ def opened(tmp_path: Path, *, with_keys: bool, **settings: Any) -> AbstractAsync
 
 def table(frontend: Frontend) -> list[tuple[str, frozenset[str]]]:
     """The paths of a frontend without CORS, and their methods."""
-    app: Any = frontend.asgi
-    routes = app
-    while isinstance(routes, KeyDoor | TokenDoor):
-        routes = routes._app
-    assert isinstance(routes, InferenceFirst)
     found = []
-    for route in routes.routes:
-        assert isinstance(route, GuardedRoute)
+    for route in routes_of(frontend.asgi):
         path = route.path
         for name, value in PLACES.items():
             path = path.replace(name, value)

@@ -139,7 +139,7 @@ def test_the_short_name_of_a_refused_flag_is_known(capsys: pytest.CaptureFixture
 @each_case(
     ("argv", "part"),
     [
-        (["--http-port", "http"], "'http' is not an integer"),
+        (["--http-port", "http"], "'http' is neither off nor an integer"),
         (["--http-port", "70000"], "is not a port"),
         (["--router-mode", "best"], "--router-mode: 'best' is unknown; use one of round-robin"),
         (["--request-plane", "carrier-pigeon"], "--request-plane: 'carrier-pigeon' is unknown; use one of tcp, nats"),

@@ -24,7 +24,7 @@ from dynamo.frontend.parts.keys.key_store import KeyStore
 from support.access import bearer, closed_cluster, key, secret_of, write_keys
 from support.asgi_client import AsgiClient
 from support.asgi_client import Exchange as Answer
-from support.frontend_cluster import Cluster, cluster, say
+from support.frontend_cluster import Cluster, cluster, routes_of, say
 
 PAST = "2001-01-01T00:00:00Z"
 RECORDS = (
@@ -43,13 +43,9 @@ CHAT: dict[str, object] = {"model": "m", "messages": [{"role": "user", "content"
 
 def endpoints(frontend: Frontend) -> list[GuardedRoute]:
     """The real table of routes of a frontend behind keys."""
-    door: Any = frontend.asgi
-    assert isinstance(door, KeyDoor)
-    routes = door._app
-    assert isinstance(routes, InferenceFirst)
-    found = [route for route in routes.routes if isinstance(route, GuardedRoute)]
-    assert len(found) == len(routes.routes), "a route that is not an GuardedRoute has no access of its own"
-    return found
+    paths: Any = frontend.asgi
+    assert isinstance(paths._app, KeyDoor)
+    return routes_of(paths)
 
 
 async def ask(client: AsgiClient, route: GuardedRoute, headers: dict[str, str]) -> Answer:
@@ -108,7 +104,12 @@ async def test_a_new_route_is_closed_until_its_access_is_named() -> None:
 
 async def test_paths_that_do_not_exist_and_methods_that_are_wrong_say_so_to_keys_only(tmp_path: Path) -> None:
     async with closed_cluster(tmp_path, *RECORDS) as found:
-        for method, path in (("GET", "/nothing"), ("GET", "/v1/chat/completions"), ("POST", "/health/"), ("PUT", "//")):
+        for method, path in (
+            ("GET", "/nothing"),
+            ("GET", "/v1/chat/completions"),
+            ("POST", "/v1/models/"),
+            ("PUT", "//"),
+        ):
             assert (await found.client.call(method, path)).status == 401
         assert (await found.client.call("GET", "/nothing", headers=bearer("good"))).status == 404
         assert (await found.client.call("GET", "/v1/chat/completions", headers=bearer("good"))).status == 405
@@ -235,7 +236,8 @@ async def test_one_key_in_the_environment_is_enough(tmp_path: Path) -> None:
 async def test_without_keys_nothing_is_asked_for(tmp_path: Path) -> None:
     async with cluster(tmp_path) as found:
         await found.worker()
-        door: Any = found.frontend.asgi
+        paths: Any = found.frontend.asgi
+        door = paths._app
         assert isinstance(door, TokenDoor)  # which lets everything pass
         assert isinstance(door._app, InferenceFirst)
         assert (await found.client.chat(headers={"authorization": "Bearer whatever"})).status == 200

@@ -11,14 +11,12 @@ from typing import Any
 
 from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine
 from dynamo.frontend.http.inference_route import InferenceRoute
-from dynamo.frontend.http.routes import GuardedRoute
-from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.worker.serving import RawServing
 from support.access import bearer, closed_cluster, key
-from support.frontend_cluster import Cluster, say
+from support.frontend_cluster import Cluster, routes_of, say
 from support.pictures import data_url, plain_png
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -61,14 +59,7 @@ async def rows(found: Cluster, **query: str) -> list[dict[str, Any]]:
 
 
 def served_paths(found: Cluster) -> set[str]:
-    app: Any = found.frontend.asgi
-    assert isinstance(app, KeyDoor)
-    routes: Any = app._app
-    return {
-        route.path
-        for route in routes.routes
-        if isinstance(route, GuardedRoute) and isinstance(route.endpoint, InferenceRoute)
-    }
+    return {route.path for route in routes_of(found.frontend.asgi) if isinstance(route.endpoint, InferenceRoute)}
 
 
 async def test_a_walk_over_all_endpoints_leaves_a_row_of_each(tmp_path: Path) -> None:

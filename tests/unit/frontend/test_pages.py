@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.http.routes import GuardedRoute, InferenceFirst
 from dynamo.frontend.http.server import HttpServer
 from support.cases import each_case
-from support.frontend_cluster import cluster, say
+from support.frontend_cluster import cluster, routes_of, say
 from support.http_client import CHAT, Reply, ask
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml"}
@@ -143,9 +142,6 @@ NOT_DESCRIBED = {
 async def test_every_route_of_clients_is_in_the_document_or_named_here(tmp_path: Path) -> None:
     async with cluster(tmp_path, files_dir=tmp_path / "files", autoscale=True) as house:
         document = (await house.client.get("/openapi.json")).json
-        app: Any = house.frontend.asgi
-        while not isinstance(app, InferenceFirst):
-            app = app._app
-        routes = [route for route in app.routes if isinstance(route, GuardedRoute) and not route.is_admin]
+        routes = [route for route in routes_of(house.frontend.asgi) if not route.is_admin]
     paths = {re.sub(r"{[^}]*}", "{}", route.path) for route in routes}
     assert paths - {re.sub(r"{[^}]*}", "{}", path) for path in document["paths"]} == NOT_DESCRIBED

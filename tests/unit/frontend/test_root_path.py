@@ -1,4 +1,4 @@
-"""A prefix of all paths, and paths of inference with slashes too many."""
+"""A prefix of all paths, and paths with slashes too many: they are the same paths, to every check as well."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ async def test_without_a_prefix_nothing_stands_before_the_paths(tmp_path: Path) 
         assert 'spec-url="/openapi.json"' in (await get(house, "/docs")).body.decode()
 
 
+def spellings(path: str) -> list[str]:
+    """A path with slashes too many, some of them encoded."""
+    return [f"/{path}", f"{path}/", f"{path}//", path.replace("/", "///"), f"/%2F/{path}%2F"]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions/", "//v1/chat/completions", "/v1//chat///completions//"])
 async def test_slashes_too_many_change_nothing_of_an_inference_route(tmp_path: Path, path: str) -> None:
     async with cluster(tmp_path, root_path="/x") as house:
@@ -59,7 +64,28 @@ async def test_slashes_too_many_change_nothing_of_an_inference_route(tmp_path: P
         for prefix in ("", "/x"):
             answer = await house.client.call("POST", prefix + path, BODY)
             assert (answer.status, answer.json["choices"][0]["message"]["content"]) == (200, "hello")
-        assert (await get(house, path)).status == 404
+        assert (await get(house, path)).status == 405
+
+
+@pytest.mark.parametrize("prefix", ["", "//x", "/x/"])
+async def test_slashes_too_many_change_nothing_of_pages_and_lists(tmp_path: Path, prefix: str) -> None:
+    async with cluster(tmp_path, root_path="/x") as house:
+        await house.worker(say("hello"), model="org/m")
+        for path in ("/v1/models", "/docs", "/openapi.json", "/health", "/metrics", "/api/tags", "/inspect/"):
+            for spelling in spellings(path):
+                assert (await get(house, prefix + spelling)).status == 200, prefix + spelling
+        for spelling in ("//v1//models//org/m", "/v1/models/org/m//", "//v1/models///org%2Fm"):
+            assert (await get(house, prefix + spelling)).json["id"] == "org/m"
+        assert (await get(house, f"{prefix}//v1//models/org/m//")).json["id"] == "org/m"
+        assert (await get(house, f"{prefix}//")).status == 200
+        assert (await get(house, f"{prefix}//nowhere//")).status == 404
+
+
+async def test_the_name_of_a_model_keeps_its_slashes(tmp_path: Path) -> None:
+    async with cluster(tmp_path, root_path="/x") as house:
+        await house.worker(model="/models//m")
+        for path in ("/v1/models//models//m", "//x//v1//models//models//m/", "/v1/models/%2Fmodels%2F%2Fm"):
+            assert (await get(house, path)).json["id"] == "/models//m", path
 
 
 async def test_a_prefix_and_slashes_open_no_door(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ LEAVE_IT_BEHIND = "import os, socket, sys; socket.socket(socket.AF_UNIX).bind(sy
 
 @asynccontextmanager
 async def served(tmp_path: Path, path: Path, **settings: Any) -> AsyncIterator[tuple[Cluster, HttpServer]]:
-    async with cluster(tmp_path, http_host="127.0.0.1", http_port=0, uds=str(path), **settings) as house:
+    async with cluster(tmp_path, **{"http_host": "127.0.0.1", "http_port": 0, "uds": str(path), **settings}) as house:
         server = HttpServer(house.frontend)
         try:
             await server.start()
@@ -89,6 +89,27 @@ async def test_curl_gets_the_same_from_the_socket_and_from_the_port(tmp_path: Pa
     assert not is_there(path)
 
 
+async def test_without_a_port_there_is_the_socket_alone(tmp_path: Path, path: Path) -> None:
+    async with served(tmp_path, path, http_port=None, http_host="0.0.0.0") as (house, server):
+        await house.worker(say("hello"))
+        assert server.port == 0
+        (listened_at,) = server.service.sockets
+        assert listened_at.family == socket.AF_UNIX
+        assert json.loads(await curl("--unix-socket", str(path), "http://localhost/v1/models"))["data"][0]["id"] == "m"
+        # As on loopback: admin routes are here, and a name that was made to lead here is refused.
+        assert await curl("--unix-socket", str(path), "http://localhost/busy_threshold") != b""
+        assert b"another site" in await curl("--unix-socket", str(path), "http://evil.example/v1/models")
+    assert not is_there(path)
+
+
+def test_without_a_port_there_has_to_be_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_args(["--http-port", "OFF", "--uds", "s"], {}).http_port is None
+    assert parse_args(["--uds", "s"], {"DYN_HTTP_PORT": "off"}).http_port is None
+    with pytest.raises(SystemExit):
+        parse_args(["--http-port", "off"], {})
+    assert "--http-port off leaves no way to the API: add --uds PATH" in capsys.readouterr().err
+
+
 async def test_what_a_dead_process_left_is_replaced(tmp_path: Path, path: Path) -> None:
     leave_one(path)
     assert is_there(path)
@@ -136,7 +157,7 @@ async def test_a_socket_that_another_process_has_replaced_stays(tmp_path: Path, 
     ("more", "reason"),
     [
         (["--tls-cert-path", "c", "--tls-key-path", "k"], "--uds is served without TLS"),
-        (["--workers", "2"], "--uds is for one process"),
+        (["--http-port", "of"], "--http-port: 'of' is neither off nor an integer from 0 to 65535"),
     ],
 )
 def test_what_a_socket_does_not_go_with_is_named(

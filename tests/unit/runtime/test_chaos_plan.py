@@ -241,7 +241,7 @@ def test_dynamo_serve_gives_the_plan_to_the_first_process_of_each_place(tmp_path
         ([], {"DYN_CHAOS": str(plan), "DYN_ALLOW_CHAOS": "1"}),
     ):
         options = read_options([*argv, "--workers", "2"], env)
-        started = programs(options, 3, tmp_path, env)
+        started = programs(options, [3], tmp_path, env)
         assert [program.first_env["DYN_CHAOS_NAME"] for program in started] == ["frontend", "worker-1", "worker-2"]
         assert {program.first_env["DYN_CHAOS"] for program in started} == {str(plan)}
         assert not any("DYN_CHAOS" in program.env for program in started)

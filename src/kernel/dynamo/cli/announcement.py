@@ -18,9 +18,9 @@ class Announcement:
     """Knows from the workers' reports what each of them serves, and from the frontend whether it routes to them."""
 
     def __init__(
-        self, console: Console, processes: LocalProcesses, address: Address, store: Path, inspector_port: int
+        self, console: Console, processes: LocalProcesses, address: Address, store: Path, inspector_port: int | None
     ) -> None:
-        """`inspector_port`: the port of the admin routes, or that of the API where only the log names one."""
+        """`inspector_port`: the port of the admin routes, or that of the API where only the log names one; None: neither."""
         self._console = console
         self._processes = processes
         self._address = address
@@ -60,7 +60,7 @@ class Announcement:
             (
                 process.name,
                 str(process.process.pid) if process.process else "-",
-                self._address.url if process is frontend else endpoint,
+                self._address.shown if process is frontend else endpoint,
             )
             for process in self._processes.all()
         ]
@@ -84,14 +84,15 @@ class Announcement:
         missing, on_answer = self._processes.missing, self._processes.frontend.mark_ready
         models = await wait_listed(self._address, self._console, waits_for=missing, on_answer=on_answer)
         if not self._is_announced:
-            self._show_table("-")  # without a worker, where models are loaded at their first request
+            if not self._endpoints:  # there are no workers yet, where models are loaded at their first request
+                self._show_table("-")
             await self._all_taken()
             self._is_announced = True
             self._console.say("Ready", strong=True)
             self._console.say(ready_text(self._address, models[0], self._surfaces))
             say_inspector(self._console, self._inspector_port)
         else:
-            self._console.say(f"frontend serves again at {self._address.url}")
+            self._console.say(f"frontend serves again at {self._address.shown}")
 
     async def _all_taken(self) -> None:
         """Wait until the frontend sends requests to every requested worker."""

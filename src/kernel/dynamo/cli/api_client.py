@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -30,11 +31,27 @@ class ServerError(Exception):
         self.status = status
 
 
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=CONNECT_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(CONNECT_SECONDS)
+        self.sock.connect(self._path)
+
+
 class ApiClient:
     """One server."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """Raises UsageError for a URL that is not HTTP."""
+        """`url`: `unix:PATH` for a Unix socket. Raises UsageError for a URL that is not HTTP."""
+        self._uds = url.removeprefix("unix:") if url.startswith("unix:") else ""
+        if self._uds:
+            url = "http://localhost"
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise UsageError(f"{url!r} is not an HTTP address; write for example http://127.0.0.1:{DEFAULT_PORT}")
@@ -47,10 +64,12 @@ class ApiClient:
     @property
     def url(self) -> str:
         """Where it is."""
-        return self._parts.geturl()
+        return f"unix:{self._uds}" if self._uds else self._parts.geturl()
 
     def connect(self) -> http.client.HTTPConnection:
         """Return a connection that is made with its first request; the caller closes it."""
+        if self._uds:
+            return _UnixConnection(self._uds)
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_SECONDS)
 
@@ -132,7 +151,7 @@ class ServerFlags:
     """The server to call, and the key for it."""
 
     # fmt: off
-    url: str = setting("", None, placeholder("URL", text), "The server", flag="--url", shown="this machine, at `DYN_HTTP_PORT`")
+    url: str = setting("", None, placeholder("URL", text), "The server; `unix:PATH`: at a Unix socket", flag="--url", shown="this machine, at `DYN_HTTP_PORT`")
     port: int = setting(DEFAULT_PORT, "DYN_HTTP_PORT", port, "Where the server listens, without `--url`")
     api_key: str | None = setting(None, "OPENAI_API_KEY", text, "Sent as `Authorization: Bearer`", flag="--api-key", secret=True)
     # fmt: on

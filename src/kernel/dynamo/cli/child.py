@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("role", choices=("frontend", "worker"))
     parser.add_argument("--kill-after", type=float, required=True, help="seconds from the lifeline's end to SIGKILL")
     parser.add_argument("--report", type=int, required=True, help="descriptor for reports")
-    parser.add_argument("--listener", type=int, help="descriptor of the frontend's bound socket")
+    parser.add_argument("--listener", type=int, action="append", help="descriptor of a bound socket of the frontend")
     parser.add_argument("--engine", default="")
     parser.add_argument("--serve-as", default="", help="the name of the model, whatever the engine calls it")
     options = parser.parse_args(own)
@@ -96,10 +96,10 @@ class Reports:
             return  # the parent is gone, and the lifeline is about to end
 
 
-def _be_frontend(listener: int, argv: list[str]) -> int:
+def _be_frontend(listeners: list[int], argv: list[str]) -> int:
     from dynamo.frontend.__main__ import main as frontend_main
 
-    return frontend_main(argv, listener=socket.socket(fileno=listener))
+    return frontend_main(argv, listeners=[socket.socket(fileno=each) for each in listeners])
 
 
 def _be_worker(options: argparse.Namespace, argv: list[str], report: Reports, lifeline: Lifeline) -> int:

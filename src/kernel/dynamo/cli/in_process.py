@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ from dynamo.cli.console import Console
 from dynamo.cli.engines import load_engine
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local import stopping_signals
+from dynamo.cli.local_processes import http_arguments
 from dynamo.cli.readiness import Address, ready_text, say_inspector, wait_listed
 from dynamo.cli.usage import UsageError
 from dynamo.errors import DynamoException, InvalidArgument, text_of
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 EXIT_FAILED: Final = 1
 
 
-def serve_in_process(options: ServeOptions, console: Console, listener: socket.socket, address: Address) -> int:
+def serve_in_process(
+    options: ServeOptions, console: Console, listeners: Sequence[socket.socket], address: Address
+) -> int:
     """Serve until a signal; the exit status. A worker that fails ends everything: it shares this process."""
     engine_cls = load_engine(options.engine)
     configure_dynamo_logging()
@@ -50,7 +54,7 @@ def serve_in_process(options: ServeOptions, console: Console, listener: socket.s
     failure: BaseException | None = None
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         try:
-            runner.run(_OneProcess(options, console, listener, address).run(engine_cls))
+            runner.run(_OneProcess(options, console, listeners, address).run(engine_cls))
         except* DynamoException as failures:
             failure = _first(failures)
     if failure is not None:
@@ -64,10 +68,12 @@ def serve_in_process(options: ServeOptions, console: Console, listener: socket.s
 
 
 class _OneProcess:
-    def __init__(self, options: ServeOptions, console: Console, listener: socket.socket, address: Address) -> None:
+    def __init__(
+        self, options: ServeOptions, console: Console, listeners: Sequence[socket.socket], address: Address
+    ) -> None:
         self._options = options
         self._console = console
-        self._listener = listener
+        self._listeners = listeners
         self._address = address
         self._stop = asyncio.Event()
         self._workers: list[Worker] = []
@@ -76,16 +82,7 @@ class _OneProcess:
 
     async def run(self, engine_cls: type[BaseEngine]) -> None:
         made = [await self._make(engine_cls) for _ in range(self._options.flags.workers.most)]
-        admin = self._options.flags.admin_port
-        settings = parse_args(
-            [
-                *("--http-host", self._options.flags.http_host, "--http-port", str(self._options.flags.http_port)),
-                *(() if admin is None else ("--admin-port", str(admin))),
-                *(() if self._options.flags.keys is None else ("--keys", self._options.flags.keys)),
-                *(() if self._options.flags.uds is None else ("--uds", self._options.flags.uds)),
-            ],
-            self._frontend_env(made[0][1]),
-        )
+        settings = parse_args(http_arguments(self._options.flags), self._frontend_env(made[0][1]))
         log_exposure(settings)
         runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "mem", settings=settings.runtime)
         self._show_table([config for _, config in made])
@@ -100,7 +97,7 @@ class _OneProcess:
                     hangups(restart=self._cannot_restart, terminal_gone=lambda: self._asked(signal.SIGHUP, deadline)),
                     Frontend(settings, runtime) as frontend,
                 ):
-                    await self._serve(HttpServer(frontend, listener=self._listener), made)
+                    await self._serve(HttpServer(frontend, listeners=self._listeners), made)
             finally:
                 await runtime.aclose()
 
@@ -152,7 +149,7 @@ class _OneProcess:
 
     def _show_table(self, configs: list[WorkerConfig]) -> None:
         pid = str(os.getpid())
-        rows = [("frontend", pid, self._address.url)]
+        rows = [("frontend", pid, self._address.shown)]
         rows += [(f"worker-{number}", pid, endpoint_path(config)) for number, config in enumerate(configs, 1)]
         self._console.table(("part", "pid", "address"), rows)
 

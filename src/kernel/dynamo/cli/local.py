@@ -8,7 +8,7 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -166,18 +166,22 @@ class LocalCluster:
     """A frontend and workers on this machine; `await LocalCluster(...).run()` serves until a signal."""
 
     def __init__(
-        self, options: ServeOptions, console: Console, listener: socket.socket, address: Address, store: Path
+        self,
+        options: ServeOptions,
+        console: Console,
+        listeners: Sequence[socket.socket],
+        address: Address,
+        store: Path,
     ) -> None:
-        """`listener` is closed at the beginning of the end, so that no client connects to a socket without a frontend."""
+        """`listeners` are closed at the beginning of the end, so that no client connects to a socket without a frontend."""
         self._options = options
         self._console = console
-        self._listener = listener
+        self._listeners = listeners
         self._stop = asyncio.Event()
         self._sources: asyncio.Future[Path] | None = None  # where the engine's files are, once a worker imported them
         self._group = asyncio.TaskGroup()
-        self._processes = LocalProcesses(
-            options, console, store, listener.fileno(), self._group, on_report=self._on_report
-        )
+        descriptors = [each.fileno() for each in listeners]
+        self._processes = LocalProcesses(options, console, store, descriptors, self._group, on_report=self._on_report)
         self._announcement = Announcement(
             console, self._processes, address, store, options.flags.admin_port or address.port
         )
@@ -229,7 +233,8 @@ class LocalCluster:
                 await self._stop.wait()
                 for task in beside:
                     task.cancel()
-                self._listener.close()
+                for listener in self._listeners:
+                    listener.close()
                 await self._processes.stop()
         return self._ending.report(self._processes.all())
 

@@ -18,6 +18,7 @@ from dynamo.supervise.process import Program, SupervisedProcess
 
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
+    from dynamo.cli.serve_flags import ServeFlags
 
 
 # The programs of `dynamo serve`: command line, environment and time to end of the frontend and of each worker.
@@ -28,17 +29,32 @@ GRACE_SECONDS: Final = 0.3
 """How long a worker still takes requests once it has left the store: the frontend reads it every 0.1 s."""
 
 
-def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> list[Program]:
+def http_arguments(flags: ServeFlags) -> tuple[str, ...]:
+    """Return the flags of a frontend that state where it is served."""
+    found = {
+        "--http-host": flags.http_host,
+        "--http-port": "off" if flags.http_port is None else str(flags.http_port),
+        "--uds": flags.uds,
+        "--root-path": flags.root_path or None,
+        "--admin-port": None if flags.admin_port is None else str(flags.admin_port),
+        "--keys": flags.keys,
+    }
+    return tuple(part for flag, value in found.items() if value is not None for part in (flag, value))
+
+
+def programs(options: ServeOptions, listeners: Sequence[int], store: Path, environ: Mapping[str, str]) -> list[Program]:
     """Return the programs to start: the frontend, then the workers."""
     workers = (
         worker_program(options, store, environ, f"worker-{slot + 1}", slot)
         for slot in range(0 if options.many else options.flags.workers.at_first)
     )
-    found = [_frontend_program(options, listener, store, environ), *workers]
+    found = [_frontend_program(options, listeners, store, environ), *workers]
     return [replace(program, first_env=_chaos(options, program.name)) for program in found]
 
 
-def _frontend_program(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> Program:
+def _frontend_program(
+    options: ServeOptions, listeners: Sequence[int], store: Path, environ: Mapping[str, str]
+) -> Program:
     env = _environment(store, environ)
     if options.flags.store is None:  # a private store holds what these workers register, whatever its namespace
         for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
@@ -50,15 +66,13 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
     limits = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": 5.0, "DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 0.0}
     stop_seconds = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
     arguments = _child(
-        *("frontend", stop_seconds, "--listener", str(listener), "--"),
-        *("--http-host", options.flags.http_host, "--http-port", str(options.flags.http_port)),
-        *(() if options.flags.admin_port is None else ("--admin-port", str(options.flags.admin_port))),
-        *(() if options.flags.keys is None else ("--keys", options.flags.keys)),
+        *("frontend", stop_seconds),
+        *(*[f"--listener={each}" for each in listeners], "--", *http_arguments(options.flags)),
         *_scaling_arguments(options),
         *options.frontend_args,
         *(() if options.flags.frontend_workers is None else ("--workers", str(options.flags.frontend_workers))),
     )
-    return Program("frontend", arguments, env, stop_seconds, (listener, *options.inherited))
+    return Program("frontend", arguments, env, stop_seconds, (*listeners, *options.inherited))
 
 
 def starting_model(engine_args: Sequence[str]) -> str | None:
@@ -190,18 +204,18 @@ class LocalProcesses:
         options: ServeOptions,
         console: Console,
         store: Path,
-        listener: int,
+        listeners: Sequence[int],
         group: asyncio.TaskGroup,
         *,
         on_report: OnReport,
     ) -> None:
-        """`listener` is the descriptor of the frontend's socket. `group` runs what a restart spawns."""
+        """`listeners` are the descriptors of the frontend's sockets. `group` runs what a restart spawns."""
         self._console = console
         self._programs = _WorkerPrograms(options, store)
         self._group = group
         self._on_report = on_report
         self.frontend_started = asyncio.Event()
-        frontend, *workers = programs(options, listener, store, os.environ)
+        frontend, *workers = programs(options, listeners, store, os.environ)
         self.frontend = self._supervised(frontend)
         self.workers = [self._supervised(worker) for worker in workers]
         # Of all workers that run, those on their way out included.

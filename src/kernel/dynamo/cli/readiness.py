@@ -17,7 +17,8 @@ from urllib.parse import quote
 
 from dynamo.cli.console import Console
 from dynamo.cli.usage import PlainRefusal, UsageError
-from dynamo.runtime.base.addresses import bound_socket
+from dynamo.errors import CannotConnect
+from dynamo.runtime.base.addresses import UnixListener, bound_socket
 from dynamo.supervise.newcomer import POLL_SECONDS, WorkerRefused
 from dynamo.supervise.scaling import LoadReading
 
@@ -32,13 +33,15 @@ class Address:
     """The frontend as a client on this machine reaches it."""
 
     host: str
-    port: int
+    port: int | None  # None: there is only the Unix socket
     is_tls: bool = False
     models_path: str = "/v1/models"
     key: str | None = field(default=None, repr=False)  # the API key, where the frontend needs one
+    uds: str = ""  # the path of its Unix socket; "": it has none
+    root_path: str = ""
 
     @classmethod
-    def of(cls, host: str, port: int, env: Mapping[str, str], key: str | None = None) -> Self:
+    def of(cls, host: str, port: int | None, env: Mapping[str, str], key: str | None = None) -> Self:
         """Return the address of a frontend that listens on `host`. Raises UsageError for one that this command cannot reach."""
         if env.get("DYN_TLS_CLIENT_CA_CERT_PATH"):
             raise UsageError(
@@ -50,15 +53,32 @@ class Address:
 
     @property
     def url(self) -> str:
+        if self.port is None:
+            return f"http://localhost{self.root_path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
+        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.root_path}"
+
+    @property
+    def shown(self) -> str:
+        """Return where it is, for people."""
+        return f"unix:{self.uds}" if self.port is None else self.url
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return the frontend's socket, bound and not listening yet.
+def bind(host: str, port: int | None, uds: str | None = None) -> list[socket.socket]:
+    """Return the frontend's sockets, bound and not listening yet: that of the port, and the Unix socket.
 
-    This process keeps it, so that the port is ours while the frontend is started again. Raises UsageError.
+    This process keeps them, so that they are ours while the frontend is started again. Raises UsageError.
     """
+    found = [] if port is None else [_bound(host, port)]
+    try:
+        return found if uds is None else [*found, UnixListener(uds)]
+    except CannotConnect as error:
+        for listener in found:
+            listener.close()
+        raise UsageError(str(error)) from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
     try:
         return bound_socket(host, port)
     except OSError as error:
@@ -117,10 +137,14 @@ async def _get(address: Address, path: str) -> bytes:
         tls = ssl.create_default_context()
         tls.check_hostname = False  # our own child on a socket of ours: no other process could answer
         tls.verify_mode = ssl.CERT_NONE
-    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=MAX_ANSWER_BYTES)
+    if address.port is None:
+        reader, writer = await asyncio.open_unix_connection(address.uds, limit=MAX_ANSWER_BYTES)
+    else:
+        reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=MAX_ANSWER_BYTES)
     try:
         authorization = "" if address.key is None else f"Authorization: Bearer {address.key}\r\n"
-        head = f"GET {path} HTTP/1.1\r\nHost: {address.host}\r\n{authorization}Connection: close\r\n\r\n"
+        host = "localhost" if address.port is None else address.host
+        head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{authorization}Connection: close\r\n\r\n"
         writer.write(head.encode())
         answer_head = await reader.readuntil(b"\r\n\r\n")
         status = answer_head.split(b" ", 2)[1]
@@ -155,7 +179,7 @@ async def wait_listed(
         await asyncio.sleep(POLL_SECONDS)
 
 
-def say_inspector(console: Console, port: int) -> None:
+def say_inspector(console: Console, port: int | None) -> None:
     """Print the address of the inspector at a port once, with its token; nothing where it has none.
 
     The token stands behind `#`, so that no browser sends it in an address and no log gets it.
@@ -164,7 +188,7 @@ def say_inspector(console: Console, port: int) -> None:
         find_access,  # here: code that only waits for a frontend does not need it
     )
 
-    access = find_access(port)
+    access = None if port is None else find_access(port)
     if access is not None:
         console.say(f"inspector: {access.url}/inspect/#k={access.token}")
 
@@ -180,8 +204,8 @@ def ready_text(address: Address, model: str, surfaces: str) -> str:
         body = {"model": model, "prompt": "Hello"}
     else:
         path, body = address.models_path, {}
-    insecure = "-k " if address.is_tls else ""
-    request = f"curl {insecure}{address.url}{path}"
+    options = "-k " if address.is_tls else f"--unix-socket {shlex.quote(address.uds)} " if address.port is None else ""
+    request = f"curl {options}{address.url}{path}"
     if address.key is not None:
         request += " -H 'Authorization: Bearer KEY'"  # one of the user's: this command's is for itself
     if body:

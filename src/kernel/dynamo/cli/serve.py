@@ -9,8 +9,8 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -159,16 +159,19 @@ def main(argv: list[str]) -> int:
     reason = options.engine_reason and f"engine {options.engine}: {options.engine_reason} (--engine takes another)"
     console = Console(jsonl=_logs_jsonl(os.environ), above_table=reason)
     flags = options.flags
-    with closing(bind(flags.http_host, flags.http_port)) as listener:
-        address = Address.of(flags.http_host, listener.getsockname()[1], os.environ, options.own_key)
+    with ExitStack() as bound:
+        listeners = [bound.enter_context(closing(each)) for each in bind(flags.http_host, flags.http_port, flags.uds)]
+        port = None if flags.http_port is None else listeners[0].getsockname()[1]
+        address = Address.of(flags.http_host, port, os.environ, options.own_key)
+        address = replace(address, uds=flags.uds or "", root_path=flags.root_path)
         if flags.in_process:
             from dynamo.cli.in_process import serve_in_process
 
-            return serve_in_process(options, console, listener, address)
+            return serve_in_process(options, console, listeners, address)
         from dynamo.cli.local import LocalCluster
 
-        with _store(flags.store) as store:
-            return asyncio.run(LocalCluster(options, console, listener, address, store).run())
+        store = bound.enter_context(_store(flags.store))
+        return asyncio.run(LocalCluster(options, console, listeners, address, store).run())
 
 
 def _logs_jsonl(env: Mapping[str, str]) -> bool:
@@ -199,6 +202,9 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
     if flags.engine is not None:
         class_path(flags.engine)
     _check_planes(engine_args)
+    for flag in ("--http-host", "--http-port", "--uds", "--root-path"):
+        if flag in file.frontend_args:
+            raise UsageError(f"--config: [frontend-args] {flag[2:]}: write it as an option, above the tables")
     if is_many := len(given.model) > 1 or bool(file.many or flags.pin or flags.memory or flags.idle):
         engine, reason, model_args = "", "", list[str]()
     else:
@@ -220,13 +226,14 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         )
     router = ("--router-mode", flags.router_mode) if flags.router_mode else ()
     files = ("--files-dir", flags.files_dir) if flags.files_dir else ()
-    uds = ("--uds", flags.uds) if flags.uds else ()
+    if flags.http_port is None and flags.uds is None:
+        raise UsageError("--http-port off leaves no way to the API: add --uds PATH")
     options = ServeOptions(
         flags,
         engine,
         (*model_args, *engine_args),
         reason,
-        frontend_args=(*file.frontend_args, *router, *files, *uds),
+        frontend_args=(*file.frontend_args, *router, *files),
         chaos=_chaos(flags, engine_args),
         own_key=_own_key(flags.keys, env),
     )

@@ -16,8 +16,10 @@ from dynamo.settings.readers import (
     integer,
     one_of,
     path,
+    path_prefix,
     placeholder,
     port,
+    port_or_off,
     switch,
     text,
 )
@@ -143,10 +145,13 @@ class ServeFlags:
     http_host: str = setting(DEFAULT_HOST, "DYN_HTTP_HOST", text,
         "Address the frontend listens on; `0.0.0.0` opens it to the network", flag=("--host", "--http-host"),
         dest="http_host")
-    http_port: int = setting(8000, "DYN_HTTP_PORT", port, "Its port; 0: any free port",
-        flag=("--port", "--http-port"), dest="http_port")
+    http_port: int | None = setting(8000, "DYN_HTTP_PORT", port_or_off,
+        "Its port; 0: any free port; `off`: none, with `--uds`", flag=("--port", "--http-port"), dest="http_port")
     uds: str | None = setting(None, "DYN_HTTP_UDS", placeholder("PATH", text),
-        "Serve at this Unix socket, too", flag="--uds", is_read_later=True)
+        "Serve at this [Unix socket](deployment.md#a-unix-socket), too", flag="--uds")
+    root_path: str = setting("", "DYN_HTTP_ROOT_PATH", path_prefix,
+        "A prefix of all paths that [a proxy in front](deployment.md#a-proxy-that-leaves-a-prefix-before-the-paths) does "
+        "not remove", flag="--root-path")
     admin_port: int | None = setting(None, "DYN_ADMIN_PORT", port,
         "Serve the frontend's [admin routes](security.md#admin-routes) at 127.0.0.1 on this port, and nowhere else; 0: any "
         "free port, which the log names", flag="--admin-port", shown="on the HTTP port, while that is bound to loopback")

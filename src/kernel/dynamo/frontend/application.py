@@ -47,8 +47,8 @@ from dynamo.frontend.http.routes import (
     NotBuiltRoute,
     PathDialects,
     Site,
+    TidyPaths,
     UnmatchedPath,
-    below,
     switched_off,
     with_cors,
 )
@@ -112,14 +112,14 @@ class FrontendRoutes:
         dialects = PathDialects({path: route.dialect for path, route in inference.items()})
         routes = InferenceFirst(inference, self._routes(inference), rule_of_clients(self._settings), dialects)
         site = self._behind(routes, Site(routes.routes, dialects))
-        return below(with_cors(site, self._settings.cors_origins), self._settings.root_path)
+        return TidyPaths(with_cors(site, self._settings.cors_origins), routes.routes, self._settings.root_path)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
         dialects = PathDialects({})
         routes = Router(routes=self._operators(), redirect_slashes=False, default=UnmatchedPath(dialects))
         here = SameSiteOnly(routes, rule_of_admins(self._settings))
-        return self._behind(here, Site(routes.routes, dialects, is_for_operators=True))
+        return TidyPaths(self._behind(here, Site(routes.routes, dialects, is_for_operators=True)), routes.routes)
 
     def _behind(self, app: ASGIApp, site: Site) -> ASGIApp:
         """Return `app` behind what the parts put in front of it: that of the last part is the outermost."""

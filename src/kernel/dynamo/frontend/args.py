@@ -108,6 +108,8 @@ def _check_routes(settings: FrontendSettings) -> None:
     for route, path in settings.paths.items():
         if not path.startswith("/"):
             raise ValueError(f"{ROUTES[route].variable}: a path begins with /, got {path!r}")
+        if "//" in path:
+            raise ValueError(f"{ROUTES[route].variable}: a path has no doubled slash, got {path!r}")
         if path in taken:
             raise ValueError(f"{ROUTES[route].variable}: {path} is the path of {taken[path]} already")
         taken[path] = route
@@ -160,12 +162,10 @@ def _check_tls(settings: FrontendSettings) -> None:
 
 
 def _check_uds(settings: FrontendSettings) -> None:
-    if settings.uds is None:
-        return
-    if settings.tls_cert_path is not None:
+    if settings.uds is None and settings.http_port is None:
+        raise ValueError("--http-port off leaves no way to the API: add --uds PATH")
+    if settings.uds is not None and settings.tls_cert_path is not None:
         raise ValueError("--uds is served without TLS: leave it or --tls-cert-path out")
-    if settings.workers > 1:
-        raise ValueError(f"--uds is for one process: leave it or --workers {settings.workers} out")
 
 
 def _check_chaos(settings: FrontendSettings) -> None:

@@ -236,14 +236,33 @@ def off_at_zero(reader: SettingReader[float]) -> SettingReader[float | None]:
     )
 
 
-def _read_port(given: str) -> int:
+def _read_port(given: str, kind: str = "not") -> int:
     try:
         value = int(given)
     except ValueError:
-        raise ValueError(f"{given!r} is not an integer from 0 to 65535") from None
+        raise ValueError(f"{given!r} is {kind} an integer from 0 to 65535") from None
     if not 0 <= value <= 65535:
         raise ValueError(f"{given} is not a port: use 0..65535")
     return value
 
 
 port: Final[SettingReader[int]] = SettingReader(_read_port, metavar="PORT")
+port_or_off: Final[SettingReader[int | None]] = SettingReader(
+    lambda given: None if given.lower() == "off" else _read_port(given, "neither off nor"),
+    show=lambda value: "off" if value is None else str(value),
+    metavar="PORT|off",
+)
+"""None: no port."""
+
+# -- paths of URLs ---------------------------------------------------------------------------------------------------------
+
+_PATH_PREFIX: Final = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
+
+
+def _read_path_prefix(given: str) -> str:
+    if _PATH_PREFIX.fullmatch(given) is None:
+        raise ValueError(f"{given!r} is not the prefix of a path; write for example /llm")
+    return given.rstrip("/")
+
+
+path_prefix: Final[SettingReader[str]] = SettingReader(_read_path_prefix, metavar="/PREFIX")

@@ -54,8 +54,6 @@ def first_headers(scope: Scope) -> Headers:
 def check_content_type(headers: Headers) -> None:
     """Raise the 415 unless the Content-Type is JSON."""
     value = headers.get(b"content-type", b"")
-    if value == JSON:
-        return
     kind = value.split(b";", 1)[0].strip().lower()
     if kind != JSON and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
         raise RequestRejected(415, "Expected request with Content-Type application/json")

@@ -17,7 +17,7 @@ from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.pipeline.settings import ApiLimits
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.base.addresses import LOCAL_STORES, is_loopback
+from dynamo.runtime.base.addresses import LOCAL_STORES, LOOPBACK, is_loopback
 from dynamo.runtime.base.http_limits import Rejection
 from dynamo.runtime.http.cross_site import SameSite
 
@@ -47,7 +47,7 @@ class AdminLimits(ApiLimits):
 
 def serves_admin_with_api(settings: HttpSettings) -> bool:
     """Return whether the admin routes are served on the port of the API."""
-    return settings.admin_port is None and is_loopback(settings.http_host)
+    return settings.admin_port is None and is_loopback(_listens_at(settings))
 
 
 class AdminElsewhere:
@@ -85,19 +85,26 @@ async def reject_cross_site(scope: Scope, send: Send, reason: str, dialect: Dial
     await reject_route(scope, send, RequestRejected(403, text), dialect)
 
 
+def _listens_at(settings: HttpSettings) -> str:
+    return LOOPBACK if settings.http_port is None else settings.http_host
+
+
 def rule_of_admins(settings: HttpSettings) -> SameSite:
     """Return whose pages may call the admin routes: those of their own listener."""
-    listens_at = settings.http_host if settings.admin_port is None else settings.admin_host
-    return SameSite(listens_at, settings.runtime.system.allowed_hosts)
+    if settings.admin_port is not None:
+        return SameSite(settings.admin_host, settings.runtime.system.allowed_hosts)
+    return SameSite(_listens_at(settings), settings.runtime.system.allowed_hosts)
 
 
 def rule_of_clients(settings: HttpSettings) -> SameSite:
     """Return whose pages may call the API."""
-    return SameSite(settings.http_host, settings.runtime.system.allowed_hosts, settings.cors_origins)
+    return SameSite(_listens_at(settings), settings.runtime.system.allowed_hosts, settings.cors_origins)
 
 
 def log_exposure(settings: HttpSettings) -> None:
     """Log, once at start, how far the listeners of a frontend are open."""
+    if settings.http_port is None:
+        return  # a Unix socket is for one user of this machine
     if is_loopback(settings.http_host):
         logger.info(
             "the API is served at %s only; --http-host 0.0.0.0 (DYN_HTTP_HOST) opens it to the network",

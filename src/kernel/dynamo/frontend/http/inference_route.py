@@ -130,7 +130,8 @@ class InferenceRoute:
             if self._form is not None and self._form.takes(headers):
                 body = await self._form.read(headers, receive, budget)
             else:
-                check_content_type(headers)
+                if headers.get(b"content-type") != JSON:
+                    check_content_type(headers)
                 body = await read_body(headers, receive, self._body_limit_bytes, budget)
         except ClientGone:
             return

@@ -38,13 +38,16 @@ def published_access(
 ) -> Iterator[None]:
     """Keep the file of the token for as long as the block runs; does nothing where no token is used.
 
-    `keys`: None where there are none. With an admin key among them the token is refused, so that a file of it would send tools
+    `api_port`: 0: the API has no port. `keys`: None where there are none. With an admin key among them the token is refused, so that a file of it would send tools
     to a closed door; the file goes when such a key comes later.
 
     Without the file `dynamo top` has to be given the token, and everything else works: a folder that cannot be written is a
     warning.
     """
     if not uses_token(settings) or (keys is not None and keys.protects_admin):
+        yield
+        return
+    if not api_port and admin_port is None:  # tools find it by its port
         yield
         return
     host = settings.http_host if admin_port is None else settings.admin_host

@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
-from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -223,6 +222,8 @@ class ModelsRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = _model_id(scope, self._base)
+        if name.startswith("/") and not any(map(self._models.names.is_expected, (name, name.removesuffix("/ready")))):
+            name = name.lstrip("/")  # it is not the path of a model: there are slashes too many
         anthropic = VERSION_HEADER in first_headers(scope)
         dialect: Dialect = MESSAGES if anthropic else OPENAI
         identity = identity_of(scope)
@@ -309,7 +310,6 @@ class ModelsRoute:
 
 
 def _model_id(scope: Scope, base: str) -> str:
-    """Return the part of the path behind the base, percent-decoded once. A name that is a path keeps its first slash."""
-    raw: bytes = scope.get("raw_path") or scope["path"].encode()
-    path = unquote_to_bytes(raw).decode("utf-8", "replace")
+    """Return the part of the path behind the base. A name that is a path keeps its first slash."""
+    path: str = scope["path"]
     return path[len(base) :].removeprefix("/").rstrip("/")

@@ -68,7 +68,7 @@ class InferenceFirst(Router):
         is_known = (headers.get(b"host"), headers.get(b"origin")) in self._permitted
         if not is_known and (reason := self._rule.reason(headers.items())) is not None:
             return reject_cross_site(scope, send, reason, self._dialects.of(scope["path"]))
-        if scope["method"] == "POST" and (route := self._inference.get(scope["path"]) or self._untidy(scope)):
+        if scope["method"] == "POST" and (route := self._inference.get(scope["path"])) is not None:
             if IDENTITY in scope:
                 try:
                     check_access(scope, route.access)
@@ -77,29 +77,45 @@ class InferenceFirst(Router):
             return route(scope, receive, send)
         return super().__call__(scope, receive, send)
 
-    def _untidy(self, scope: Scope) -> InferenceRoute | None:
-        """Return the inference route of a path with slashes at its end or doubled, which `scope` has without them then."""
-        tidy = _SLASHES.sub("/", scope["path"]).rstrip("/")
-        if (route := self._inference.get(tidy)) is not None:
-            scope["path"] = tidy
-        return route
 
+class TidyPaths:
+    """An application that is reached with doubled slashes, with slashes at the end, and below a prefix, too.
 
-def below(app: ASGIApp, root_path: str) -> ASGIApp:
-    """Return the app as it is reached below a prefix, too; unchanged where there is none."""
-    if not root_path:
-        return app
-    length, raw = len(root_path), root_path.encode()
+    It stands in front of every check, so that all of them see the path that is served.
+    """
 
-    def served(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], root_path: str = "") -> None:
+        self._app, self._root_path = app, root_path
+        paths = [route.path for route in routes if isinstance(route, Route)]
+        self._exact = frozenset(path for path in paths if "{" not in path)
+        # What clients fill in there may be a path itself, such as the name of a model.
+        self._bases = tuple(sorted({path.partition("{")[0] for path in paths if ":path}" in path}, reverse=True))
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         path: str = scope.get("path", "")
-        if path == root_path or path.startswith(root_path + "/"):
-            scope["path"] = path[length:] or "/"
-            sent: bytes = scope.get("raw_path") or b""
-            scope["raw_path"] = sent[length:] if sent.startswith(raw) else scope["path"].encode()
-        return app(scope, receive, send)
+        if path not in self._exact and (self._root_path or "//" in path or path.endswith("/")):
+            scope["path"] = self._tidy(path)
+        return self._app(scope, receive, send)
 
-    return served
+    def _tidy(self, path: str) -> str:
+        whole, root = _SLASHES.sub("/", path), self._root_path
+        skipped = 0
+        if root and f"{whole}/".startswith(f"{root}/"):
+            whole, skipped = whole[len(root) :] or "/", root.count("/")
+        if whole in self._exact:  # /inspect/ among them
+            return whole
+        for base in self._bases:
+            if whole.startswith(base):
+                filled_in = _behind(path, skipped + base.count("/") - 1)
+                return (base + filled_in).rstrip("/")
+        return whole.rstrip("/") or "/"
+
+
+def _behind(path: str, segments: int) -> str:
+    """Return what stands behind the first segments of a path, and one slash."""
+    found = re.match(f"(?:/+[^/]+){{{segments}}}/", path)
+    assert found is not None
+    return path[found.end() :]
 
 
 class GuardedRoute(Route):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import signal
 import socket
-import stat
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -27,7 +25,7 @@ from dynamo.frontend.http.settings import HttpSettings
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.base.addresses import bound_socket, http_url
+from dynamo.runtime.base.addresses import UnixListener, bound_socket, http_url
 from dynamo.runtime.base.http_limits import Rejection
 from dynamo.runtime.base.limits import within_descriptors
 from dynamo.runtime.base.tls import ServerTls, TlsFile
@@ -133,43 +131,41 @@ def bind_admin(settings: HttpSettings) -> socket.socket | None:
     return listener
 
 
-class UnixSocket:
-    """A Unix socket at a path that only this user may use; `close` takes it away. It is bound, and does not listen yet."""
+def bind_listeners(settings: HttpSettings) -> list[socket.socket]:
+    """Return the sockets of the API, bound and not listening yet: that of the port, and the Unix socket.
 
-    def __init__(self, path: str) -> None:
-        """What a process that is gone left at the path is replaced. Raises `CannotConnect` for anything else there."""
-        self.path, self.listener = path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._make_room()
-            self.listener.bind(path)
-            os.chmod(path, 0o600)  # nothing can connect to it before it listens
-            self._inode = os.lstat(path).st_ino
-        except (OSError, CannotConnect) as error:
-            self.listener.close()
-            reason = error if isinstance(error, CannotConnect) else error.strerror or error
-            raise CannotConnect(f"--uds {path}: {reason}") from None
+    Raises `PortInUse`, OSError when the host is not an address of this machine, and `CannotConnect` for a Unix socket that
+    cannot be made.
+    """
+    found: list[socket.socket] = []
+    if settings.http_port is not None:
+        found.append(bind(settings.http_host, settings.http_port))
+    try:
+        if settings.uds is not None:
+            found.append(UnixListener(settings.uds))
+    except CannotConnect:
+        close_listeners(found)
+        raise
+    return found
 
-    def _make_room(self) -> None:
-        with suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
-                raise CannotConnect("there is a file that is not a socket")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.setblocking(False)
-                try:
-                    probe.connect(self.path)
-                except ConnectionRefusedError:
-                    os.unlink(self.path)
-                    return
-                except BlockingIOError:
-                    pass  # as many wait as it takes
-            raise CannotConnect("another process listens there")
 
-    def close(self) -> None:
-        """Close it, and remove its file unless another process has replaced it. Idempotent."""
-        self.listener.close()
-        with suppress(FileNotFoundError):
-            if os.lstat(self.path).st_ino == self._inode:
-                os.unlink(self.path)
+def close_listeners(listeners: Iterable[socket.socket]) -> None:
+    """Close all of them. Idempotent."""
+    for listener in listeners:
+        listener.close()
+
+
+def port_of(listeners: Iterable[socket.socket]) -> int:
+    """Return the port of the API; 0: it has none."""
+    return next((each.getsockname()[1] for each in listeners if each.family != socket.AF_UNIX), 0)
+
+
+def log_serving(settings: HttpSettings, port: int) -> None:
+    """Log where the API is served from now on. `port`: 0: at no port."""
+    if port:
+        logger.info("serving HTTP on %s:%d", settings.http_host, port)
+    if settings.uds is not None:
+        logger.info("serving the Unix socket %s", settings.uds)
 
 
 class Connections(Protocol):
@@ -219,25 +215,24 @@ class HttpServer:
         self,
         frontend: ServedFrontend,
         *,
-        listener: socket.socket | None = None,
+        listeners: Sequence[socket.socket] = (),
         admin: socket.socket | None = None,
         deliveries: Connections | None = None,
     ) -> None:
-        """`listener`: a bound socket; None binds the address of the settings, unless there are `deliveries`.
+        """`listeners`: bound sockets; without any, those of the settings are bound, unless there are `deliveries`.
 
-        `admin`: the same for the admin routes, where they have a port of their own. Raises `PortInUse`, and
+        `admin`: the same for the admin routes, where they have a port of their own. Raises as `bind_listeners`, and
         `CannotConnect` for an admin address that is not ours.
         """
         settings: HttpSettings = frontend.settings
         self._frontend = frontend
         self._deliveries = deliveries
-        if listener is None and deliveries is None:
-            listener = bind(settings.http_host, settings.http_port)
+        if not listeners and deliveries is None:
+            listeners = bind_listeners(settings)
         if admin is None and deliveries is None:
             admin = bind_admin(settings)
-        self._unix: UnixSocket | None = None
-        self._listener = listener
-        self.port: int = 0 if listener is None else listener.getsockname()[1]
+        self._listeners = listeners
+        self.port = port_of(listeners)
         limits, spare = settings.limits, SPARE_DESCRIPTORS + SPARE_CONNECTIONS
         self.service = HttpService(
             frontend.asgi,
@@ -261,22 +256,17 @@ class HttpServer:
         return None if self._admin_listener is None else self._admin_listener.getsockname()[1]
 
     async def start(self) -> None:
-        """Listen; returns when connections are accepted. Raises InvalidArgument for a certificate that cannot be used,
-        and `CannotConnect` for a Unix socket that cannot be made."""
+        """Listen; returns when connections are accepted. Raises InvalidArgument for a certificate that cannot be used."""
         self._gate = self._make_gate()
         if self._admin_listener is not None:
             await self.admin_service.listen(self._admin_listener, ADMIN_CONNECTIONS)
-        if (path := self._frontend.settings.uds) is not None:
-            self._unix = UnixSocket(path)
-            await self.service.listen(self._unix.listener, LISTEN_BACKLOG)
-            logger.info("serving the Unix socket %s", self._unix.path)
         if self._deliveries is not None:
             self._deliveries.open(self._connect if self._gate is None else self._gate.admit)
-        elif self._listener is not None:
+        for listener in self._listeners:
             if self._gate is not None:
-                self._gate.listen(self._listener, LISTEN_BACKLOG)
+                self._gate.listen(listener, LISTEN_BACKLOG)
             else:
-                await self.service.listen(self._listener, LISTEN_BACKLOG)
+                await self.service.listen(listener, LISTEN_BACKLOG)
 
     @contextmanager
     def published_inspector(self) -> Iterator[None]:
@@ -340,10 +330,7 @@ class HttpServer:
         if self._admin_listener is not None:
             self._admin_listener.close()
         await self.service.close(CLOSE_SECONDS)
-        if self._listener is not None:
-            self._listener.close()
-        if self._unix is not None:
-            self._unix.close()
+        close_listeners(self._listeners)
 
 
 async def serve_until(server: HttpServer, asked: asyncio.Event, serving: Callable[[], Awaitable[None]]) -> None:
@@ -363,12 +350,12 @@ def _grace_words(settings: HttpSettings) -> str:
 
 
 async def serve_until_signal(
-    frontend: ServedFrontend, *, listener: socket.socket | None = None, admin: socket.socket | None = None
+    frontend: ServedFrontend, *, listeners: Sequence[socket.socket] = (), admin: socket.socket | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
-    server = HttpServer(frontend, listener=listener, admin=admin)
+    server = HttpServer(frontend, listeners=listeners, admin=admin)
 
     def first(number: signal.Signals) -> None:
         logger.info("%s: draining%s (again to leave at once)", number.name, _grace_words(frontend.settings))
@@ -381,7 +368,7 @@ async def serve_until_signal(
         loop.add_signal_handler(one, first, one)
 
     async def serving() -> None:
-        logger.info("serving HTTP on %s:%d", frontend.settings.http_host, server.port)
+        log_serving(frontend.settings, server.port)
 
     with server.published_inspector():
         await serve_until(server, asked, serving)

@@ -18,8 +18,10 @@ from dynamo.settings.readers import (
     SettingReader,
     integer,
     mebibytes,
+    path_prefix,
     placeholder,
     port,
+    port_or_off,
     seconds,
     switch,
     text,
@@ -53,15 +55,6 @@ def read_origin(given: str) -> str:
     ):
         raise ValueError(f"{given!r} is not an origin; write for example https://app.example.com, or *")
     return given
-
-
-_ROOT_PATH: Final = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
-
-
-def _read_root_path(given: str) -> str:
-    if _ROOT_PATH.fullmatch(given) is None:
-        raise ValueError(f"{given!r} is not the prefix of a path; write for example /llm")
-    return given.rstrip("/")
 
 
 _origins: Final = SettingReader(
@@ -101,12 +94,13 @@ class HttpSettings(PipelineSettings, KeySettings):
         "Address to listen on. Unset: 127.0.0.1 with `file` or `mem` discovery, else 0.0.0.0. See [where processes "
         "listen](security.md#where-processes-listen)",
         flag="--http-host", group=_HTTP, unset=None, shown="127.0.0.1 or 0.0.0.0")
-    http_port: int = setting(8000, "DYN_HTTP_PORT", port,
-        "Port to listen on; 0: any free port, which the log names", flag="--http-port", group=_HTTP)
+    http_port: int | None = setting(8000, "DYN_HTTP_PORT", port_or_off,
+        "Port to listen on; 0: any free port, which the log names; `off`: none, with `--uds`", flag="--http-port",
+        group=_HTTP)
     uds: str | None = setting(None, "DYN_HTTP_UDS", placeholder("PATH", text),
         "Serve the API at this [Unix socket](deployment.md#a-unix-socket), too, which only this user may use; without TLS",
         flag="--uds", group=_HTTP)
-    root_path: str = setting("", "DYN_HTTP_ROOT_PATH", SettingReader(_read_root_path, metavar="/PREFIX"),
+    root_path: str = setting("", "DYN_HTTP_ROOT_PATH", path_prefix,
         "A prefix of all paths that a proxy in front does not remove; the pages and `/openapi.json` have it, and paths "
         "without it are served, too", flag="--root-path", group=_HTTP)
     admin_host: str = setting(LOOPBACK, "DYN_ADMIN_HOST", text,

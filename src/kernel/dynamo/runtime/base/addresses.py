@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+import stat
+from contextlib import suppress
 from typing import Final
+
+from dynamo.errors import CannotConnect
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})  # to bind, but not to advertise
 LOOPBACK: Final = "127.0.0.1"
@@ -53,6 +58,48 @@ def bound_socket(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+class UnixListener(socket.socket):
+    """A Unix socket at a path that only this user may use, bound and not listening yet. `close` takes the path away."""
+
+    def __init__(self, path: str) -> None:
+        """What a process that is gone left at the path is replaced. Raises `CannotConnect` for anything else there."""
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.path, self._inode = path, -1
+        try:
+            _make_room(path)
+            self.bind(path)
+            os.chmod(path, 0o600)  # nothing can connect to it before it listens
+            self._inode = os.lstat(path).st_ino
+        except (OSError, CannotConnect) as error:
+            self.close()
+            reason = error if isinstance(error, CannotConnect) else error.strerror or error
+            raise CannotConnect(f"--uds {path}: {reason}") from None
+
+    def close(self) -> None:
+        """Close it, and remove its file unless another process has replaced it. Idempotent."""
+        super().close()
+        with suppress(OSError):  # it is gone already, or its folder is
+            if os.lstat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+
+
+def _make_room(path: str) -> None:
+    """Remove the socket of a process that is gone. Raises `CannotConnect` for anything else at the path."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise CannotConnect("there is a file that is not a socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+                return
+            except BlockingIOError:
+                pass  # as many wait as it takes
+        raise CannotConnect("another process listens there")
 
 
 def bind_host(store: str, asked: str | None, in_cluster: str) -> str:

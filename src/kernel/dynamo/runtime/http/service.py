@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
-from typing import Final
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
 from dynamo.runtime.base.http_limits import HttpLimits
 from dynamo.runtime.base.listening import start_listening
@@ -63,9 +64,13 @@ class HttpService:
     async def listen(self, listener: socket.socket, backlog: int) -> None:
         """Accept the connections of a bound socket, which belongs to the service from now on."""
         loop = asyncio.get_running_loop()
-        create = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
-        made = create(self.connection, sock=listener, backlog=backlog, start_serving=False)
-        self._servers.append(await start_listening(made))
+        options: dict[str, Any] = {"sock": listener, "backlog": backlog, "start_serving": False}
+        create: Callable[..., Awaitable[asyncio.Server]] = loop.create_server
+        if listener.family == socket.AF_UNIX:
+            create = loop.create_unix_server
+            if sys.version_info >= (3, 13):
+                options["cleanup_socket"] = False  # the path belongs to the process that has bound it
+        self._servers.append(await start_listening(create(self.connection, **options)))
 
     async def listen_at(self, host: str, port: int) -> None:
         """Listen at an address. Raises OSError."""

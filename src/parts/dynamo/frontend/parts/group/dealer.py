@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from dynamo.frontend.http.server import close_listeners, port_of
 from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.places import Field, Places
 
@@ -22,16 +23,16 @@ PAUSE_SECONDS: Final = 0.05  # when no member can take a connection, or no descr
 class ConnectionDealer:
     """Accepts while a member takes connections. Otherwise new ones wait in the kernel's queue."""
 
-    def __init__(self, listener: socket.socket, members: Sequence[MemberProcess], places: Places) -> None:
-        """`listener` is bound and not listening yet; `close` closes it."""
-        self._listener, self._members, self._places = listener, members, places
+    def __init__(self, listeners: Sequence[socket.socket], members: Sequence[MemberProcess], places: Places) -> None:
+        """`listeners` are bound and not listening yet; `close` closes them."""
+        self._listeners, self._members, self._places = listeners, members, places
         self._is_accepting = self._is_paused = False
         self._held: deque[socket.socket] = deque()  # accepted, and no member could take them
 
     @property
     def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
-        return port
+        """The port of the API; 0: it has none."""
+        return port_of(self._listeners)
 
     def add(self, member: MemberProcess) -> None:
         """Deal connections to a member that is ready now."""
@@ -60,26 +61,28 @@ class ConnectionDealer:
         self._stop_accepting()
         for connection in self._held:
             connection.close()
-        self._listener.close()
+        close_listeners(self._listeners)
 
     # -- accepting -----------------------------------------------------------------------------------------------
 
     def _start_accepting(self) -> None:
         if not self._is_accepting:
             self._is_accepting = True
-            self._listener.setblocking(False)
-            self._listener.listen(LISTEN_BACKLOG)
-            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+            for listener in self._listeners:
+                listener.setblocking(False)
+                listener.listen(LISTEN_BACKLOG)
+                asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _stop_accepting(self) -> None:
         if self._is_accepting:
             self._is_accepting = False
-            asyncio.get_running_loop().remove_reader(self._listener)
+            for listener in self._listeners:
+                asyncio.get_running_loop().remove_reader(listener)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -100,7 +103,7 @@ class ConnectionDealer:
 
     def _resume(self) -> None:
         self._is_paused = False
-        if self._listener.fileno() < 0:  # it is all over
+        if any(each.fileno() < 0 for each in self._listeners):  # it is all over
             return
         while self._held and self._deal(self._held[0]):
             self._held.popleft()

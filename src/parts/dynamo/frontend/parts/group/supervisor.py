@@ -20,6 +20,7 @@ from typing import Final
 from dynamo.frontend.base.peers import TOKEN_KEY
 from dynamo.frontend.base.settings.keys import KeySources
 from dynamo.frontend.http.inspector_access import AdminKeys, published_access
+from dynamo.frontend.http.server import log_serving
 from dynamo.frontend.parts.group.dealer import ConnectionDealer
 from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.messages import (
@@ -133,17 +134,17 @@ class _End:
 
 
 class Supervisor:
-    """`await Supervisor(settings, argv, listener).run()` serves until a signal; its result is the exit status."""
+    """`await Supervisor(settings, argv, listeners).run()` serves until a signal; its result is the exit status."""
 
     def __init__(
         self,
         settings: FrontendSettings,
         argv: Sequence[str],
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         *,
         admin: socket.socket | None = None,
     ) -> None:
-        """`listener` is bound and not listening yet; it is closed at the end. `argv`: the command line, for the members.
+        """`listeners` are bound and not listening yet; they are closed at the end. `argv`: the command line, for the members.
 
         `admin` is bound for the admin routes. All members accept from it themselves: any of them answers for all, and this
         process keeps the port while members come and go.
@@ -152,7 +153,7 @@ class Supervisor:
         self._places = Places.create(settings.workers, with_limits=settings.key_sources.exist)
         self._launcher = _Launcher(self._places, settings.workers, tuple(argv), admin)
         self._members = [MemberProcess(row) for row in range(settings.workers)]
-        self._dealer = ConnectionDealer(listener, self._members, self._places)
+        self._dealer = ConnectionDealer(listeners, self._members, self._places)
         self._scrapes = GroupScrapes(self._members, metrics_prefix=settings.metrics_prefix)
         self._shared = _SharedValues(self._members)
         self._was_serving = False
@@ -266,7 +267,7 @@ class Supervisor:
                 self._tell_standing()
                 if not self._was_serving:
                     self._was_serving = True
-                    logger.info("serving HTTP on %s:%d", self._settings.http_host, self._dealer.port)
+                    log_serving(self._settings, self._dealer.port)
                 logger.info("%s (pid %d) serves", member.name, member.process.pid if member.process else 0)
             case Snapshot(number, encoded):
                 self._scrapes.on_snapshot(member, number, encoded)
