@@ -38,7 +38,7 @@ export RUST_MOCKER=$target/debug/mocker RUST_INTEROP_ENGINE=$target/debug/intero
 RUST_CARGO_FLAGS=$("${PYTHON:-python3}" -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "${flags[@]}")
 export RUST_CARGO_FLAGS
 "${PYTHON:-python3}" -m pytest -q -rs tests/process/rust "$@"
-RUST_WORKERS=all "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e "$@"
+RUST_WORKERS=all "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e tests/process/frontend/test_traces.py "$@"
 for half in first second; do # a lost request goes on at a worker in the other language, both ways
   RUST_WORKERS=$half "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e/test_e2e_workers.py "$@"
 done

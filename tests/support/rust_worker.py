@@ -52,7 +52,7 @@ class RustWorker(Process):
         return sorted(path.relative_to(self.store).as_posix() for path in self.store.rglob("*") if path.is_file())
 
     def get(self, path: str, *, method: str = "GET") -> tuple[int, str]:
-        port = int(self.wait_log(r"status server on \S+:(\d+)")[1])
+        port = int(self.wait_log(r"status server on http://[^:\s]+:(\d+)")[1])
         status, body = get(port, path, method=method)
         return status, body.decode()
 

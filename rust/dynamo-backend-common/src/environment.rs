@@ -3,6 +3,7 @@
 use crate::config::WorkerConfig;
 use crate::error::DynamoError;
 use crate::settings;
+use crate::telemetry::ExportSettings;
 
 /// An address that only this machine reaches.
 pub(crate) const LOOPBACK: &str = "127.0.0.1";
@@ -43,6 +44,7 @@ pub(crate) fn check(config: &WorkerConfig) -> Result<(), DynamoError> {
             return Err(DynamoError::invalid(text));
         }
     }
+    ExportSettings::from_env()?;
     if settings::text("DYN_CHAOS").is_some() {
         let text = "DYN_CHAOS is set, and the Rust SDK injects no faults: unset it for this worker";
         return Err(DynamoError::invalid(text));

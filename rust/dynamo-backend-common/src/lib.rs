@@ -54,8 +54,7 @@
 //! # What is not built
 //!
 //! Discovery other than `file` and `etcd`, request and event planes other than `tcp` and `zmq`, TLS, fault injection: a setting that asks
-//! for one of these ends the start with an error that says so. LoRA adapters and the export of traces over OTLP: a worker
-//! runs without them.
+//! for one of these ends the start with an error that says so. LoRA adapters: a worker runs without them.
 
 /// The page for writers of engines: its snippets are compiled and run as they stand there.
 #[cfg(doctest)]
@@ -75,6 +74,7 @@ mod events;
 mod flag;
 mod hash;
 mod health;
+mod http;
 mod instance;
 pub mod kv;
 mod load;
@@ -116,7 +116,7 @@ pub use publishing::{OnSnapshotPublisherReady, SnapshotPublisher};
 pub use raw::RawEngine;
 pub use request::{
     BootstrapInfo, GuidedDecodingOptions, HEALTH_CHECK_KEY, OutputOptions, PrefillResult, PreprocessedRequest,
-    PreprocessedRequestBuilder, RoutingHints, SamplingOptions, StopConditions,
+    PreprocessedRequestBuilder, RoutingHints, SamplingOptions, StopConditions, TraceLink,
 };
 pub use run::{run, run_many, run_raw};
 pub use worker::Worker;

@@ -6,14 +6,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Map, Value, json};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{EnvFilter, LevelFilter, filter_fn};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::settings;
+use crate::telemetry::{self, CurrentTrace, ExportSettings, Exporter, REQUEST_TARGET, SpanLayer};
 
-/// Starts logging. In a process that already logs, its own logging stays.
+/// Starts logging, and the export of traces where that is asked for. In a process that already logs, its own logging stays.
 pub(crate) fn init() {
     let directives = settings::text("DYN_LOG").unwrap_or_else(|| "info".to_owned());
     let (filter, complaint) = match EnvFilter::try_new(&directives) {
@@ -22,12 +24,32 @@ pub(crate) fn init() {
             (EnvFilter::new("info"), Some(format!("DYN_LOG={directives} cannot be read ({error}); using info")))
         }
     };
-    let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .event_format(Lines { is_json: wants_json() })
-        .finish();
+    // The span of a request is no line of the log, and lines of every level are in it.
+    let filter = match format!("{REQUEST_TARGET}=info").parse() {
+        Ok(always) => filter.add_directive(always),
+        Err(_) => filter,
+    };
+    // What cannot be exported ends the start, once that is checked.
+    let settings = ExportSettings::from_env().ok().flatten();
+    let exporter = settings.and_then(|settings| {
+        let started = Exporter::start(settings);
+        started.map_err(|error| eprintln!("no thread for the export of traces: {error}")).ok()
+    });
+    let is_json = wants_json();
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).event_format(Lines { is_json });
+    let exports = exporter.is_some();
+    let spans = filter_fn(move |metadata| metadata.is_span() && (exports || metadata.target() == REQUEST_TARGET));
+    let spans = SpanLayer { exporter: exporter.clone() }.with_filter(spans.with_max_level_hint(LevelFilter::INFO));
+    let subscriber = tracing_subscriber::registry().with(lines.with_filter(filter)).with(spans);
     let is_first = tracing::subscriber::set_global_default(subscriber).is_ok();
+    if is_first {
+        telemetry::install(exporter, is_json);
+    } else if let Some(exporter) = exporter {
+        exporter.close(std::time::Duration::ZERO);
+        tracing::warn!(
+            "OTEL_EXPORT_ENABLED: this process logs through a subscriber of its own, and no trace is exported"
+        );
+    }
     if let (true, Some(complaint)) = (is_first, complaint) {
         tracing::warn!("{complaint}");
     }
@@ -78,7 +100,7 @@ where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
 {
-    fn format_event(&self, _context: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+    fn format_event(&self, context: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
         let mut fields = Fields::default();
         event.record(&mut fields);
         let message = match fields.0.remove("message") {
@@ -95,6 +117,12 @@ where
             line.insert("line".into(), json!(metadata.line()));
             line.insert("target".into(), json!(metadata.target()));
             line.insert("message".into(), json!(message));
+            for span in context.event_scope().into_iter().flatten() {
+                if let Some(trace) = span.extensions().get::<CurrentTrace>() {
+                    put_trace(&mut line, trace, span.name());
+                    break;
+                }
+            }
             line.extend(fields.0);
             return writeln!(writer, "{}", Value::Object(line));
         }
@@ -106,6 +134,24 @@ where
             }
         }
         writeln!(writer, "{time} {:>5} {}: {message}{rest}", metadata.level().as_str(), metadata.target())
+    }
+}
+
+/// Adds which request, trace and span a line is of.
+fn put_trace(line: &mut Map<String, Value>, trace: &CurrentTrace, name: &str) {
+    let companions = &trace.companions;
+    line.insert("span_name".into(), json!(name));
+    for (key, value) in [("request_id", &companions.request_id), ("x_request_id", &companions.x_request_id)] {
+        if let Some(value) = value {
+            line.insert(key.into(), json!(value));
+        }
+    }
+    if let Some(context) = trace.distributed() {
+        line.insert("trace_id".into(), json!(context.trace_id));
+        line.insert("span_id".into(), json!(context.span_id));
+        if let Some(parent_id) = context.parent_id {
+            line.insert("parent_id".into(), json!(parent_id));
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::plane::lock;
 use crate::progress::Progress;
+use crate::telemetry;
 
 /// A number that only grows.
 #[derive(Clone, Debug, Default)]
@@ -318,6 +319,11 @@ impl EngineMetrics {
         page.sample("dynamo_work_handler_enqueue_rejected_total", &[], listener.rejected.get() as f64);
         page.family("dynamo_rejection_request_total", "counter", "Requests that found engine and queue full");
         page.sample("dynamo_rejection_request_total", &[], shared.listener.rejected.get() as f64);
+        if let Some(dropped) = telemetry::dropped() {
+            let name = "dynamo_component_spans_dropped_total";
+            page.family(name, "counter", "Spans that no collector of traces got");
+            page.sample(name, &labels, dropped as f64);
+        }
         page.family("dynamo_transport_tcp_errors_total", "counter", "Connections that broke the wire or a limit");
         page.sample("dynamo_transport_tcp_errors_total", &[], shared.listener.refused.get() as f64);
         for callback in lock(&shared.callbacks).iter() {

@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::request::TraceLink;
+
 /// Why a stream ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FinishReason {
@@ -125,6 +127,8 @@ pub struct LLMEngineOutput {
     pub completion_usage: Option<CompletionUsage>,
     /// What the engine wants to tell the client beside the answer.
     pub engine_data: Option<Value>,
+    /// The span of the request on this worker; set by the framework.
+    pub worker_trace_link: Option<TraceLink>,
 }
 
 impl LLMEngineOutput {
@@ -176,6 +180,7 @@ impl LLMEngineOutput {
             encoder_result: self.encoder_result.as_ref(),
             engine_data: self.engine_data.as_ref(),
             extra_args: self.extra_args.as_ref(),
+            worker_trace_link: self.worker_trace_link.as_ref(),
         };
         (!extra.is_empty()).then_some(extra)
     }
@@ -206,6 +211,8 @@ pub(crate) struct Extra<'a> {
     engine_data: Option<&'a Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
     extra_args: Option<&'a Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    worker_trace_link: Option<&'a TraceLink>,
 }
 
 impl Extra<'_> {
@@ -221,6 +228,7 @@ impl Extra<'_> {
             && self.encoder_result.is_none()
             && self.engine_data.is_none()
             && self.extra_args.is_none()
+            && self.worker_trace_link.is_none()
     }
 }
 

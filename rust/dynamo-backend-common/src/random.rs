@@ -24,3 +24,8 @@ pub(crate) fn hex_nonce() -> io::Result<String> {
 pub(crate) fn hex_name() -> io::Result<String> {
     Ok(crate::hash::hex(&bytes::<8>()?))
 }
+
+/// Returns a random start for numbers that follow each other.
+pub(crate) fn seed() -> io::Result<u64> {
+    bytes().map(u64::from_be_bytes)
+}

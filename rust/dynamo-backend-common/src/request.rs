@@ -8,6 +8,8 @@ use serde::de::{self, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::telemetry::SpanIds;
+
 /// The member that only requests of the health check have.
 pub const HEALTH_CHECK_KEY: &str = "_HEALTH_CHECK";
 
@@ -63,6 +65,9 @@ pub struct PreprocessedRequest {
     pub multi_modal_data: Option<Value>,
     /// What the client tells the processor of images and the like.
     pub mm_processor_kwargs: Option<Value>,
+    /// The span of the worker that had the request before.
+    #[serde(deserialize_with = "trace_link")]
+    pub migration_link: Option<TraceLink>,
     /// Whether a guided answer begins only after the reasoning.
     #[serde(deserialize_with = "or_default")]
     pub require_reasoning: bool,
@@ -289,6 +294,32 @@ pub struct BootstrapInfo {
     pub handoff_id: Option<String>,
 }
 
+/// One span, as the worker that made it names it to the next one.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TraceLink {
+    /// 32 hexadecimal digits.
+    pub trace_id: String,
+    /// 16 hexadecimal digits.
+    pub span_id: String,
+}
+
+impl TraceLink {
+    pub(crate) fn of(ids: SpanIds) -> Self {
+        Self { trace_id: format!("{:032x}", ids.trace_id), span_id: format!("{:016x}", ids.span_id) }
+    }
+
+    /// Returns the ids; `None` where they are not valid.
+    pub(crate) fn ids(&self) -> Option<(u128, u64)> {
+        let ids = SpanIds::read(&format!("00-{}-{}-01", self.trace_id, self.span_id))?;
+        Some((ids.trace_id, ids.span_id))
+    }
+}
+
+/// Reads a link; one that is not valid is none, for it is no part of what the client asked.
+fn trace_link<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<TraceLink>, D::Error> {
+    Ok(Option::<Value>::deserialize(deserializer)?.and_then(|value| serde_json::from_value(value).ok()))
+}
+
 /// Reads tokens from a list, or from packed little-endian 32-bit numbers.
 fn token_ids<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u32>, D::Error> {
     struct Tokens;
@@ -336,7 +367,7 @@ mod tests {
         let request = read(json!({
             "token_ids": [1, 70000], "model": null, "annotations": null, "eos_token_ids": null, "routing": {},
             "stop_conditions": {"max_tokens": 5, "stop": null, "later": [1]}, "sampling_options": null, "new": {"a": 1},
-            "output_options": {"logprobs": null},
+            "output_options": {"logprobs": null}, "migration_link": {"trace_id": 7},
         }))
         .expect("a request");
         assert_eq!(request.token_ids, [1, 70000]);

@@ -8,6 +8,7 @@ use crate::engine::LLMEngine;
 use crate::error::{BackendError, DynamoError, ErrorType};
 use crate::raw::{Engine, RawEngine};
 use crate::settings;
+use crate::telemetry;
 use crate::worker::Worker;
 
 /// Serves an engine until SIGTERM or SIGINT; the whole `main` of a worker.
@@ -62,6 +63,7 @@ fn serve_all(workers: Vec<(Engine, WorkerConfig)>, pause: Duration) -> anyhow::R
     });
     // Tasks that ignore their end must not hold the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
+    telemetry::close();
     if let Err(mistake) = &outcome
         && matches!(
             mistake.error_type(),

@@ -13,6 +13,7 @@ use futures::{FutureExt, StreamExt};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
+use tracing::{Instrument, Span};
 
 use crate::config::DisaggregationMode;
 use crate::context::{AsyncEngineContext, GenerateContext};
@@ -25,6 +26,7 @@ use crate::plane::{Call, Handler, Server, Sink};
 use crate::progress::{Progress, WatchedRequest};
 use crate::raw::{Engine, RawEngine};
 use crate::request::PreprocessedRequest;
+use crate::telemetry::GenerateSpan;
 use crate::wire::msgpack::{self, Refusal};
 
 /// A killed request may end by itself for this long; then its stream is dropped where it stands, which frees its memory.
@@ -67,6 +69,13 @@ enum Asked {
     Raw(Arc<dyn RawEngine>, Value),
 }
 
+/// One request, where it is served.
+struct Part<'a> {
+    context: &'a GenerateContext,
+    watched: &'a WatchedRequest,
+    span: Option<&'a mut GenerateSpan>,
+}
+
 /// How a request ended.
 #[derive(Debug)]
 enum End {
@@ -93,13 +102,24 @@ impl Serving {
             }
             Engine::Raw(engine) => read_object(&body, limit).map(|request| Asked::Raw(Arc::clone(engine), request)),
         };
+        let mut span = read.as_ref().ok().and_then(|request| match request {
+            Asked::Tokens(_, request) => GenerateSpan::begin(&context, request, self.mode),
+            Asked::Raw(..) => GenerateSpan::begin_raw(&context, self.mode),
+        });
+        let in_span = span.as_ref().map_or_else(Span::none, GenerateSpan::span);
         let (end, aborting) = match read {
             Ok(request) => {
                 drop(body);
-                self.run(request, &context, &mut sink, &watched, deadline).await
+                let part = Part { context: &context, watched: &watched, span: span.as_mut() };
+                self.run(request, part, &mut sink, deadline).await
             }
             Err(error) => (End::Failed(error), None),
         };
+        match (&mut span, &end) {
+            (Some(span), End::Failed(error)) => span.fail(error.error_type().name()),
+            (Some(span), End::Done | End::Cancelled | End::Gone) => span.close(),
+            (None, _) => {}
+        }
         if controller.is_stopped() {
             self.metrics.cancellations.add(1);
         } else {
@@ -113,7 +133,7 @@ impl Serving {
             End::Gone | End::Cancelled => sink.end(None),
             End::Failed(error) => {
                 self.metrics.errors.add(1);
-                log_failure(context.id(), &error);
+                in_span.in_scope(|| log_failure(context.id(), &error));
                 sink.end(Some(&error));
             }
         }
@@ -128,16 +148,16 @@ impl Serving {
     async fn run(
         &self,
         request: Asked,
-        context: &GenerateContext,
+        part: Part<'_>,
         sink: &mut Sink,
-        watched: &WatchedRequest,
         deadline: Option<Instant>,
     ) -> (End, Option<JoinHandle<()>>) {
-        let mut aborting = None;
+        let (context, mut aborting) = (part.context, None);
+        let span = part.span.as_ref().map_or_else(Span::none, |span| span.span());
         let end = {
             let watch = self.watch(context, deadline, &mut aborting);
             tokio::pin!(watch);
-            let pump = AssertUnwindSafe(self.pump(request, context, sink, watched)).catch_unwind();
+            let pump = AssertUnwindSafe(self.pump(request, part, sink).instrument(span)).catch_unwind();
             tokio::pin!(pump);
             tokio::select! {
                 biased;
@@ -200,21 +220,26 @@ impl Serving {
         }
     }
 
-    async fn pump(&self, request: Asked, context: &GenerateContext, sink: &mut Sink, watched: &WatchedRequest) -> End {
+    async fn pump(&self, request: Asked, part: Part<'_>, sink: &mut Sink) -> End {
         let (engine, request) = match request {
             Asked::Tokens(engine, request) => (engine, *request),
             Asked::Raw(engine, request) => {
-                let relayed = self.relay_objects(&*engine, request, context, sink, watched).await;
+                let relayed = self.relay_objects(&*engine, request, sink, part).await;
                 return relayed.unwrap_or_else(End::Failed);
             }
         };
         let choices = u32::from(request.sampling_options.n.unwrap_or(1)).max(1);
         let running = self.load.as_ref().map(|load| load.begin(&request));
-        let mut stream = match engine.generate(request, context.clone()).await {
+        let mut stream = match engine.generate(request, part.context.clone()).await {
             Ok(stream) => stream,
-            Err(error) => return End::Failed(error),
+            Err(error) => {
+                if let Some(span) = part.span {
+                    span.fail("setup_failed");
+                }
+                return End::Failed(error);
+            }
         };
-        let relayed = self.relay(&mut stream, choices, context, sink, (watched, running.as_ref()));
+        let relayed = self.relay(&mut stream, choices, sink, part, running.as_ref());
         match relayed.await {
             Ok(end) => end,
             Err(error) => End::Failed(error),
@@ -226,13 +251,14 @@ impl Serving {
         &self,
         stream: &mut EngineStream,
         choices: u32,
-        context: &GenerateContext,
         sink: &mut Sink,
-        (watched, running): (&WatchedRequest, Option<&RunningRequest>),
+        part: Part<'_>,
+        running: Option<&RunningRequest>,
     ) -> Result<End, DynamoError> {
+        let Part { context, watched, mut span } = part;
         let (mut open_choices, mut burst) = (choices, 0);
         while let Some(item) = stream.next().await {
-            let chunk = match item {
+            let mut chunk = match item {
                 Ok(chunk) => chunk,
                 Err(error) => {
                     self.check_silence(stream).await?;
@@ -248,6 +274,9 @@ impl Serving {
                 context.notify_first_token();
             }
             watched.add();
+            if let Some(span) = &mut span {
+                span.on_chunk(&mut chunk);
+            }
             if let Some(running) = running {
                 running.add(chunk.token_ids.len());
             }
@@ -257,6 +286,9 @@ impl Serving {
                     self.check_terminal(&chunk, reason, context)?;
                     open_choices -= 1;
                     if open_choices == 0 {
+                        if let Some(span) = &mut span {
+                            span.finish(reason, context.is_stopped());
+                        }
                         self.check_silence(stream).await?;
                     }
                     if let FinishReason::Error(text) = reason {
@@ -318,9 +350,8 @@ impl Serving {
         &self,
         engine: &dyn RawEngine,
         request: Value,
-        context: &GenerateContext,
         sink: &mut Sink,
-        watched: &WatchedRequest,
+        Part { context, watched, .. }: Part<'_>,
     ) -> Result<End, DynamoError> {
         let mut stream = engine.generate(request, context.clone()).await?;
         let mut burst = 0;

@@ -278,6 +278,8 @@ async def test_the_shared_secret_is_asked_for(tmp_path: Path) -> None:
         ([], {"DYN_TCP_TLS_CA_CERT_PATH": "/tmp/ca"}, "DYN_TCP_TLS_CA_CERT_PATH"),
         ([], {"DYN_TCP_TLS_INSECURE": "1"}, "DYN_TCP_TLS_INSECURE"),
         ([], {"DYN_CHAOS": "/tmp/plan.toml"}, "DYN_CHAOS"),
+        ([], {"OTEL_EXPORT_ENABLED": "1", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "set it to http/protobuf"),
+        ([], {"OTEL_EXPORT_ENABLED": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": "https://c"}, "asks for TLS"),
         ([], {"DYN_ADMIN_PORT": "0", "DYN_SYSTEM_PORT": "-1"}, "DYN_SYSTEM_PORT"),
         (["--endpoint-types", "chats"], {}, "chats"),
         (["--model-name", "/no/such/model"], {}, "/no/such/model"),

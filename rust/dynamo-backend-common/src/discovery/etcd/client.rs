@@ -2,20 +2,19 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::io;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::error::DynamoError;
+use crate::http;
 use crate::plane::lock;
 use crate::settings;
 
 const DEFAULT_PORT: &str = "2379";
-const MAX_ANSWER_BYTES: u64 = 4 * 1024 * 1024;
 const NOT_FOUND: i64 = 5;
 const FAILED_PRECONDITION: i64 = 9;
 const UNAUTHENTICATED: i64 = 16;
@@ -251,64 +250,17 @@ fn is_stale(code: i64, message: &str) -> bool {
 }
 
 fn post(endpoint: &str, path: &str, body: &Value, token: Option<&str>, patience: Duration) -> Result<Value, Asked> {
-    let ends_at = Instant::now() + patience;
-    let left = || {
-        let left = ends_at.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(Asked::Lost("no answer in time".into())) } else { Ok(left) }
-    };
-    let mut socket = None;
-    let mut why = Asked::Lost("the name has no address".into());
-    for address in endpoint.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, left()?) {
-            Ok(connected) => {
-                socket = Some(connected);
-                break;
-            }
-            Err(error) => why = error.into(),
-        }
-    }
-    let Some(mut socket) = socket else { return Err(why) };
-    socket.set_write_timeout(Some(left()?))?;
-    let body = body.to_string();
     let token = token.map(|token| format!("Authorization: {token}\r\n")).unwrap_or_default();
-    let head = format!(
-        "POST /v3/{path} HTTP/1.1\r\nHost: {endpoint}\r\nContent-Type: application/json\r\n{token}\
-         Grpc-Metadata-hasleader: true\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-        body.len()
-    );
-    socket.write_all(head.as_bytes())?;
-    socket.write_all(body.as_bytes())?;
-    let mut answer = Vec::new();
-    let mut piece = [0; 8192];
-    loop {
-        socket.set_read_timeout(Some(left()?))?;
-        match socket.read(&mut piece) {
-            Ok(0) => break,
-            Ok(count) => answer.extend_from_slice(&piece[..count]),
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-                return Err(Asked::Lost("no answer in time".into()));
-            }
-            Err(error) => return Err(error.into()),
-        }
-        if answer.len() as u64 > MAX_ANSWER_BYTES {
-            return Err(Asked::Lost(format!("an answer of more than {MAX_ANSWER_BYTES} bytes")));
-        }
-    }
-    read_answer(&answer)
+    let headers = format!("Content-Type: application/json\r\n{token}Grpc-Metadata-hasleader: true\r\n");
+    read_answer(&http::post(endpoint, &format!("/v3/{path}"), &headers, body.to_string().as_bytes(), patience)?)
 }
 
-fn read_answer(answer: &[u8]) -> Result<Value, Asked> {
-    let strange = || Asked::Lost("not an answer of etcd's".into());
-    let end = answer.windows(4).position(|four| four == b"\r\n\r\n").ok_or_else(strange)?;
-    let head = String::from_utf8_lossy(&answer[..end]).to_ascii_lowercase();
-    let status: u16 = head.split(' ').nth(1).and_then(|word| word.parse().ok()).ok_or_else(strange)?;
-    let is_chunked = head.lines().any(|line| line.starts_with("transfer-encoding:") && line.contains("chunked"));
-    let body = &answer[end + 4..];
-    let body = if is_chunked { unchunked(body).ok_or_else(strange)? } else { body.to_vec() };
+fn read_answer(answer: &http::Answer) -> Result<Value, Asked> {
+    let (status, body) = (answer.status, &answer.body);
     if status == 200 {
-        return serde_json::from_slice(&body).map_err(|_| strange());
+        return serde_json::from_slice(body).map_err(|_| Asked::Lost("not an answer of etcd's".into()));
     }
-    let Ok(refusal) = serde_json::from_slice::<Value>(&body) else {
+    let Ok(refusal) = serde_json::from_slice::<Value>(body) else {
         let (code, message) = match status {
             404 => (12, "this server has no /v3 JSON gateway (etcd: --enable-grpc-gateway)".to_owned()),
             // Something in front of etcd.
@@ -319,21 +271,6 @@ fn read_answer(answer: &[u8]) -> Result<Value, Asked> {
     };
     let message = refusal["message"].as_str().or(refusal["error"].as_str()).unwrap_or("no reason given");
     Err(Asked::Declined { code: number(&refusal["code"]), message: message.to_owned() })
-}
-
-fn unchunked(body: &[u8]) -> Option<Vec<u8>> {
-    let (mut rest, mut whole) = (body, Vec::new());
-    loop {
-        let end = rest.windows(2).position(|two| two == b"\r\n")?;
-        let size = std::str::from_utf8(&rest[..end]).ok()?.split(';').next()?.trim();
-        let size = usize::from_str_radix(size, 16).ok()?;
-        rest = &rest[end + 2..];
-        if size == 0 {
-            return Some(whole);
-        }
-        whole.extend_from_slice(rest.get(..size)?);
-        rest = rest.get(size.checked_add(2)?..)?;
-    }
 }
 
 /// Reads a whole number: the gateway writes those of 64 bits as texts.
@@ -376,16 +313,12 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_read_whole_or_in_chunks() {
-        let whole = b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{\"TTL\":\"7\"}";
-        assert!(read_answer(whole).is_ok_and(|answer| number(&answer["TTL"]) == 7));
-        let chunked =
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{\"TTL\r\n6\r\n\":\"7\"}\r\n0\r\n\r\n";
-        assert!(read_answer(chunked).is_ok_and(|answer| number(&answer["TTL"]) == 7));
-        let declined = b"HTTP/1.1 404 Not Found\r\n\r\n{\"code\":5,\"message\":\"lease not found\"}";
-        assert!(matches!(read_answer(declined), Err(Asked::Declined { code: NOT_FOUND, .. })));
-        for strange in [&b""[..], b"HTTP/1.1 200 OK\r\n\r\nx", b"HTTP/1.1\r\n\r\n{}", &chunked[..60]] {
-            assert!(matches!(read_answer(strange), Err(Asked::Lost(_))));
-        }
+    fn answers_are_values_or_refusals() {
+        let read = |status, body: &str| read_answer(&http::Answer { status, body: body.into() });
+        assert!(read(200, "{\"TTL\":\"7\"}").is_ok_and(|answer| number(&answer["TTL"]) == 7));
+        let declined = read(404, "{\"code\":5,\"message\":\"lease not found\"}");
+        assert!(matches!(declined, Err(Asked::Declined { code: NOT_FOUND, .. })));
+        assert!(matches!(read(502, "<html>"), Err(Asked::Declined { code: 14, .. })));
+        assert!(matches!(read(200, "x"), Err(Asked::Lost(_))));
     }
 }

@@ -15,6 +15,7 @@ use super::{GOODBYE, OVERLOADED, UNAVAILABLE, policy};
 use crate::context::{Controller, GenerateContext};
 use crate::error::{DynamoError, ErrorType};
 use crate::plane::{Call, Server, Sink};
+use crate::telemetry::TRACE_HEADERS;
 use crate::wire::frames::ProtocolError;
 use crate::wire::native::frames::{self, ACCEPTED, RequestDecoder, RequestFrame};
 use crate::wire::native::items::Codec;
@@ -24,7 +25,6 @@ const READ_BYTES: usize = 64 * 1024;
 const DIALS_AT_ONCE: usize = 64;
 /// A header of our own callers: the prompt's length as the client sent it, of a request that has moved.
 const PROMPT_TOKENS_HEADER: &str = "x-dynamo-prompt-tokens";
-const TRACE_HEADERS: [&str; 4] = ["traceparent", "tracestate", "x-request-id", "request-id"];
 
 /// What the members of a JSON body take in memory at most, for each of its characters of this kind.
 const OBJECT_BYTES: usize = 240;
