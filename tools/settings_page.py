@@ -46,6 +46,7 @@ from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.standalone.service import RouterServiceSettings
 from dynamo.runtime.base import settings as runtime
 from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.logging import KEEP_SGLANG_FORMAT
 from dynamo.runtime.observe.logging import LoggingVariables
 from dynamo.runtime.observe.tracing import TracingVariables
 from dynamo.settings.foreign import FOREIGN, NO_COLOR
@@ -84,7 +85,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "worker": (*own(WorkerConfig), ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, worker.DUMP_CONFIG_TO, *worker.KEPT),
     "worker-variables": (
         NAMESPACE_SUFFIX, *own(ShutdownTimes), variables.VALIDATE, variables.MAP_BUILTIN_ERRORS,
-        variables.SELF_HOST_METADATA, variables.RL_ENDPOINT, *topology.VARIABLES,
+        variables.SELF_HOST_METADATA, variables.RL_ENDPOINT, KEEP_SGLANG_FORMAT, *topology.VARIABLES,
     ),
     "foreign": FOREIGN,
     "runtime-flags": tuple(of_runtime()),

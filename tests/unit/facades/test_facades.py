@@ -24,7 +24,7 @@ EXCEPTIONS = (
 NAMES = {
     "dynamo._core": "Context ContextMetadata SpanProxy backend ModelInput ModelType WorkerType KvEventPublisher "
     "WorkerMetricsPublisher Endpoint DistributedRuntime Client get_tool_parser_names get_reasoning_parser_names "
-    "log_message MediaDecoder MediaFetcher " + EXCEPTIONS,
+    "log_message MediaDecoder MediaFetcher with_engine_data " + EXCEPTIONS,
     "dynamo.common.config_dump": "add_config_dump_args dump_config get_config_dump get_environment_vars register_encoder",
     "dynamo.common.configuration": "ArgGroup ConfigBase add_argument env_or_default add_negatable_bool_argument",
     "dynamo.common.model_taints": "MODEL_TAINT_ROUTE TOPOLOGY_TAINT_PREFIX register_model_taint_route",
@@ -41,7 +41,7 @@ NAMES = {
     "EngineMetrics SnapshotPublisher HEALTH_CHECK_KEY",
     "dynamo.llm": "ModelInput ModelType WorkerType KvEventPublisher WorkerMetricsPublisher register_model "
     "unregister_model fetch_model HttpError register_llm unregister_llm fetch_llm update_model_taints "
-    "ModelRuntimeConfig RouterMode",
+    "ModelRuntimeConfig RouterMode with_engine_data",
     "dynamo.llm.exceptions": EXCEPTIONS,
     "dynamo.common.backend": "BaseEngine LLMEngine RawEngine DiffusionEngine EngineConfig LlmRegistration "
     "GenerateRequest GenerateChunk RawRequest RawResponseChunk Worker WorkerConfig telemetry",
@@ -70,7 +70,8 @@ NAMES = {
     "dynamo.common.backend.sample_diffusion_main": "main",
     "dynamo.common.backend.testing": "run_conformance run_encode_conformance run_raw_conformance mock_context "
     "cancelling_context ConformanceFailure",
-    "dynamo.common.constants": "DisaggregationMode EmbeddingTransferMode",
+    "dynamo.common.constants": "DisaggregationMode EmbeddingTransferMode KV_HINT_TRANSFER_CAPABILITY_KEY "
+    "KV_HINT_TRANSFER_WORKER_TYPE_RUNTIME_KEY KV_HINT_TRANSFER_SOURCE_CONTROL_ENDPOINTS_RUNTIME_KEY",
     "dynamo.common.utils.engine_response": "normalize_finish_reason",
     "dynamo.common.utils.structural_tag": "serialize_structural_tag",
     "dynamo.common.utils.token_ids": "token_ids_to_list token_ids_len normalize_request_token_ids",
@@ -78,16 +79,18 @@ NAMES = {
     "dynamo.prometheus_names": "name_prefix labels kvstats model_info",
     "dynamo.logits_processing": "BaseLogitsProcessor",
     "dynamo.runtime": "Context DistributedRuntime Client Endpoint dynamo_worker dynamo_endpoint",
-    "dynamo.runtime.observe.logging": "configure_dynamo_logging",
+    "dynamo.runtime.logging": "LogHandler VllmColorFormatter configure_dynamo_logging configure_logger "
+    "configure_sglang_logging configure_vllm_logging construct_formatter_prefix get_bool_env_var log_level_mapping "
+    "python_log_level_mapping",
 }
 
 
 # Every module of the guide's and the native paths, and the room it shows.
 FACADES = {
     "dynamo._core": "many rooms",
-    "dynamo._core.absent": "itself",
     "dynamo._core.backend": "many rooms",
     "dynamo.common": "a folder",
+    "dynamo.common.absent": "itself",
     "dynamo.common.backend": "dynamo.contract",
     "dynamo.common.backend.agent_context": "dynamo.contract.request_fields",
     "dynamo.common.backend.args": "dynamo.contract.args",
@@ -112,7 +115,7 @@ FACADES = {
     "dynamo.common.configuration.arg_group": "dynamo.contract.flag_declarations",
     "dynamo.common.configuration.config_base": "dynamo.contract.flag_declarations",
     "dynamo.common.configuration.utils": "dynamo.contract.flag_declarations",
-    "dynamo.common.constants": "dynamo.contract.modes",
+    "dynamo.common.constants": "itself",
     "dynamo.common.model_taints": "dynamo.worker.taint_route",
     "dynamo.common.token_budget": "dynamo.contract.token_budget",
     "dynamo.common.utils": "dynamo.contract.requests",

@@ -7,6 +7,8 @@ import asyncio
 import importlib
 import inspect
 import json
+import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +18,9 @@ from typing import Any
 import pytest
 
 import dynamo._core
-from dynamo._core.absent import ABSENT
 from dynamo._core.backend import DisaggregationMode as NativeMode
 from dynamo._core.backend import RuntimeConfig, Worker, WorkerConfig
+from dynamo.common.absent import ABSENT, MODULES
 from dynamo.common.configuration import ArgGroup, ConfigBase, add_argument, add_negatable_bool_argument, env_or_default
 from dynamo.common.configuration.utils import (
     Deprecated,
@@ -64,29 +66,21 @@ def test_a_name_that_is_not_here_names_its_like(module: str, name: str) -> None:
         getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("name", ["kvbm", "router", "tokio_perf"])
-def test_metric_names_of_absent_parts_are_an_import_error(name: str) -> None:
-    with pytest.raises(ImportError, match=rf"prometheus_names\.{name} .*docs/metrics\.md"):
-        getattr(importlib.import_module("dynamo.prometheus_names"), name)
-
-
 def test_a_name_that_nobody_has_is_an_attribute_error() -> None:
     assert not hasattr(dynamo._core, "Nothing")
 
 
-@each_case(
-    ("module", "like"),
-    [
-        ("dynamo.common.http", "MediaFetcher"),
-        ("dynamo.common.storage", "fsspec"),
-        ("dynamo.common.protocols", "RawRequest"),
-        ("dynamo.common.utils.topology", "ModelRuntimeConfig"),
-        ("dynamo.common.configuration.groups", "common.backend.args"),
-    ],
-)
-def test_a_module_that_is_not_here_names_its_like(module: str, like: str) -> None:
-    with pytest.raises(ImportError, match=f"{module}.*not part of dynamo-unified.*{like}"):
+@each_case("module", sorted(MODULES))
+def test_a_module_that_is_not_here_names_its_like(module: str) -> None:
+    with pytest.raises(ImportError, match=rf"^{re.escape(module)} \(\w.*\) is not part of dynamo-unified; \w[^.\n]*\w"):
         importlib.import_module(module)
+
+
+def test_what_an_error_refers_to_is_there() -> None:
+    texts = (*ABSENT.values(), *(instead for _, instead in MODULES.values()))
+    named = {name for text in texts for name in re.findall(r"\bdynamo(?:\.\w+)+", text)}
+    assert all(pkgutil.resolve_name(name) for name in named)
+    assert len(named) > 15
 
 
 def test_a_native_layer_in_a_folder_of_its_own_adds_what_is_not_here(tmp_path: Path) -> None:

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
+import tomllib
 from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dynamo.contract.engine import BaseEngine, DiffusionEngine, EngineConfig, LLMEngine, RawEngine
+import dynamo.runtime.logging as runtime_logging
+from dynamo import prometheus_names
+from dynamo.contract.engine import (
+    BaseEngine,
+    DiffusionEngine,
+    EngineConfig,
+    LLMEngine,
+    RawEngine,
+    deserialize_logits_processor_entries,
+    is_generation_stage,
+    logits_processors_for_request,
+    serialize_logits_processor_entries,
+)
+from dynamo.contract.metrics import gather_with_labels
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.request_fields import trailing_stop_prefix_len
 from dynamo.contract.requests import logprobs
 from dynamo.contract.requests.disaggregation import require_prefill_result
 from dynamo.contract.requests.dp_rank import forced_dp_rank, validate_global_dp_rank
 from dynamo.contract.requests.multimodal import encoder_terminal_chunk, require_encoder_result
+from dynamo.contract.requests.structural_tag import serialize_structural_tag
 from dynamo.contract.requests.token_ids import normalize_request_token_ids, token_ids_len, token_ids_to_list
 from dynamo.engines.callable.engine import engine_class
 from dynamo.engines.sample.diffusion_engine import image_count, one_image
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.errors import InvalidArgument
-from dynamo.llm import ModelRuntimeConfig, RouterMode
+from dynamo.llm import ModelRuntimeConfig, RouterMode, lora_name_to_id, with_engine_data
 from dynamo.placement import policy_for
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.client import Annotated
+from dynamo.runtime.logging import configure_dynamo_logging
 from support.cases import each_case
 
 
@@ -78,12 +97,88 @@ def test_an_annotated_item_reports_whether_it_is_an_error(event: str | None, is_
         (logprobs.extract_prompt_logprobs_from_sglang_meta, "meta"),
         (token_ids_to_list, "value"),
         (token_ids_len, "value"),
+        (is_generation_stage, "disaggregation_mode"),
+        (logits_processors_for_request, "spec disaggregation_mode"),
+        (serialize_logits_processor_entries, "entries"),
+        (deserialize_logits_processor_entries, "payload"),
+        (serialize_structural_tag, "structural_tag"),
+        (gather_with_labels, "registry auto_labels prefix_filters exclude_prefixes"),
+        (with_engine_data, "completion values"),
+        (lora_name_to_id, "lora_name"),
+        (configure_dynamo_logging, "service_name worker_id"),
+        (runtime_logging.configure_logger, "service_name worker_id level"),
+        (runtime_logging.construct_formatter_prefix, "service_name worker_id"),
+        (runtime_logging.log_level_mapping, "level"),
+        (runtime_logging.python_log_level_mapping, "filters"),
+        (runtime_logging.configure_vllm_logging, "dyn_level"),
+        (runtime_logging.configure_sglang_logging, "dyn_level"),
+        (runtime_logging.get_bool_env_var, "name default"),
         (BaseEngine.engine_control, "self control body"),
         (BaseEngine.engine_update, "self update body"),
     ],
 )
 def test_a_helpers_keywords_are_those_of_the_native_system(function: Any, parameters: str) -> None:
     assert " ".join(inspect.signature(function).parameters) == parameters
+
+
+def test_the_names_of_metrics_are_those_of_the_native_system() -> None:
+    content = tomllib.loads(Path(prometheus_names.__file__).with_suffix(".toml").read_text())
+    native, classes = 0, 0
+    pairs = [(getattr(prometheus_names, name), table) for name, table in content.items()]
+    for group, table in pairs:  # grows
+        pairs += [(getattr(group, name), inside) for name, inside in table.items() if isinstance(inside, dict)]
+        constants = {name: value for name, value in vars(group).items() if name.isupper()}
+        native += len(constants) - len(table.get("own", "").split())
+        classes += group.__name__ != "work_handler_pool"
+        assert all(isinstance(value, str) for value in constants.values())
+    assert (native, classes) == (237, 31)
+    with pytest.raises(ImportError):
+        from dynamo.prometheus_names import nothing  # noqa: F401
+
+
+@each_case(
+    ("constant", "value"),
+    [
+        ("name_prefix.ROUTING_OVERHEAD", "dynamo_routing_overhead"),
+        ("labels.NAMESPACE", "dynamo_namespace"),
+        ("labels.ROUTER_ID", "router_id"),
+        ("frontend_service.MODEL_MIGRATION_TOTAL", "model_migration_total"),
+        ("frontend_service.METRICS_PREFIX_ENV", "DYN_METRICS_PREFIX"),
+        ("frontend_service.error_type.NONE", ""),
+        ("frontend_service.error_type.NOT_FOUND", "not_found"),
+        ("router.KV_HIT_RATE", "router_kv_hit_rate"),
+        ("routing_overhead.TOTAL_MS", "overhead_total_ms"),
+        ("routing_overhead.SHARED_CACHE_ERRORS_TOTAL", "shared_cache_errors_total"),
+        ("transport.nats.ERRORS_TOTAL", "nats_errors_total"),
+        ("transport.tcp.POOL_IDLE", "tcp_pool_idle"),
+        ("model_info.LOAD_TIME_SECONDS", "model_load_time_seconds"),
+        ("trtllm_additional.KV_TRANSFER_BYTES", "trtllm_kv_transfer_bytes"),
+        ("kv_publisher.ZMQ_EVENTS_TOTAL", "kv_publisher_zmq_events_total"),
+    ],
+)
+def test_the_name_of_a_metric(constant: str, value: str) -> None:
+    assert attrgetter(constant)(prometheus_names) == value
+
+
+@each_case(
+    ("completion", "values", "answer"),
+    [
+        ({"token_ids": [1]}, {"a": 1}, {"token_ids": [1], "engine_data": {"a": 1}}),
+        ({"engine_data": {"b": 2}}, {"a": 1}, {"engine_data": {"b": 2, "a": 1}}),
+        ({"engine_data": None}, {}, {"engine_data": {}}),
+        ({"engine_data": {"k": 2}}, {"k": 1}, "engine_data already contains keys: 'k'"),
+        ({"engine_data": [1]}, {"k": 1}, "completion.engine_data must be a mapping, got list"),
+        ({}, None, "values must be a mapping, got NoneType"),
+    ],
+)
+def test_what_an_engine_adds_to_a_chunk(completion: dict[str, Any], values: Any, answer: Any) -> None:
+    before = copy.deepcopy(completion)
+    if isinstance(answer, str):
+        with pytest.raises(ValueError, match=f"^{answer}$"):
+            with_engine_data(completion, values)
+    else:
+        assert with_engine_data(completion, values) == answer
+    assert completion == before
 
 
 def test_prompt_logprobs_without_text_are_decoded() -> None:

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from dynamo._core import backend
-from dynamo._core.absent import load_name
+from dynamo.common.absent import load_name
 from dynamo.contract.parsers import get_reasoning_parser_names, get_tool_parser_names
+from dynamo.contract.request_fields import with_engine_data
 from dynamo.errors import (
     Cancelled,
     CannotConnect,
@@ -105,4 +106,5 @@ __all__ = [
     "register_model",
     "unregister_model",
     "update_model_taints",
+    "with_engine_data",
 ]

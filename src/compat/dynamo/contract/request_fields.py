@@ -75,3 +75,18 @@ def trailing_stop_prefix_len(text: str, stop_strings: Collection[str]) -> int:
     return next(
         (size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in stop_strings)), 0
     )
+
+
+def with_engine_data(completion: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a chunk with `values` added to its `engine_data`, which clients can request in `nvext.extra_fields`.
+
+    Raises ValueError for a key that is there already, and for an `engine_data` or values that are not a mapping.
+    """
+    held = completion.get("engine_data")
+    held = {} if held is None else held
+    for name, given in (("completion.engine_data", held), ("values", values)):
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{name} must be a mapping, got {type(given).__name__}")
+    if clash := [key for key in values if key in held]:
+        raise ValueError(f"engine_data already contains keys: {', '.join(map(repr, clash))}")
+    return {**completion, "engine_data": {**held, **values}}

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dynamo._core.absent import load_name
+from dynamo.common.absent import load_name
+from dynamo.contract.request_fields import with_engine_data
 from dynamo.errors import HttpError, RouterQueueLimitExceeded
 from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
 from dynamo.protocol.lora import lora_name_to_id
@@ -63,4 +64,5 @@ __all__ = [
     "unregister_llm",
     "unregister_model",
     "update_model_taints",
+    "with_engine_data",
 ]

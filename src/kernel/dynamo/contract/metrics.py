@@ -144,12 +144,12 @@ _RESERVED: Final = frozenset({"le", "quantile"})  # they mean the bucket of a sa
 
 def gather_with_labels(
     registry: CollectorRegistry,
-    labels: Mapping[str, str],
+    auto_labels: Mapping[str, str],
     *,
     prefix_filters: Sequence[str] | None = None,
     exclude_prefixes: Sequence[str] | None = None,
 ) -> str:
-    """Return the registry's exposition text with `labels` added to every sample that does not have them; "" on any failure.
+    """Return the registry's exposition text with `auto_labels` added to every sample that does not have them; "" on any failure.
 
     Only metrics whose name starts with one of `prefix_filters` (None: all) and none of `exclude_prefixes` are kept,
     with their HELP and TYPE lines. `le` and `quantile` are never added.
@@ -158,7 +158,7 @@ def gather_with_labels(
         from prometheus_client import generate_latest
 
         text = generate_latest(registry).decode()
-        lines = _relabelled(text, labels, tuple(prefix_filters or ()), tuple(exclude_prefixes or ()))
+        lines = _relabelled(text, auto_labels, tuple(prefix_filters or ()), tuple(exclude_prefixes or ()))
         return "".join(f"{line}\n" for line in lines) or "\n"
     except Exception:  # a vendor's collector may raise anything; the scrape goes on without it
         logger.exception("an engine's metrics registry could not be read; its metrics are missing from /metrics")

@@ -48,9 +48,9 @@ class LogitsProcessorSpec:
     generation_only: bool = True  # prefill and encode workers skip them: they produce no text of their own
 
 
-def is_generation_stage(mode: DisaggregationMode) -> bool:
+def is_generation_stage(disaggregation_mode: DisaggregationMode) -> bool:
     """Return whether a worker of this role produces the text the client sees."""
-    return mode in (DisaggregationMode.AGGREGATED, DisaggregationMode.DECODE)
+    return disaggregation_mode in (DisaggregationMode.AGGREGATED, DisaggregationMode.DECODE)
 
 
 def logits_processors_for_request(
@@ -76,10 +76,10 @@ def serialize_logits_processor_entries(entries: Iterable[LogitsProcessorEntry]) 
     return records
 
 
-def deserialize_logits_processor_entries(records: Iterable[Mapping[str, Any]]) -> list[LogitsProcessorEntry]:
+def deserialize_logits_processor_entries(payload: Iterable[Mapping[str, Any]]) -> list[LogitsProcessorEntry]:
     """Read the JSON form back into equal objects. Raises ValueError for an unknown kind."""
     entries: list[LogitsProcessorEntry] = []
-    for record in records:
+    for record in payload:
         kind = record.get("kind")
         if kind != _FORCED_SEQUENCE:
             raise ValueError(f"unknown logits processor kind {kind!r}; this version has {_FORCED_SEQUENCE!r}")

@@ -8,10 +8,7 @@ from typing import Any
 __all__ = ["serialize_structural_tag"]
 
 
-def serialize_structural_tag(tag: Any) -> str | None:
+def serialize_structural_tag(structural_tag: Any) -> str | None:
     """Turn a model object or plain data into JSON; None and text stay as they are."""
-    if hasattr(tag, "model_dump"):
-        tag = tag.model_dump()
-    if tag is None or isinstance(tag, str):
-        return tag
-    return json.dumps(tag)
+    tag = structural_tag.model_dump() if hasattr(structural_tag, "model_dump") else structural_tag
+    return tag if tag is None or isinstance(tag, str) else json.dumps(tag)

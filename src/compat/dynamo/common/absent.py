@@ -1,11 +1,16 @@
-"""Names of the native module that are loaded at first use, and those that this system does not have."""
+"""What the native system has and this one has not, with what to use in its place: names of its native module, and modules.
+
+A name, or a module, that is not in a table here is there.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.machinery import ModuleSpec
 from typing import Any, Final
 
-__all__ = ["ABSENT", "ROUTER_NAMES", "load_name"]
+__all__ = ["ABSENT", "MODULES", "ROUTER_NAMES", "load_name"]
 
 _FRONTEND: Final = "run the frontend as a process (python -m dynamo.frontend) or embed dynamo.frontend.Frontend"
 _ROUTER: Final = (
@@ -51,9 +56,53 @@ ABSENT: Final[dict[str, str]] = {
     "ResponseSender": "answer by yielding from a handler; see docs/writing-a-backend.md",
     "RuntimeMetrics": "use endpoint.metrics, or dynamo.runtime.observe.metrics for metrics of your own",
     "EngineConfig": "an engine's configuration is dynamo.common.backend.EngineConfig",
-    "with_engine_data": "put `engine_data` into a chunk: it reaches clients that ask for it in nvext.extra_fields",
 }
 """Name -> what to use in its place."""
+
+_NIXL: Final = ("transfers between devices over NIXL", "use the package nixl in your engine")
+MODULES: Final[dict[str, tuple[str, str]]] = {
+    "dynamo.common.http": (
+        "an HTTP client for media that checks addresses",
+        "media are fetched by the frontend, see dynamo.llm.MediaFetcher: use your own client in an engine",
+    ),
+    "dynamo.common.protocols": (
+        "pydantic models of image, audio and video requests",
+        "a RawEngine receives the OpenAI-shaped body as a dict, see dynamo.common.backend.RawRequest",
+    ),
+    "dynamo.common.storage": (
+        "media files in a file system or bucket",
+        "use fsspec in your engine, with the arguments --media-output-fs-url and --media-output-http-url",
+    ),
+    "dynamo.common.snapshot": (
+        "checkpoints of a running engine",
+        "a worker starts from the files of its model",
+    ),
+    "dynamo.common.memory": ("a cache of embeddings in torch tensors", "keep embeddings in your engine"),
+    "dynamo.common.multimodal": (
+        "loaders of media, and transfers of embeddings in torch tensors",
+        "a request has its media, see dynamo.common.backend.multimodal.extract_multimodal_kwargs",
+    ),
+    "dynamo.common.utils.topology": (
+        "topology domains from files of a pod",
+        "set ModelRuntimeConfig.topology_domains and the kv_transfer_* fields yourself, see dynamo.llm.ModelRuntimeConfig",
+    ),
+    "dynamo.common.utils.media_nixl": _NIXL,
+    "dynamo.nixl_connect": _NIXL,
+    "dynamo.common.utils.video_utils": ("frames, and MP4 files of them", "use PyAV in your engine"),
+    "dynamo.common.utils.install_media_decoders": (
+        "a command that installs decoders",
+        "install opencv-python-headless and av with pip",
+    ),
+    "dynamo.common.utils.output_modalities": (
+        "which kinds of answers a model has",
+        "WorkerConfig.endpoint_types names what a worker serves, see dynamo.common.utils.endpoint_types",
+    ),
+    "dynamo.common.configuration.groups": (
+        "the flags of the native programs",
+        "dynamo.common.backend.args has those of a worker",
+    ),
+}
+"""Module or package -> what it has there, and what to use in its place."""
 
 
 ROUTER_NAMES: Final = (
@@ -76,3 +125,18 @@ def load_name(module: str, name: str) -> Any:
     if name in ABSENT:
         raise ImportError(f"{module}.{name} is not part of dynamo-unified; {ABSENT[name]}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+class _Absent:
+    """The last finder: it is used for a module that no folder has, and its error names what takes the place."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Raise the ImportError of a module that is not part of this system; None for any other."""
+        if name in MODULES:
+            what, instead = MODULES[name]
+            raise ModuleNotFoundError(f"{name} ({what}) is not part of dynamo-unified; {instead}", name=name)
+        return None
+
+
+sys.meta_path.append(_Absent)
