@@ -71,6 +71,20 @@ def test_a_directory_goes_to_the_first_engine_that_is_installed_and_knows_it(
     assert "installed" in choice.reason
 
 
+def test_a_directory_of_sentence_transformers_goes_to_transformers_for_vectors(model: Path, install: Install) -> None:
+    (model / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
+    install("torch")
+    install("transformers", "bert")
+    assert choose_engine(model).engine == "reference"  # nothing tells that vectors are wanted of it
+    (model / "modules.json").write_text("[]")
+    choice = choose_engine(model)
+    assert (choice.engine, choice.args) == ("transformers", ("--embedding-worker",))
+    options = read_options([str(model)], {})
+    assert options.engine_args == ("--model-name", str(model), "--embedding-worker")
+    given = read_options([str(model), "--", "--embedding-worker"], {})
+    assert given.engine_args == ("--model-name", str(model), "--embedding-worker")
+
+
 def test_a_gguf_file_goes_to_llama_cpp(tmp_path: Path, install: Install) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")

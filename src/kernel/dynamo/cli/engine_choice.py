@@ -91,6 +91,7 @@ class EngineChoice:
     engine: str
     reason: str
     model: str | None  # what the engine is given: a file, a directory, or nothing
+    args: tuple[str, ...] = ()  # further arguments that the model needs
 
 
 def choose_engine(model: Path | None, *, has_tokenizer_flag: bool = False) -> EngineChoice:
@@ -113,6 +114,9 @@ def choose_engine(model: Path | None, *, has_tokenizer_flag: bool = False) -> En
     for engine, package, knows in (("vllm", "vllm", _vllm_knows), ("transformers", "torch", _transformers_knows)):
         if _is_installed(package) and architecture and knows(architecture, kind):
             return EngineChoice(engine, f"{engine} is installed and knows {architecture}", str(model))
+    if _is_installed("torch") and (model / "modules.json").is_file() and _transformers_has(kind):
+        reason = f"{architecture or kind} makes vectors, and transformers is installed and has it"
+        return EngineChoice("transformers", reason, str(model), ("--embedding-worker",))
     return EngineChoice(
         DEFAULT_ENGINE,
         "neither vLLM nor transformers is installed here with this model's architecture: in NumPy, for small models only",
@@ -206,7 +210,12 @@ def _vllm_knows(architecture: str, _kind: str) -> bool:
 
 def _transformers_knows(architecture: str, kind: str) -> bool:
     """Return whether transformers generates with an architecture."""
+    return architecture.endswith("ForCausalLM") and _transformers_has(kind)
+
+
+def _transformers_has(kind: str) -> bool:
+    """Return whether transformers is installed and has models of a type."""
     directory = package_directory("transformers")
-    if directory is None or not re.fullmatch(r"[A-Za-z0-9_\-]+", kind) or not architecture.endswith("ForCausalLM"):
+    if directory is None or not re.fullmatch(r"[A-Za-z0-9_\-]+", kind):
         return False
     return (directory / "models" / kind.replace("-", "_")).is_dir()

@@ -299,7 +299,8 @@ def _engine_of(
     if is_here and choice.engine == "vllm":  # the other engines take the directory's name by themselves
         name = Path(choice.model).resolve().name
     alias = ["--served-model-name", name] if name and "--served-model-name" not in given else []
-    return choice.engine, choice.reason, ["--model-name", choice.model, *alias]
+    further = [flag for flag in choice.args if flag not in given]
+    return choice.engine, choice.reason, ["--model-name", choice.model, *alias, *further]
 
 
 def _upstream(named: str | None, flags: ServeFlags) -> list[str]:
