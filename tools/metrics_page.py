@@ -18,6 +18,7 @@ from dynamo.frontend.parts.batches.metrics import FAMILIES as BATCHES
 from dynamo.frontend.parts.keys.metrics import FAMILIES as KEYS
 from dynamo.frontend.parts.media.metrics import FAMILIES as MEDIA
 from dynamo.frontend.parts.recording.recording import FAMILIES as RECORDING
+from dynamo.frontend.parts.residency.metrics import FAMILIES as RESIDENCY
 from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX
 from dynamo.frontend.parts.scaling.gauges import FAMILIES as AUTOSCALE
 from dynamo.frontend.parts.stored_responses.part import FAMILIES as STORED_RESPONSES
@@ -47,7 +48,7 @@ TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
     "autoscale": tuple(family.under(AUTOSCALE_PREFIX) for family in AUTOSCALE),
     "frontend": tuple(
         family.under("dynamo_frontend")
-        for family in (*FRONTEND, *STORED_RESPONSES, *MEDIA, *RECORDING, *BATCHES, *KEYS)
+        for family in (*FRONTEND, *STORED_RESPONSES, *MEDIA, *RECORDING, *BATCHES, *KEYS, *RESIDENCY)
     ),
 }
 

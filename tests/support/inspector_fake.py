@@ -30,6 +30,7 @@ from dynamo.protocol.inspector.views import (
     Picture,
     PrefixView,
     RequestDetail,
+    ResidentView,
     StreamView,
     WorkerView,
 )
@@ -39,7 +40,9 @@ from support.patience import PATIENCE_SECONDS
 T = TypeVar("T")
 Answer = tuple[int, Any]
 
-LISTS = ("frontends", "models", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors", "events")
+LISTS = (
+    "frontends", "models", "residents", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors", "events",
+)  # fmt: skip
 
 
 def now_ms() -> int:
@@ -88,6 +91,14 @@ def a_model(name: str, **members: Any) -> ModelView:
     )
 
 
+def a_resident(name: str, **members: Any) -> ResidentView:
+    given: dict[str, Any] = {
+        "state": "loaded", "taken_bytes": 949_000_000, "needed_bytes": 949_000_000, "running": 3, "waiting": 0,
+        "is_pinned": True, "presets": ["coding"], "used_ms": now_ms() - 2_000,
+    }  # fmt: skip
+    return ResidentView(id=f"f1/{name}", name=name, **{**given, **members})
+
+
 def an_event(id: str, text: str, **members: Any) -> EventView:
     return EventView(id=id, at_ms=now_ms(), kind=members.pop("kind", "worker joined"), text=text, **members)
 
@@ -105,6 +116,7 @@ class FakeInspector:
         self.read_only, self.role = False, "admin"
         self.started_ms = now_ms() - 60_000
         self.lists: dict[str, dict[str, Any]] = {name: {} for name in LISTS}
+        self.budget_bytes: int | None = None
         self.totals: dict[str, int] = {}
         self.partial: list[str] = []
         self.now = CountersView(requests_per_second=41.2, output_tokens_per_second=6210.0, ttft_p50_seconds=0.084)
@@ -173,10 +185,12 @@ class FakeInspector:
         self.port = self._service.sockets[0].getsockname()[1]
 
     def picture(self, views: set[str]) -> Picture:
+        residents = self.lists["residents"].values()
         fleet = FleetView(
             cluster="test", started_ms=self.started_ms, frontends=1, workers=len(self.lists["workers"]),
             models=len(self.lists["models"]), now=self.now, history={"requests_per_second": [1.0, 2.0, None, 4.0]},
-            read_only=self.read_only, role=self.role,
+            read_only=self.read_only, role=self.role, budget_bytes=self.budget_bytes,
+            resident_bytes=sum(row.taken_bytes or 0 for row in residents) if residents else None,
         )  # fmt: skip
         lists: dict[str, Any] = {name: list(self.lists[name].values()) for name in LISTS if name in views}
         return Picture(seq=self._seq, taken_ms=now_ms(), partial=self.partial, totals=self.totals, fleet=fleet, **lists)

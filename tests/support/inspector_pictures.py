@@ -18,6 +18,7 @@ from dynamo.protocol.inspector.views import (
     PrefixView,
     RecentView,
     RequestDetail,
+    ResidentView,
     RoutingView,
     StreamView,
     WorkerView,
@@ -67,6 +68,15 @@ MODELS = [
               workers={"agg": 3}, in_flight=0, context_length=131072, router_mode="kv", parent="demo"),
     ModelView(id="dynamo/big", name="big", namespace="dynamo", types=["chat"], is_ready=False,
               why_not="no decode worker: a model with prefill workers needs one", workers={"prefill": 1}, in_flight=3),
+]  # fmt: skip
+RESIDENTS = [
+    ResidentView(id="fe-1/demo", name="demo", state="loaded", taken_bytes=949_000_000, needed_bytes=949_000_000, running=3,
+                 is_pinned=True, presets=["coding"], used_ms=NOW_MS - 200),
+    ResidentView(id="fe-1/big", name="big", state="loading", taken_bytes=558_000_000, needed_bytes=558_000_000, waiting=2,
+                 used_ms=NOW_MS - 3_000),
+    ResidentView(id="fe-1/broken", name="broken", state="failed", why="exited with 1: the weights have a hole",
+                 needed_bytes=158_000_000, used_ms=NOW_MS - 9 * MINUTE_MS),
+    ResidentView(id="fe-1/never", name="never", state="absent", needed_bytes=317_000_000),
 ]  # fmt: skip
 WORKERS = [
     WorkerView(id="694d9a3c5d8f7e9f", role="agg", models=["demo"], address="10.0.0.11:41233", wire="mux", state="ready",
@@ -171,7 +181,8 @@ DETAIL = RequestDetail(
 def demo_picture(**changes: Any) -> Picture:
     """A picture with something in every view."""
     members: dict[str, Any] = {
-        "seq": 7, "taken_ms": NOW_MS, "fleet": FLEET, "frontends": FRONTENDS, "models": MODELS, "workers": WORKERS,
+        "seq": 7, "taken_ms": NOW_MS, "fleet": FLEET, "frontends": FRONTENDS, "models": MODELS, "residents": RESIDENTS,
+        "workers": WORKERS,
         "streams": STREAMS, "recent": RECENT, "routing": ROUTING, "caches": CACHES, "prefixes": PREFIXES, "errors": ERRORS,
         "events": EVENTS,
     }  # fmt: skip

@@ -19,6 +19,7 @@ from dynamo.protocol.inspector.views import (
     PrefixView,
     RecentView,
     RequestDetail,
+    ResidentView,
     RoutingView,
     SettingView,
     StreamView,
@@ -67,7 +68,7 @@ BREAKERS = (
 )
 ESCAPES = ("\\u001b[31mred", "\\u202egnp.exe", "\\u0000end")
 KINDS = {
-    "frontends": FrontendView, "models": ModelView, "workers": WorkerView, "streams": StreamView, "recent": RecentView,
+    "frontends": FrontendView, "models": ModelView, "residents": ResidentView, "workers": WorkerView, "streams": StreamView, "recent": RecentView,
     "routing": RoutingView, "caches": CacheView, "prefixes": PrefixView, "errors": ErrorGroup, "events": EventView,
 }  # fmt: skip
 
@@ -145,7 +146,7 @@ def test_no_view_takes_an_attack_for_more_than_text(browser: Browser, attacked: 
         page.goto(attacked.url)
         page.locator(".top .state.ok").wait_for()
         for view in (*KINDS, "batches", "keys", "playground", "config", "fleet"):
-            if view in ("frontends", "caches", "events"):  # parts of other views
+            if view in ("frontends", "residents", "caches", "events"):  # parts of other views
                 continue
             page.goto(f"{attacked.url}#/{view}")
             page.locator(f"main.view-{view}").wait_for()

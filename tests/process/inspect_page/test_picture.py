@@ -17,6 +17,7 @@ from support.inspector_fake import (
     a_cache,
     a_model,
     a_prefix,
+    a_resident,
     a_stream,
     a_worker,
     an_event,
@@ -351,6 +352,7 @@ def test_every_view_fits_its_screen(browser: Browser, fake: FakeInspector, schem
     long_name = "a-rather/long-name-of-a-model-8B-Instruct"
     fake.show("caches", a_cache("7e9f", model=long_name), a_cache("7ea0", blocks_known=None, history=[]))
     fake.show("prefixes", a_prefix("8f00aa1131cc90fe", model=long_name, holders=["694d9a3c5d8f7e9f"] * 6))
+    fake.show("residents", a_resident(long_name, state="failed", why="exited with 1: there is a hole in the weights"))
     size = {"width": width, "height": 800}
     with watched(browser, fake.url.removesuffix("/inspect/"), viewport=size, color_scheme=scheme) as page:
         page.expected = (NOT_HERE,)
@@ -375,6 +377,7 @@ def test_the_tables_fit_the_screen_of_a_laptop(browser: Browser, fake: FakeInspe
     fake.show("workers", *[a_worker(f"{number:x}" * 12) for number in range(1, 5)])
     fake.show("streams", *[a_stream(f"chatcmpl-{number:036d}") for number in range(5)])
     fake.show("models", a_model("m"))
+    fake.show("residents", a_resident("m", why="exited with 1: there is a hole in the weights"))
     with watched(browser, fake.url.removesuffix("/inspect/"), viewport={"width": width, "height": 900}) as page:
         for view in ("models", "workers", "streams", "recent"):
             shown = opened(page, fake, f"#/{view}")
@@ -383,6 +386,24 @@ def test_the_tables_fit_the_screen_of_a_laptop(browser: Browser, fake: FakeInspe
                 "[...document.querySelectorAll('.table')].map((one) => one.scrollWidth - one.clientWidth).filter((by) => by > 2)"
             )
             assert cut == [], (view, cut)
+
+
+def test_the_models_on_demand_are_shown_with_their_memory_and_what_waits(page: Watched, fake: FakeInspector) -> None:
+    shown = opened(page, fake, "#/models")
+    assert shown.get_by_role("heading", name="On demand").count() == 0  # this frontend loads none on demand
+    fake.budget_bytes = 1_500_000_000
+    failed = a_resident("b", state="failed", why="the weights have a hole", taken_bytes=None, running=0, waiting=7)
+    fake.show("residents", a_resident("demo", taken_bytes=900_000_000), failed)
+    shown.reload()
+    panel = shown.locator(".panel", has=shown.get_by_role("heading", name="On demand"))
+    panel.get_by_text("900.0 MB in memory of 1.5 GB").wait_for()
+    other, loaded = panel.locator("tbody tr[role=row]").all()
+    texts = [row.text_content() or "" for row in (loaded, other)]
+    assert [text for text in ("loaded", "900.0 MB", "pinned", "coding") if text not in texts[0]] == []
+    assert [text for text in ("failed", "7", "the weights have a hole") if text not in texts[1]] == []
+    assert shown.locator(".strip .one", has_text="models").text_content() == "models900.0 MB"
+    loaded.click(position={"x": 3, "y": 8})
+    shown.locator("main .head h1", has_text="demo").wait_for()
 
 
 def test_light_and_dark_can_be_turned_and_stay(page: Watched, fake: FakeInspector) -> None:

@@ -35,7 +35,7 @@ STEPS = (
     f"{PARTS}.batches.journal:ResultJournal.append",
     f"{PARTS}.batches.stored_files:StoredFiles.remove_expired",
     f"{PARTS}.inspector.tables:WorkerLifecycle.look",
-    f"{PARTS}.inspector.inspector:Inspector._kv_use",
+    f"{PARTS}.inspector.workers:ClusterTable.kv_use",
     f"{PARTS}.inspector.other_frontends:OtherFrontends._take",
 )
 """One step of each loop: the module, and the method that raises when it is first called."""

@@ -81,7 +81,7 @@ class TopFlags(InspectFlags):
 
     # fmt: off
     view: tuple[str, ...] = setting((), None, SettingReader(_views, show=",".join, metavar="VIEW"),
-        "What to show: `workers`, `streams`, `models`, `frontends`, `recent`, `routing`, `caches`, `prefixes`, `errors`, `events`; with `--once` several, with commas between them",
+        "What to show: `workers`, `streams`, `models`, `residents`, `frontends`, `recent`, `routing`, `caches`, `prefixes`, `errors`, `events`; with `--once` several, with commas between them",
         flag="--view", shown="workers,streams")
     filter: str = setting("", None, text, "Which streams to show, as in `model:demo age>5 stalled`", flag="--filter")
     limit: int = setting(MOST_ROWS, None, integer(1, MOST_ROWS), "At most so many entries of each view", flag="--limit")

@@ -151,7 +151,8 @@ def _be_worker(options: argparse.Namespace, argv: list[str], report: Reports, li
         else:
             print(one_line(text_of(error)), file=sys.stderr)
         status = exit_status(error)
-    if engine_cls.skips_teardown:
+    # Another model is loaded only after this process has given its memory back.
+    if engine_cls.skips_teardown or options.serve_as:
         lifeline.sweep()
         exit_at_once(status)
     return status

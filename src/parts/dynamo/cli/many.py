@@ -17,13 +17,15 @@ from typing import Any, Final, Protocol
 
 from dynamo.cli.serve import ServeOptions, table_flags
 from dynamo.cli.usage import UsageError
-from dynamo.residency.machine import Residency, Resident
+from dynamo.residency.machine import Memory, Residency, Resident
 from dynamo.runtime.base.forever import forever
 from dynamo.settings.command import did_you_mean
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.process import GaveUp, SupervisedProcess, exit_words
 
 MEASURE_SECONDS: Final = 2.0
+LOADING_SECONDS: Final = 0.05  # the same of a model that is being loaded: it takes gigabytes in a second
+LOADING_SHARE: Final = 10  # of the time between two of those, one measurement takes a tenth at most
 NOTABLE: Final = 0.02  # a change of memory below this share is not reported
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 Table = Mapping[str, Any]
@@ -129,11 +131,13 @@ def estimated_bytes(source: Path) -> int:
 
 def check_memory(budget: int | None, models: Mapping[str, Table]) -> None:
     """Raise UsageError where a model does not fit into the budget beside the pinned ones."""
-    found = [Resident(name, one["bytes"], is_pinned=one["pinned"]) for name, one in models.items()]
+    found = [Resident(name, Memory(one["bytes"]), is_pinned=one["pinned"]) for name, one in models.items()]
     residency = Residency(found, budget_bytes=budget)
     for model in filter(residency.never_fits, found):
         pinned = ", ".join(each.name for each in found if each.is_pinned and each is not model)
-        what = f"{model.name} takes about {model.bytes / 1e9:.2f} GB" + (f" beside {pinned}, pinned" if pinned else "")
+        what = f"{model.name} takes about {model.memory.needed / 1e9:.2f} GB" + (
+            f" beside {pinned}, pinned" if pinned else ""
+        )
         raise UsageError(f"--memory {(budget or 0) / 1e9:g}GB is too small: {what}")
 
 
@@ -165,6 +169,15 @@ class ModelProcesses(Protocol):
         """Run `work` until the command ends."""
 
 
+@dataclass(slots=True)
+class _Loaded:
+    """One model that has a process."""
+
+    process: SupervisedProcess
+    state: str = "loading"  # as the frontend names it
+    refusal: str = ""  # what its engine reported as the operator's mistake
+
+
 class Residents:
     """`run` it beside everything else."""
 
@@ -177,10 +190,9 @@ class Residents:
     ) -> None:
         """`link`: this end of the socket, and that of the frontend, which stays open for one that is started again."""
         self._link, self._setup, self._processes, self._log = link, setup, processes, log
-        self._running: dict[str, SupervisedProcess] = {}  # by model
-        self._states: dict[str, str] = {}  # of those, as the frontend names them
+        self._running: dict[str, _Loaded] = {}  # by model
         self._bytes = {name: int(model["bytes"]) for name, model in setup.models.items()}
-        self._refusals: dict[str, str] = {}
+        self._measured = set[str]()  # the models of which that is what they took when they were loaded
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
@@ -197,12 +209,15 @@ class Residents:
     def serves(self, process: SupervisedProcess, report: Table) -> None:
         """Take what the worker of a model reports."""
         name = process.name
-        if report["event"] == "refused":
-            self._refusals[name] = str(report["reason"])
-        if report["event"] != "serving" or self._states.get(name) != "loading":
+        if (model := self._running.get(name)) is None:
             return
-        self._states[name] = "loaded"
+        if report["event"] == "refused":
+            model.refusal = str(report["reason"])
+        if report["event"] != "serving" or model.state != "loading":
+            return
+        model.state = "loaded"
         self._bytes[name] = self._taken(process) or self._bytes[name]
+        self._measured.add(name)
         self._send({"event": "serving", "model": name, "bytes": self._bytes[name]})
         seconds = "" if process.start_seconds is None else f" after {process.start_seconds:.1f} s"
         self._log(f"models: {name} is loaded{seconds} and takes {self._bytes[name] / 1e6:.0f} MB")
@@ -211,41 +226,63 @@ class Residents:
         name = said.get("model", "")
         match said["order"]:
             case "hello":
-                models = [
-                    {**each, "name": name, "bytes": self._bytes[name], "state": self._states.get(name, "absent")}
-                    for name, each in self._setup.models.items()
-                ]
+                models = [self._shown(name) for name in self._setup.models]
                 self._send({"event": "setup", "models": models, **self._setup.further})
             case "load" if name not in self._running:
-                process = self._running[name] = self._processes.add_model(name, Once())
-                self._states[name] = "loading"
+                model = self._running[name] = _Loaded(self._processes.add_model(name, Once()))
                 self._log(f"models: {name} is being loaded")
-                self._processes.spawn(self._keep(name, process), f"model {name}")
+                self._processes.spawn(self._keep(name, model), f"model {name}")
+                if self._setup.further["budget_bytes"] is not None:
+                    self._processes.spawn(self._measure_load(name, model), f"memory of {name}")
             case "unload" if name in self._running:
-                self._states[name] = "unloading"
-                self._log(f"models: {name} is being unloaded")
-                self._processes.spawn(self._running[name].stop(), f"unload {name}")
+                self._unload(name, self._running[name])
 
-    async def _keep(self, name: str, process: SupervisedProcess) -> None:
+    def _shown(self, name: str) -> Table:
+        model = self._running.get(name)
+        return {
+            "name": name, "bytes": self._bytes[name], "measured": name in self._measured,
+            "pinned": self._setup.models[name]["pinned"], "state": "absent" if model is None else model.state,
+        }  # fmt: skip
+
+    def _unload(self, name: str, model: _Loaded) -> None:
+        was_loading, model.state = model.state == "loading", "unloading"
+        if was_loading:  # it takes more memory than there is, and more with every moment
+            self._log(f"models: {name} takes more than its estimate, and is loaded again when there is room")
+            model.process.kill()
+        else:
+            self._log(f"models: {name} is being unloaded")
+            self._processes.spawn(model.process.stop(), f"unload {name}")
+
+    async def _keep(self, name: str, model: _Loaded) -> None:
         reason = "it was unloaded"
         try:
-            await process.keep()
+            await model.process.keep()
         except GaveUp as failure:
-            said = self._refusals.pop(name, "") or (failure.last_lines[-1] if failure.last_lines else "")
+            said = model.refusal or (failure.last_lines[-1] if failure.last_lines else "")
             reason = exit_words(failure.status) + (f": {said}" if said else "")
             self._log(f"models: {name} {exit_words(failure.status, failure.last_lines)}")
-        del self._running[name], self._states[name]
-        self._processes.remove(process)
+        del self._running[name]
+        self._processes.remove(model.process)
         self._send({"event": "ended", "model": name, "reason": reason})
 
     async def _measure(self) -> None:
         while True:
             await asyncio.sleep(MEASURE_SECONDS)
-            for name, process in self._running.items():
-                taken = self._taken(process)
-                if taken and self._states[name] == "loaded" and abs(taken - self._bytes[name]) > NOTABLE * taken:
+            for name, model in self._running.items():
+                taken = self._taken(model.process)
+                if taken and model.state == "loaded" and abs(taken - self._bytes[name]) > NOTABLE * taken:
                     self._bytes[name] = taken
                     self._send({"event": "measured", "model": name, "bytes": taken})
+
+    async def _measure_load(self, name: str, model: _Loaded) -> None:
+        """Report what a model takes that is being loaded, as soon as that is more than was known of it."""
+        clock, reported = asyncio.get_running_loop().time, self._bytes[name]
+        while self._running.get(name) is model and model.state == "loading":
+            began = clock()
+            if (taken := self._taken(model.process)) > reported:
+                reported = taken
+                self._send({"event": "measured", "model": name, "bytes": taken})
+            await asyncio.sleep(max(LOADING_SECONDS, LOADING_SHARE * (clock() - began)))
 
     def _send(self, said: Table) -> None:
         assert self._writer is not None
@@ -256,14 +293,16 @@ class Residents:
         return 0 if process.process is None else session_bytes(process.process.pid)
 
 
-def session_bytes(leader: int, root: Path = Path("/proc")) -> int:
+def session_bytes(leader: int, root: str = "/proc") -> int:
     """Return the resident memory of all processes of a session; 0 where the system does not show it."""
-    return sum(_resident(folder, leader) for folder in root.glob("[0-9]*"))
+    with suppress(OSError):
+        return sum(_resident(f"{root}/{name}/stat", leader) for name in os.listdir(root) if name.isdigit())
+    return 0
 
 
-def _resident(folder: Path, session: int) -> int:
-    with suppress(OSError, ValueError, IndexError):  # a process that has just ended
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+def _resident(path: str, session: int) -> int:
+    with suppress(OSError, ValueError, IndexError), open(path, "rb") as file:  # a process that has just ended
+        fields = file.read().rpartition(b")")[2].split()
         if int(fields[3]) == session:
             return int(fields[21]) * PAGE_BYTES
     return 0

@@ -16,6 +16,10 @@ PATIENCE_SECONDS: Final = 5.0
 their end, and the others have their turn. Shorter, and two busy models would load all the time."""
 FIRST_BACKOFF_SECONDS: Final = 1.0
 LONGEST_BACKOFF_SECONDS: Final = 60.0
+ESTIMATE_MARGIN: Final = 1.25
+ESTIMATE_BYTES: Final = 1 << 30
+"""So much more than its estimate has to be free for the first load of a model, or all there is. A load for which there is no
+room in the end is for nothing."""
 HEALTHY_SECONDS: Final = 60.0  # a model that served so long before it died has not failed in a row
 
 
@@ -36,6 +40,14 @@ class Action(enum.Enum):
     UNLOAD = "unload"
 
 
+class UnloadReason(enum.StrEnum):
+    """Why a model is to be unloaded."""
+
+    IDLE = "idle"  # it had no request for long enough
+    ROOM = "room"  # others need its memory
+    OUTGROWN = "outgrown"  # it takes more than its estimate while it is loaded, and there is no room for that
+
+
 class Verdict(enum.Enum):
     """What becomes of a request that has arrived."""
 
@@ -50,6 +62,7 @@ class Order:
 
     action: Action
     name: str
+    reason: UnloadReason | None = None  # of an unload
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +81,35 @@ class RoomNeed(NamedTuple):
     is_urgent: bool
 
 
+class Known(enum.Enum):
+    """How well it is known what a model takes."""
+
+    ESTIMATED = "estimated"  # by its weights: caches come on top, and libraries
+    UNDERESTIMATED = "underestimated"  # it took more while it was loaded, and how much more is not known
+    MEASURED = "measured"  # while it was loaded before
+
+
+@dataclass(slots=True)
+class Memory:
+    """The memory of one model, in bytes."""
+
+    needed: int
+    known: Known = Known.ESTIMATED
+    taken: int = 0  # from the order to load it until its process has ended
+
+
 class Resident:
     """One model, and the requests for it."""
 
-    __slots__ = ("bytes", "failure", "is_pinned", "name", "running", "since", "state", "used_at", "waiting")
+    __slots__ = ("failure", "is_pinned", "memory", "name", "running", "since", "state", "used_at", "waiting")
 
-    def __init__(self, name: str, estimated_bytes: int, *, is_pinned: bool = False) -> None:
-        """`estimated_bytes`: what it takes, before that was measured."""
-        self.name, self.is_pinned = name, is_pinned
-        self.bytes = estimated_bytes
+    def __init__(self, name: str, memory: Memory, *, is_pinned: bool = False) -> None:
+        self.name, self.is_pinned, self.memory = name, is_pinned, memory
         self.state = Residence.ABSENT
         self.since = 0.0  # when that state began; of one that is not loaded, when the first waiting request arrived
         self.running = self.waiting = 0  # requests
         self.used_at = 0.0
         self.failure: LoadFailure | None = None
-
-    @property
-    def holds_memory(self) -> bool:
-        return self.state is not Residence.ABSENT
 
     @property
     def may_be_unloaded(self) -> bool:
@@ -106,7 +130,7 @@ class Residency:
     @property
     def used_bytes(self) -> int:
         """What the models take that are loaded, or on their way in or out."""
-        return sum(model.bytes for model in self.models.values() if model.holds_memory)
+        return sum(model.memory.taken for model in self.models.values())
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -136,12 +160,22 @@ class Residency:
     def loaded(self, name: str, taken_bytes: int, now: float) -> None:
         """Record a model as serving, and what it takes. The requests that wait for it are running from now on."""
         model = self.models[name]
-        model.bytes = taken_bytes
+        model.memory = Memory(taken_bytes, Known.MEASURED, taken_bytes)
         self._open(model, now)
 
+    def found(self, name: str, state: Residence, now: float) -> None:
+        """Take a model that was loaded, or was on its way, before this began. A loaded one counts as loading until `loaded`."""
+        model = self.models[name]
+        model.state, model.since = Residence.LOADING if state is Residence.LOADED else state, now
+        model.memory.taken = 0 if state is Residence.ABSENT else model.memory.needed
+
     def measured(self, name: str, taken_bytes: int) -> None:
-        """Take what a model takes by now."""
-        self.models[name].bytes = taken_bytes
+        """Take what a model takes by now. One that is still being loaded takes what was estimated, or more."""
+        model = self.models[name]
+        if model.state is Residence.LOADING:
+            model.memory.taken = max(self._room_for(model), taken_bytes)
+        elif model.state in (Residence.LOADED, Residence.CLOSING):
+            model.memory = Memory(taken_bytes, Known.MEASURED, taken_bytes)
 
     def failed(self, name: str, reason: str, now: float) -> None:
         """Record the failure of a load, or the death of a process. Those that wait for it are to be answered."""
@@ -153,19 +187,19 @@ class Residency:
         steps = before - 1 if was_loaded else before
         delay = 0.0 if steps < 0 else min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(steps, 16))
         model.failure = LoadFailure(reason, before + 1, now + delay)
-        model.state, model.since = Residence.ABSENT, now
+        self._leave_memory(model, now)
 
     def gone(self, name: str, now: float) -> None:
         """Record the end of the process of a model that was unloaded."""
         model = self.models[name]
-        model.state, model.since = Residence.ABSENT, now
+        self._leave_memory(model, now)
         model.failure = None
 
     # -- what is to be done --------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Order]:
         """Return what is to be done now. Each order counts as given: it is not repeated."""
-        orders = self._unload_idle(now)
+        orders = [*self._unload_idle(now), *self._end_outgrown(now)]
         need = self._load_wanted(now, orders)
         if self.budget_bytes is not None and (over := self.used_bytes - self.budget_bytes) > 0:
             need = RoomNeed(over if need is None else max(need.bytes, over), is_urgent=True)
@@ -189,8 +223,21 @@ class Residency:
 
     def never_fits(self, model: Resident) -> bool:
         """Return whether it is larger than what the other pinned models leave of the budget."""
-        pinned = sum(each.bytes for each in self.models.values() if each.is_pinned and each is not model)
-        return self.budget_bytes is not None and model.bytes > self.budget_bytes - pinned
+        return self.budget_bytes is not None and model.memory.needed > self._room_beside_pinned(model)
+
+    def _room_for(self, model: Resident) -> int:
+        """Return how much memory has to be free for a load."""
+        memory = model.memory
+        if self.budget_bytes is None or memory.known is Known.MEASURED:
+            return memory.needed
+        most = self._room_beside_pinned(model)
+        if memory.known is Known.ESTIMATED:
+            most = min(most, round(memory.needed * ESTIMATE_MARGIN) + ESTIMATE_BYTES)
+        return max(memory.needed, most)
+
+    def _room_beside_pinned(self, model: Resident) -> int:
+        pinned = sum(each.memory.needed for each in self.models.values() if each.is_pinned and each is not model)
+        return (self.budget_bytes or 0) - pinned
 
     def _unload_idle(self, now: float) -> list[Order]:
         if self.idle_seconds is None:
@@ -200,19 +247,36 @@ class Residency:
             for model in self.models.values()
             if model.may_be_unloaded and not model.waiting and now - model.used_at >= self.idle_seconds
         ]
-        return [self._unload(model, now) for model in idle]
+        return [self._unload(model, now, UnloadReason.IDLE) for model in idle]
+
+    def _end_outgrown(self, now: float) -> list[Order]:
+        """End the load of a model for which there was room by its estimate, and is none by what it takes.
+
+        The next load has all the room that there can ever be for it.
+        """
+        if self.budget_bytes is None or self.used_bytes <= self.budget_bytes:
+            return []
+        found = [
+            model
+            for model in self.models.values()
+            if model.state is Residence.LOADING and model.memory.taken > self._room_for(model)
+        ]
+        for model in found:
+            model.memory.needed, model.memory.known = model.memory.taken, Known.UNDERESTIMATED
+        return [self._unload(model, now, UnloadReason.OUTGROWN) for model in found]
 
     def _load_wanted(self, now: float, orders: list[Order]) -> RoomNeed | None:
         """Order to load what fits, in the order of arrival; return the need of the first that does not fit."""
         wanted = [model for model in self.models.values() if self._wants(model) and not self._is_refused(model, now)]
         for model in sorted(wanted, key=lambda each: (not each.is_pinned, each.since)):
             if self.budget_bytes is not None:
-                lacks = self.used_bytes + model.bytes - self.budget_bytes
+                lacks = self.used_bytes + self._room_for(model) - self.budget_bytes
                 if lacks > 0:  # none that came later overtakes it: it would take the room that is being made
                     return RoomNeed(lacks, is_urgent=now - model.since >= PATIENCE_SECONDS)
                 if any(each.state is Residence.LOADING for each in self.models.values()):
                     return None  # what that one takes is an estimate, and two of them could be wrong together
             model.state, model.since = Residence.LOADING, now
+            model.memory.taken = self._room_for(model)
             orders.append(Order(Action.LOAD, model.name))
         return None
 
@@ -220,19 +284,21 @@ class Residency:
         """Unload the models that were not used for longest until there is room; busy ones where it is urgent."""
         residents = sorted(self.models.values(), key=lambda model: model.used_at)
         orders += [
-            self._unload(model, now) for model in residents if model.state is Residence.CLOSING and not model.running
+            self._unload(model, now, UnloadReason.ROOM)
+            for model in residents
+            if model.state is Residence.CLOSING and not model.running
         ]
         short = need.bytes - sum(
-            model.bytes for model in residents if model.state in (Residence.CLOSING, Residence.UNLOADING)
+            model.memory.taken for model in residents if model.state in (Residence.CLOSING, Residence.UNLOADING)
         )
         for model in residents:
             if short > 0 and model.may_be_unloaded:
-                orders.append(self._unload(model, now))
-                short -= model.bytes
+                orders.append(self._unload(model, now, UnloadReason.ROOM))
+                short -= model.memory.taken
         for model in residents:
             if short > 0 and need.is_urgent and model.state is Residence.LOADED and not model.is_pinned:
                 model.state, model.since = Residence.CLOSING, now
-                short -= model.bytes
+                short -= model.memory.taken
 
     def _wants(self, model: Resident) -> bool:
         return model.state is Residence.ABSENT and (model.is_pinned or model.waiting > 0 or model.running > 0)
@@ -244,6 +310,9 @@ class Residency:
         model.state, model.since, model.used_at = Residence.LOADED, now, now
         model.running, model.waiting = model.running + model.waiting, 0
 
-    def _unload(self, model: Resident, now: float) -> Order:
+    def _unload(self, model: Resident, now: float, reason: UnloadReason) -> Order:
         model.state, model.since = Residence.UNLOADING, now
-        return Order(Action.UNLOAD, model.name)
+        return Order(Action.UNLOAD, model.name, reason)
+
+    def _leave_memory(self, model: Resident, now: float) -> None:
+        model.state, model.since, model.memory.taken = Residence.ABSENT, now, 0

@@ -64,7 +64,7 @@ def test_once_shows_the_asked_views_no_wider_than_asked(
 def test_json_is_the_picture_as_the_server_gave_it(server: InspectorServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--json", "--url", server.url, "--view", "frontends"]) == 0
     found = capsys.readouterr().out
-    expected = msgspec.structs.replace(server.picture, **dict.fromkeys(("models", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors", "events")))  # fmt: skip
+    expected = msgspec.structs.replace(server.picture, **dict.fromkeys(("models", "residents", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors", "events")))  # fmt: skip
     assert json.loads(found) == msgspec.to_builtins(expected)
     assert msgspec.json.decode(found, type=Picture) == expected
 

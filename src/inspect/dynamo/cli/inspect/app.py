@@ -33,7 +33,7 @@ TICK_SECONDS: Final = 1.0
 
 _FOOT: Final = (
     ("Enter", "open"), ("a", "abort"), ("e", "explain"), ("d Q", "drain, quarantine"), ("/", "filter"), (",", "sort"),
-    ("o w s m c x r g v f", "pages"), (":", "go to"), ("y", "copy"), ("?", "help"), ("q", "quit"),
+    ("o w s m l c x r g v f", "pages"), (":", "go to"), ("y", "copy"), ("?", "help"), ("q", "quit"),
 )  # fmt: skip
 
 

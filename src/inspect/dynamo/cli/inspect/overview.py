@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from dynamo.cli.inspect.figures import age, clock, count, milliseconds, per_second, percent, sparkline
+from dynamo.cli.inspect.figures import age, bytes_of, clock, count, milliseconds, per_second, percent, sparkline
 from dynamo.cli.inspect.lines import Line, Tone, TonedText, flow, width_of_line
 from dynamo.cli.inspect.tables import FULL_SHARE
 from dynamo.protocol.inspector.views import CountersView, FleetView, Picture
@@ -75,7 +75,13 @@ def _figures(fleet: FleetView, cells: int) -> list[Line]:
         one("shed/s", per_second(now.shed_per_second), Tone.WARN if now.shed_per_second else Tone.NORMAL),
         one("kv", _with_sign(now.kv_share), kv),
         one("hit", _with_sign(now.prefix_hit_share)),
+        *(() if fleet.resident_bytes is None else (one("mem", _memory(fleet)),)),
     ]
+
+
+def _memory(fleet: FleetView) -> str:
+    budget = "" if fleet.budget_bytes is None else f"/{bytes_of(fleet.budget_bytes)}"
+    return f"{bytes_of(fleet.resident_bytes)}{budget}"
 
 
 def _with_sign(share: float | None) -> str:

@@ -26,6 +26,7 @@ PAGES: Final = (
     Page("w", "workers", ("workers",), "workers: state, load, queue, KV blocks, prefix hits"),
     Page("s", "streams", ("streams",), "requests in flight"),
     Page("m", "models", ("models",), "models, and why one is not ready"),
+    Page("l", "residents", ("residents",), "models on demand: which are in memory, and which requests wait"),
     Page("c", "prefixes", ("caches", "prefixes"), "prefix caches: how full they are, what hits, who holds what"),
     Page("x", "errors", ("errors",), "failures, grouped"),
     Page("r", "recent", ("recent",), "requests that have ended"),

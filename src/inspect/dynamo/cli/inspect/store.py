@@ -21,6 +21,7 @@ from dynamo.protocol.inspector.views import (
     Picture,
     PrefixView,
     RecentView,
+    ResidentView,
     RoutingView,
     StreamProgress,
     StreamView,
@@ -31,6 +32,7 @@ LISTS: Final[Mapping[str, type[Entry]]] = MappingProxyType(
     {
         "frontends": FrontendView,
         "models": ModelView,
+        "residents": ResidentView,
         "workers": WorkerView,
         "streams": StreamView,
         "recent": RecentView,

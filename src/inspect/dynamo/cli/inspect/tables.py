@@ -29,6 +29,7 @@ from dynamo.protocol.inspector.views import (
     ModelView,
     PrefixView,
     RecentView,
+    ResidentView,
     RoutingView,
     StreamView,
     WorkerView,
@@ -36,7 +37,8 @@ from dynamo.protocol.inspector.views import (
 
 _STATE_TONES: Final[Mapping[str, Tone]] = MappingProxyType(
     {
-        "ready": Tone.GOOD, "serving": Tone.GOOD, "ok": Tone.GOOD,
+        "ready": Tone.GOOD, "serving": Tone.GOOD, "ok": Tone.GOOD, "loaded": Tone.GOOD,
+        "loading": Tone.WARN, "closing": Tone.WARN, "unloading": Tone.WARN,
         "starting": Tone.WARN, "draining": Tone.WARN, "leaving": Tone.WARN, "stopping": Tone.WARN,
         "client slow": Tone.WARN, "queued": Tone.WARN, "cancelled": Tone.WARN, "shed": Tone.WARN,
         "quarantined": Tone.BAD, "gone": Tone.BAD, "failed": Tone.BAD, "aborted": Tone.BAD,
@@ -200,6 +202,20 @@ MODELS: Final[TableForm[ModelView]] = _form(
 )
 
 
+RESIDENTS: Final[TableForm[ResidentView]] = _form(
+    "residents",
+    "Models on demand",
+    "no model is loaded on demand: dynamo serve with several models does that",
+    (
+        ("name", lambda m: m.id),
+        ("memory", lambda m: (-(m.taken_bytes or 0), m.id)),
+        ("waiting", lambda m: (-m.waiting, -m.running, m.id)),
+        ("last used", lambda m: (-(m.used_ms or 0), m.id)),
+    ),
+    {"pinned": _text(lambda m: "pinned" if m.is_pinned else None), "why": _text(lambda m: m.why, Tone.WARN)},
+)
+
+
 FRONTENDS: Final[TableForm[FrontendView]] = _form(
     "frontends",
     "Frontends",
@@ -302,7 +318,7 @@ EVENTS: Final[TableForm[EventView]] = _form(
 FORMS: Final[Mapping[str, TableForm[Any]]] = MappingProxyType(
     {
         form.view: form
-        for form in (WORKERS, STREAMS, MODELS, FRONTENDS, RECENT, ROUTING, CACHES, PREFIXES, ERRORS, EVENTS)
+        for form in (WORKERS, STREAMS, MODELS, RESIDENTS, FRONTENDS, RECENT, ROUTING, CACHES, PREFIXES, ERRORS, EVENTS)
     }
 )
 """By the name of its view."""

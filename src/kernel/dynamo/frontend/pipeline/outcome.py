@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dynamo.frontend.pipeline.failures import FailureLabels
     from dynamo.frontend.pipeline.plan import Plan
     from dynamo.frontend.pipeline.reading import Resolved
+    from dynamo.protocol.inspector.views import ModelsInMemory
     from dynamo.protocol.openai.requests import Request
     from dynamo.protocol.vectors.requests import ResultRequest
 
@@ -82,6 +83,10 @@ May change the request. Raises RequestRejected and DynamoException, for a model 
 """
 
 
+Residents = Callable[[Callable[[float], int]], "ModelsInMemory"]
+"""Returns the models that are loaded on demand; the argument turns a loop time into milliseconds since the epoch."""
+
+
 class RequestListener:
     """Listens to the course of each request. Every method returns at once; one that does nothing costs nothing.
 
@@ -107,7 +112,7 @@ class RequestListener:
 class Hooks:
     """The listeners of a frontend, by what they listen to."""
 
-    __slots__ = ("arrived", "began", "ended", "on_demand", "planned")
+    __slots__ = ("arrived", "began", "ended", "on_demand", "planned", "residents")
 
     def __init__(self, listeners: Sequence[RequestListener] = ()) -> None:
         self.arrived: tuple[Callable[[Exchange], None], ...] = ()
@@ -115,6 +120,7 @@ class Hooks:
         self.planned: tuple[Callable[[Exchange, Resolved, Plan], None], ...] = ()
         self.ended: tuple[Callable[[Exchange, Outcome], None], ...] = ()
         self.on_demand: OnDemand | None = None
+        self.residents: Residents | None = None
         for listener in listeners:
             self.add(listener)
 

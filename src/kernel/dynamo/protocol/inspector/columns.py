@@ -138,6 +138,18 @@ COLUMNS: Final[Mapping[str, tuple[ViewColumn, ...]]] = MappingProxyType({
         _column("aliases", Form.NAMES, None, TerminalColumn("ALIASES", 8, 24, 10)),
         _column("why_not", Form.TEXT, None, TerminalColumn("WHY NOT", 14, 60, 2)),
     ),
+    "residents": (
+        _column("name", Form.NAME, PageColumn("Model", is_long=True), TerminalColumn("NAME", 8, 28)),
+        _column("state", Form.STATE, PageColumn("State", 112), TerminalColumn("STATE", 9)),
+        _column("memory", Form.BYTES, PageColumn("Memory", 95), TerminalColumn("MEMORY", 8), "taken_bytes"),
+        _column("needs", Form.BYTES, PageColumn("Needs", 95, "to load it; an estimate, until it was loaded once"), TerminalColumn("NEEDS", 8, rank=4), "needed_bytes"),
+        _column("running", Form.COUNT, PageColumn("Run", 62, "requests"), TerminalColumn("RUN", 4)),
+        _column("waiting", Form.COUNT, PageColumn("Wait", 66, "requests that wait for it to be loaded"), TerminalColumn("WAIT", 4)),
+        _column("used", Form.AGE, PageColumn("Used", 72, "since its last request, or since it was loaded"), TerminalColumn("USED", 4, rank=3), "used_ms"),
+        _column("pinned", Form.OWN_TEXT, PageColumn("Pinned", 80), TerminalColumn("PINNED", 6, rank=2), "is_pinned"),
+        _column("presets", Form.NAMES, PageColumn("Presets", 150), TerminalColumn("PRESETS", 8, 30, 5)),
+        _column("why", Form.TEXT, PageColumn("Why", is_long=True), TerminalColumn("WHY", 14, 80, 1)),
+    ),
     "frontends": (  # the page has them as panels
         _column("id", Form.NAME, None, TerminalColumn("ID", 10, 20)),
         _column("host", Form.TEXT, None, TerminalColumn("HOST", 10, 24)),

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 VIEWS: Final = (
-    "fleet", "frontends", "models", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors",
+    "fleet", "frontends", "models", "residents", "workers", "streams", "recent", "routing", "caches", "prefixes", "errors",
     "events",
 )  # fmt: skip
 """What a snapshot and a watch can contain; the order is that of the page."""
@@ -57,6 +57,8 @@ class FleetView(Struct, kw_only=True):
     workers: int
     models: int
     now: CountersView
+    resident_bytes: int | None = None  # what the models take that are loaded on demand; None: none is
+    budget_bytes: int | None = None  # what they may take; None: there is no limit
     history: dict[str, list[float | None]] = {}
     """The last five minutes, an entry each five seconds, the newest last, by the names of `CountersView`."""
     history_seconds: float = 5.0
@@ -100,6 +102,30 @@ class ModelView(Struct, kw_only=True):
     parent: str | None = None  # of an adapter: its base model
     aliases: list[str] = []
     adapters: list[str] = []
+
+
+class ResidentView(Struct, kw_only=True):
+    """One of many models that are loaded on demand."""
+
+    id: str  # FRONTEND/NAME
+    name: str
+    state: str  # absent, loading, loaded, idle (loaded, without a request), closing (for others), unloading or failed
+    why: str | None = None  # of one that failed, the last line of its engine
+    taken_bytes: int | None = None  # None: it is not in memory
+    needed_bytes: int  # to load it; an estimate, until it was loaded once
+    running: int = 0  # requests
+    waiting: int = 0  # requests, for it to be loaded
+    is_pinned: bool = False
+    presets: list[str] = []
+    used_ms: int | None = None  # its last request, or when it was loaded
+
+
+class ModelsInMemory(Struct, kw_only=True):
+    """The models of one frontend that are loaded on demand."""
+
+    used_bytes: int
+    budget_bytes: int | None  # None: there is no limit
+    models: list[ResidentView]
 
 
 class WorkerView(Struct, kw_only=True):
@@ -313,7 +339,7 @@ class ErrorGroup(Struct, kw_only=True):
 
 
 Entry = (
-    FrontendView | ModelView | WorkerView | StreamView | RecentView | RoutingView | CacheView | PrefixView | ErrorGroup | EventView
+    FrontendView | ModelView | ResidentView | WorkerView | StreamView | RecentView | RoutingView | CacheView | PrefixView | ErrorGroup | EventView
 )  # fmt: skip
 """One entry of a view that is a list."""
 
@@ -337,6 +363,7 @@ class Picture(Struct, kw_only=True):
     fleet: FleetView | None = None
     frontends: list[FrontendView] | None = None
     models: list[ModelView] | None = None
+    residents: list[ResidentView] | None = None
     workers: list[WorkerView] | None = None
     streams: list[StreamView] | None = None
     recent: list[RecentView] | None = None

@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, NamedTuple, assert_never
 
@@ -38,7 +38,7 @@ from dynamo.frontend.parts.inspector.members import (
 )
 from dynamo.frontend.parts.inspector.operating import MAX_SHOWN_IDS, Actions, WorkerOperator
 from dynamo.frontend.parts.inspector.other_frontends import OtherFrontends, PeerAnswers
-from dynamo.frontend.parts.inspector.pictures import MemberPicture, PictureQuery, merge
+from dynamo.frontend.parts.inspector.pictures import MemberPicture, PictureQuery, add_residents, merge
 from dynamo.frontend.parts.inspector.streams import sort_of
 from dynamo.frontend.parts.inspector.tables import Tables, error_rows, setting_rows, without_texts
 from dynamo.frontend.parts.inspector.visitors import Visitor
@@ -65,6 +65,8 @@ from dynamo.runtime.http.inspector_token import new_token
 from dynamo.scaling.decide import Decision
 
 _NO_FILTER: Final = Filter("")
+_Totals = Mapping[str, int | None]
+_FLEET_TOTALS: Final = ("workers", "models", "resident_bytes", "budget_bytes")  # sums over all processes
 
 
 class _MaybeAborted(Struct):
@@ -195,7 +197,7 @@ class Inspector(RequestListener):
             now = self.clock.settle()
             self.process.sample()
             self.tables.caches.sample()
-            self._figures.sample(now, self.clock.ms(now), self._kv_use())
+            self._figures.sample(now, self.clock.ms(now), self.tables.cluster.kv_use())
             await asyncio.sleep(SLOT_SECONDS)
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
@@ -344,7 +346,7 @@ class Inspector(RequestListener):
         if views & {"fleet", "workers"}:
             self.tables.cluster.look()
         if "fleet" in views:
-            picture.slots = self._figures.slots(self.clock.now(), self.clock.now_ms(), self._kv_use())
+            picture.slots = self._figures.slots(self.clock.now(), self.clock.now_ms(), self.tables.cluster.kv_use())
             totals["fleet/workers"], totals["fleet/models"] = self.tables.cluster.count()
         if "streams" in views:
             picture.streams, totals["streams"] = self.tables.streams.rows(wanted, query.sort, query.limit)
@@ -358,6 +360,8 @@ class Inspector(RequestListener):
         if "models" in views:
             rows_of_models = self.tables.cluster.models()
             picture.models, totals["models"] = rows_of_models[: query.limit], len(rows_of_models)
+        if views & {"fleet", "residents"} and (read := self._pipeline.hooks.residents) is not None:
+            add_residents(picture, read(self.clock.ms))
         if "routing" in views:
             routing = self.tables.routing
             routing.looked()
@@ -377,9 +381,6 @@ class Inspector(RequestListener):
             picture.events, totals["events"] = self.tables.events.last(query.limit), len(self.tables.events)
         return picture
 
-    def _kv_use(self) -> tuple[int, int]:
-        return self.tables.cluster.kv_use()
-
     def workers(self) -> list[WorkerView]:
         """Return all workers."""
         self.tables.streams.look()
@@ -392,13 +393,13 @@ class Inspector(RequestListener):
         key, is_reversed = sort_of(query.sort)
         merged, frontends = merge(members, query, key or _started, reverse=is_reversed)
         totals = merged.totals
-        workers, models = totals.pop("fleet/workers", 0), totals.pop("fleet/models", 0)
+        of_fleet = {name: totals.pop(f"fleet/{name}", None) for name in _FLEET_TOTALS}
         picture = Picture(
             seq=seq, taken_ms=self.clock.now_ms(), partial=list(partial_), totals=totals if totals else {}
         )
         for view in query.views:
             if view == "fleet":
-                picture.fleet = self._fleet(merged, frontends, visitor, workers // len(members), models // len(members))
+                picture.fleet = self._fleet(merged, frontends, visitor, of_fleet)
             elif view == "frontends":
                 picture.frontends = frontends
             elif view == "errors" and not visitor.sees_content(is_shown=self.settings.shows_content):
@@ -408,15 +409,17 @@ class Inspector(RequestListener):
         return picture
 
     def _fleet(
-        self, merged: MemberPicture, frontends: Sequence[FrontendView], visitor: Visitor, workers: int, models: int
+        self, merged: MemberPicture, frontends: Sequence[FrontendView], visitor: Visitor, totals: _Totals
     ) -> FleetView:
         settings, bounds = self.tables.settings, self._figures.bounds
         return FleetView(
             cluster=settings.namespace or settings.namespace_prefix or "all namespaces",
             started_ms=self.process.started_ms,
             frontends=len(frontends),
-            workers=workers,
-            models=models,
+            workers=(totals["workers"] or 0) // len(frontends),
+            models=(totals["models"] or 0) // len(frontends),
+            resident_bytes=totals["resident_bytes"],
+            budget_bytes=totals["budget_bytes"],
             now=now_of(merged.slots, bounds),
             history=self._figures.history(merged.slots),
             history_seconds=SLOT_SECONDS,

@@ -16,11 +16,13 @@ from dynamo.protocol.inspector.views import (
     ErrorGroup,
     EventView,
     FrontendView,
+    ModelsInMemory,
     ModelView,
     Patch,
     Picture,
     PrefixView,
     RecentView,
+    ResidentView,
     RoutingView,
     StreamProgress,
     StreamView,
@@ -48,6 +50,7 @@ class MemberPicture(Struct, kw_only=True):
     slots: list[Slot] = []
     totals: dict[str, int] = {}
     models: list[ModelView] = []
+    residents: list[ResidentView] = []
     workers: list[WorkerView] = []
     streams: list[StreamView] = []
     recent: list[RecentView] = []
@@ -56,6 +59,14 @@ class MemberPicture(Struct, kw_only=True):
     prefixes: list[PrefixView] = []
     errors: list[ErrorGroup] = []
     events: list[EventView] = []
+
+
+def add_residents(picture: MemberPicture, memory: ModelsInMemory) -> None:
+    """Add the models that are loaded on demand, each with an id that no other frontend's has."""
+    picture.residents = [msgspec.structs.replace(row, id=f"{picture.frontend.id}/{row.name}") for row in memory.models]
+    picture.totals |= {"residents": len(memory.models), "fleet/resident_bytes": memory.used_bytes}
+    if memory.budget_bytes is not None:
+        picture.totals["fleet/budget_bytes"] = memory.budget_bytes
 
 
 def merge(
@@ -89,6 +100,7 @@ def merge(
         slots=add_slots([member.slots for member in members]),
         totals=totals,
         models=models[:limit],
+        residents=[row for member in members for row in member.residents][:limit],
         workers=workers[:limit],
         streams=streams[:limit],
         recent=recent[:limit],

@@ -23,12 +23,14 @@ from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.parts.part import Kernel, Part
+from dynamo.frontend.parts.residency.metrics import FAMILIES, ResidencyMetrics
 from dynamo.frontend.pipeline.exchange import Exchange, PartSlot
 from dynamo.frontend.pipeline.outcome import Outcome
+from dynamo.protocol.inspector.views import ModelsInMemory, ResidentView
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.vectors.requests import ResultRequest
-from dynamo.residency.machine import Residence, Residency, Resident, Verdict
+from dynamo.residency.machine import Known, Memory, Residence, Residency, Resident, Verdict
 from dynamo.runtime.base.tasks import Background, first_of
 
 Table = Mapping[str, Any]
@@ -42,10 +44,10 @@ RESIDENCY_PATH: Final = "/residency/v1"
 class ModelTicket:
     """One request for a model that is loaded on demand."""
 
-    __slots__ = ("exchange", "is_running", "name", "turn")
+    __slots__ = ("arrived_at", "exchange", "is_running", "name", "turn")
 
-    def __init__(self, name: str, exchange: Exchange, *, is_running: bool) -> None:
-        self.name, self.exchange, self.is_running = name, exchange, is_running
+    def __init__(self, name: str, exchange: Exchange, arrived_at: float, *, is_running: bool) -> None:
+        self.name, self.exchange, self.arrived_at, self.is_running = name, exchange, arrived_at, is_running
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -56,10 +58,12 @@ class ResidencyPart(Part):
     """Which models are in memory."""
 
     name: ClassVar[str] = "residency"
+    families = FAMILIES
 
     def __init__(self, kernel: Kernel, descriptor: int, wait_seconds: float) -> None:
         """`descriptor`: the socket of the command. `wait_seconds`: how long a request waits for its model."""
-        self._hooks, self._models = kernel.pipeline.hooks, kernel.pipeline.models
+        self._pipeline = kernel.pipeline
+        self._metrics = ResidencyMetrics(kernel.pipeline.metrics.families)
         self._command = CommandLine(descriptor)
         self._wait_seconds = wait_seconds
         self._residency = Residency([])
@@ -75,27 +79,38 @@ class ResidencyPart(Part):
         """Return what is loaded, what is on its way, and what waits, as JSON."""
         residency = self._residency
         models = [
-            {"name": model.name, "state": model.state.value, "bytes": model.bytes, "pinned": model.is_pinned,
-             "running": model.running, "waiting": model.waiting, "failure": model.failure and model.failure.reason}
+            {"name": model.name, "state": model.state.value, "bytes": model.memory.taken,
+             "needed_bytes": model.memory.needed, "pinned": model.is_pinned, "running": model.running,
+             "waiting": model.waiting, "failure": model.failure and model.failure.reason}
             for model in residency.models.values()
         ]  # fmt: skip
         presets = {name: preset["model"] for name, preset in self._presets.items()}
         budget, used = residency.budget_bytes, residency.used_bytes
         return {"budget_bytes": budget, "used_bytes": used, "models": models, "presets": presets}
 
+    def in_memory(self, ms: Callable[[float], int]) -> ModelsInMemory:
+        """Return the same for the inspector. See `Residents`."""
+        presets: dict[str, list[str]] = {}
+        for name, preset in self._presets.items():
+            presets.setdefault(preset["model"], []).append(name)
+        rows = [resident_view(model, presets.get(model.name, []), ms) for model in self._residency.models.values()]
+        used, budget = self._residency.used_bytes, self._residency.budget_bytes
+        return ModelsInMemory(used_bytes=used, budget_bytes=budget, models=rows)
+
     async def start(self) -> None:
         setup = await self._command.open()
-        models = [Resident(each["name"], each["bytes"], is_pinned=each["pinned"]) for each in setup["models"]]
+        models = [Resident(each["name"], memory_of(each), is_pinned=each["pinned"]) for each in setup["models"]]
         self._residency = Residency(models, budget_bytes=setup["budget_bytes"], idle_seconds=setup["idle_seconds"])
         self._presets = setup["presets"]
         self._tickets = {model.name: set() for model in models}
-        for model, each in zip(models, setup["models"], strict=True):
-            model.state = Residence(each["state"])
-            if model.state is Residence.LOADED:
-                model.state = Residence.LOADING  # until this frontend can send it requests
-                self._background.start(self._accept(model.name, model.bytes), f"accept {model.name}")
-        self._models.names.on_demand = frozenset((*self._tickets, *self._presets))
-        self._hooks.on_demand = self.enter
+        for each in setup["models"]:
+            name, state = each["name"], Residence(each["state"])
+            self._residency.found(name, state, asyncio.get_running_loop().time())
+            if state is Residence.LOADED:  # for a frontend that was here before
+                self._background.start(self._accept(name, each["bytes"], is_new=False), f"accept {name}")
+        self._pipeline.models.names.on_demand = frozenset((*self._tickets, *self._presets))
+        self._pipeline.hooks.on_demand, self._pipeline.hooks.residents = self.enter, self.in_memory
+        self._metrics.show(self._residency)
         self._background.keep(self._follow, "frontend: residency", 1.0)
         self._step()
 
@@ -127,10 +142,11 @@ class ResidencyPart(Part):
         verdict = self._residency.arrive(name, now)
         if verdict is Verdict.REFUSED:
             raise self._refusal(model, now)
-        ticket = ModelTicket(name, exchange, is_running=verdict is Verdict.RUNS)
+        ticket = ModelTicket(name, exchange, now, is_running=verdict is Verdict.RUNS)
         self._tickets[name].add(ticket)
         exchange.keep(TICKET, ticket)
         if verdict is Verdict.WAITS:
+            exchange.model = name  # the list of requests in flight shows what it waits for
             begin(request)
             self._step()
             await self._turn(ticket)
@@ -156,7 +172,7 @@ class ResidencyPart(Part):
     def _refusal(self, model: Resident, now: float) -> RequestRejected:
         if self._residency.never_fits(model):
             budget = self._residency.budget_bytes or 0
-            text = f"Model `{model.name}` takes {model.bytes / 1e9:.2f} GB, more than is left of --memory ({budget / 1e9:.2f} GB)"
+            text = f"Model `{model.name}` takes {model.memory.needed / 1e9:.2f} GB, more than is left of --memory ({budget / 1e9:.2f} GB)"
             return RequestRejected(503, text, code="model_too_large")
         assert model.failure is not None
         text = f"Model `{model.name}` could not be loaded: {model.failure.reason}"
@@ -170,9 +186,11 @@ class ResidencyPart(Part):
         residency, now = self._residency, asyncio.get_running_loop().time()
         for order in residency.decide(now):
             self._command.send({"order": order.action.value, "model": order.name})
+            if order.reason is not None:
+                self._metrics.ordered_out(order.name, order.reason)
         for model in residency.models.values():
             if model.state is Residence.LOADED:
-                self._let_run(model.name)
+                self._let_run(model.name, now)
             elif model.state is Residence.ABSENT and residency.never_fits(model):
                 self._fail(model, now)
         if self._timer is not None:
@@ -181,12 +199,13 @@ class ResidencyPart(Part):
         loop = asyncio.get_running_loop()
         self._timer = None if seconds is None else loop.call_later(max(seconds, 0.01), self._step)
 
-    def _let_run(self, name: str) -> None:
+    def _let_run(self, name: str, now: float) -> None:
         """Let the requests go on that the decision counts as running."""
         for ticket in self._tickets[name]:
             ticket.is_running = True
             if not ticket.turn.done():
                 ticket.turn.set_result(None)
+                self._metrics.waited(name, now - ticket.arrived_at)
 
     def _fail(self, model: Resident, now: float) -> None:
         """Answer every request of a model that cannot be had, those included that had begun before its worker died."""
@@ -207,25 +226,30 @@ class ResidencyPart(Part):
                 case "measured":
                     self._residency.measured(name, said["bytes"])
                 case "ended" if model.state is Residence.UNLOADING:
+                    self._metrics.gone(name, now - model.since)
                     self._residency.gone(name, now)
                 case "ended" if model.state is not Residence.ABSENT:
                     was_loading = model.state is Residence.LOADING
                     self._residency.failed(name, said["reason"], now)
                     if was_loading:
+                        self._metrics.failed(name)
                         self._fail(model, now)
             self._step()
 
-    async def _accept(self, name: str, taken_bytes: int) -> None:
+    async def _accept(self, name: str, taken_bytes: int, *, is_new: bool = True) -> None:
         """Take a model as loaded once requests can go to its worker."""
+        models = self._pipeline.models
         with suppress(TimeoutError):  # its worker is not usable: the command is ordered to end it, and reports that
             async with asyncio.timeout(ACCEPT_SECONDS):
-                await self._models.wait_for(lambda: is_reachable(self._models, name))
+                await models.wait_for(lambda: is_reachable(models, name))
         model, now = self._residency.models[name], asyncio.get_running_loop().time()
         if model.state is not Residence.LOADING:
             return  # it died meanwhile
-        if is_reachable(self._models, name):
+        if is_reachable(models, name):
+            if is_new:
+                self._metrics.loaded(name, now - model.since)
             self._residency.loaded(name, taken_bytes, now)
-            self._let_run(name)  # before the next decision, which may close it to later ones
+            self._let_run(name, now)  # before the next decision, which may close it to later ones
         else:
             self._command.send({"order": "unload", "model": name})
         self._step()
@@ -235,6 +259,33 @@ def is_reachable(models: ModelDirectory, name: str) -> bool:
     """Return whether requests for a model can go to a worker now."""
     served = models.lookup(name)
     return served is not None and served.is_reachable
+
+
+def memory_of(model: Table) -> Memory:
+    """Return what the command knows of the memory of a model."""
+    return Memory(model["bytes"], Known.MEASURED if model["measured"] else Known.ESTIMATED)
+
+
+def resident_view(model: Resident, presets: list[str], ms: Callable[[float], int]) -> ResidentView:
+    """Return what the inspector shows of one model."""
+    state = model.state.value
+    if model.state is Residence.LOADED and not model.running:
+        state = "idle"
+    elif model.state is Residence.ABSENT and model.failure is not None:
+        state = "failed"
+    return ResidentView(
+        id=model.name,
+        name=model.name,
+        state=state,
+        why=None if model.failure is None else model.failure.reason,
+        taken_bytes=model.memory.taken or None,
+        needed_bytes=model.memory.needed,
+        running=model.running,
+        waiting=model.waiting,
+        is_pinned=model.is_pinned,
+        presets=presets,
+        used_ms=ms(model.used_at) if model.used_at else None,
+    )
 
 
 def apply_preset(preset: Table, request: Request | ResultRequest) -> None:

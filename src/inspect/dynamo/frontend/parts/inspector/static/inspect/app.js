@@ -7,7 +7,7 @@ import { h, render } from "./dom.js";
 import { address, link } from "./parts.js";
 import { Store } from "./store.js";
 import { Watch } from "./stream.js";
-import { UNKNOWN, age, clock, count, duration, figure, line, moment, sampled, share } from "./text.js";
+import { UNKNOWN, age, bytes, clock, count, duration, figure, line, moment, sampled, share } from "./text.js";
 import { VIEWS, viewOf } from "./views/all.js";
 import { GLOBAL_KEYS, Keys } from "./keys.js";
 
@@ -292,6 +292,7 @@ class App {
           ["errors", share(now.error_share), null],
           ["refused", share(now.refused_share), null],
           ["shed/s", figure(now.shed_per_second), null],
+          ...(typeof fleet.resident_bytes === "number" ? [["models", bytes(fleet.resident_bytes), null]] : []),
         ]
       : [];
     return h(

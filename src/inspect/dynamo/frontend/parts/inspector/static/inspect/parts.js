@@ -34,6 +34,10 @@ export function pairs(entries) {
 
 const TONES = {
   ready: "ok",
+  loaded: "ok",
+  loading: "warn",
+  closing: "warn",
+  unloading: "warn",
   ok: "ok",
   serving: "ok",
   starting: "warn",

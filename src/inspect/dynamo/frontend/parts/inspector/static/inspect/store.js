@@ -4,6 +4,7 @@ const MAX_ENTRIES = 5000; // of one view: the server bounds what it sends, and t
 const LISTS = [
   "frontends",
   "models",
+  "residents",
   "workers",
   "streams",
   "recent",

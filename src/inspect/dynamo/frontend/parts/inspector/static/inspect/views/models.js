@@ -4,6 +4,7 @@ import { h } from "../dom.js";
 import { address, link, pairs, panel, state, workerLink } from "../parts.js";
 import { Table, columnsOf } from "../table.js";
 import { UNKNOWN, count, line, pairsText, ratio } from "../text.js";
+import { residentPanel, residentsText } from "./residents.js";
 
 const roles = (model) =>
   Object.entries(model.workers ?? {})
@@ -38,7 +39,7 @@ export const models = {
   id: "models",
   label: "Models",
   letter: "m",
-  watch: ["models"],
+  watch: ["models", "residents"],
   count: (app) => (app.store.fleet ? count(app.store.fleet.models) : undefined),
   tone: (app) => (app.store.list("models").some((model) => !model.is_ready) ? "warn" : ""),
 
@@ -52,13 +53,15 @@ export const models = {
         h("h1", null, "Models"),
         h("span", { class: "quiet" }, app.listed("models", rows.length)),
       ),
+      residentPanel(app),
       the(app).draw(rows, app.store.now(), { isTall: true, empty: "No model is registered: start a worker." }),
     ];
   },
 
   text(app) {
     const model = app.route.id === null ? null : app.store.one("models", app.route.id);
-    return model ? pairsText(facts(model)) : the(app).text(app.store.list("models"), app.store.now());
+    if (model) return pairsText(facts(model));
+    return residentsText(app) + the(app).text(app.store.list("models"), app.store.now());
   },
 };
 
