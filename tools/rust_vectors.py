@@ -6,11 +6,15 @@ python tools/rust_vectors.py
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dynamo import errors
+from dynamo.kv.engine_events import read_payload
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.mocker.configuration import read_configuration
 from dynamo.runtime.calls.request_plane.native.frames import (
@@ -31,6 +35,7 @@ from dynamo.runtime.calls.request_plane.native.frames import (
 )
 from dynamo.runtime.calls.request_plane.native.items import FINAL_ITEM, append_item, error_item
 from dynamo.scheduling import ScheduledRequest, make_core
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 
 RUST = Path(__file__).parent.parent / "rust"
 
@@ -59,7 +64,82 @@ def kv_vectors() -> dict[str, Any]:
                 "sequence": sequence_hashes(blocks),
             }
             for name, token_ids, block_size, lora_name, cache_salt in cases
-        ]
+        ],
+        "engine_events": engine_event_vectors(),
+    }
+
+
+def engine_event_vectors() -> list[dict[str, Any]]:
+    """Read what engines publish on ZMQ sockets of their own, and publish it: the payloads, and the events of routers."""
+    digest = bytes(range(32))
+    image = "ab" * 32
+    stored: dict[str, Any] = {"type": "BlockStored", "block_size": 4, "parent_block_hash": None}
+    eight = stored | {"token_ids": list(range(8)), "block_hashes": [11, 12]}
+    cases: list[tuple[str, int | None, list[list[Any]]]] = [
+        ("maps, and blocks that follow others", None, [
+            [0.5, [eight], 3],
+            [1, [stored | {"token_ids": [8, 9, 10, 11], "block_hashes": [13], "parent_block_hash": 12}]],
+            [2, [{"type": "BlockRemoved", "block_hashes": [13, 11]}, {"type": "AllBlocksCleared"}]],
+        ]),
+        ("arrays, signed names and digests", None, [
+            [0, [["BlockStored", [-1, digest], None, list(range(8)), 4, None, "GPU"]]],
+            [0, [["BlockRemoved", [digest], "GPU"], ["AllBlocksCleared"]]],
+        ]),
+        ("an adapter, a salt, pairs", None, [
+            [0, [eight | {"lora_name": "adapter", "extra_keys": [["dynamo-cache-salt:tenant"], None]}]],
+            [0, [stored | {"lora_id": 7, "cache_salt": "dynamo-cache-salt:x", "token_ids": [1] * 4, "block_hashes": [21]}]],
+            [0, [stored | {"token_ids": [[n, n + 1] for n in range(8)], "block_hashes": [31, 32]}]],
+        ]),
+        ("tiers, and what is not of the main cache", None, [
+            [0, [eight | {"medium": "cpu"}, eight | {"medium": "NVME"}, eight | {"medium": "S3"}]],
+            [0, [eight | {"locality": "remote"}, {"type": "BlockRemoved", "block_hashes": [11], "medium": "CPU"}]],
+            [0, [eight | {"kv_cache_spec_kind": "sliding_window", "group_idx": 1}]],
+            [0, [{"type": "BlockRemoved", "block_hashes": [11], "group_idx": 1}]],
+            [0, [eight | {"kv_cache_spec_kind": "full_attention", "group_idx": 0}]],
+        ]),
+        ("what contradicts itself or cannot be read", None, [
+            [0, [eight | {"parent_block_hash": 12}, eight | {"block_hashes": [5, 5]}]],
+            [0, [eight | {"block_size": 0}, eight | {"token_ids": [-1] * 8}, {"type": "Other"}, 7, ["BlockRemoved"]]],
+            [0, [eight | {"block_size": 8, "block_hashes": [11]}, eight]],
+        ]),
+        ("media whose hashes are appended", None, [
+            [0, [eight | {"extra_keys": [[image], None]}]],
+            [0, [eight | {"block_mm_infos": [None, {"mm_objects": [{"mm_hash": 9, "offsets": []}]}]}]],
+        ]),
+        ("media in the places of a placeholder", 3, [
+            [0, [eight | {"token_ids": [3, 3, 1, 3, 3, 2, 2, 2], "extra_keys": [[image, ["cd" * 32, 0]], [image]]}]],
+        ]),
+    ]  # fmt: skip
+    return [
+        {"name": name, "image_token_id": token, **asyncio.run(_published(token, payloads))}
+        for name, token, payloads in cases
+    ]
+
+
+async def _published(image_token_id: int | None, payloads: list[list[Any]]) -> dict[str, Any]:
+    class Silent:
+        def publish(self, payload: object) -> None:
+            pass
+
+    publisher = KvEventPublisher(None, 7, 4, image_token_id=image_token_id, channel=Silent())
+    groups: set[int] = set()
+    counts = [0, 0, 0]
+    for payload in payloads:
+        batch = read_payload(msgspec.msgpack.encode(payload), groups)
+        counts = [counts[0] + batch.filtered, counts[1] + batch.suspicious, counts[2] + len(batch.issues)]
+        publisher.take_engine_events(batch.events)
+    events = publisher.answer(1, None).get("Events", {"events": []})["events"]
+    for event in events:
+        if isinstance(stored := event["event"]["data"], dict) and "stored" in stored:
+            for block in stored["stored"]["blocks"]:
+                block["mm_extra_info"] = None  # what the worker in Rust does not report
+    publisher.shutdown()
+    return {
+        "payloads": [msgspec.msgpack.encode(payload).hex() for payload in payloads],
+        "events": events,
+        "filtered": counts[0],
+        "suspicious": counts[1],
+        "issues": counts[2],
     }
 
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, broadcast, mpsc};
@@ -21,9 +21,9 @@ const MAX_SUBSCRIPTIONS: usize = 64;
 /// How long a subscriber may take to greet, and to take one message.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-const MORE: u8 = 1;
-const LONG: u8 = 2;
-const COMMAND: u8 = 4;
+pub(crate) const MORE: u8 = 1;
+pub(crate) const LONG: u8 = 2;
+pub(crate) const COMMAND: u8 = 4;
 
 /// Publishes the messages of one topic.
 #[derive(Debug)]
@@ -93,7 +93,8 @@ fn message(parts: &[Vec<u8>]) -> Vec<u8> {
     out
 }
 
-fn put_frame(out: &mut Vec<u8>, flags: u8, part: &[u8]) {
+/// Writes one frame.
+pub(crate) fn put_frame(out: &mut Vec<u8>, flags: u8, part: &[u8]) {
     match u8::try_from(part.len()) {
         Ok(length) => out.extend_from_slice(&[flags, length]),
         Err(_) => {
@@ -129,25 +130,37 @@ enum Wish {
     Answer(Vec<u8>),
 }
 
+/// Exchanges greetings with a peer and sends it the command `ready`.
+pub(crate) async fn greet<S: AsyncRead + AsyncWrite + Unpin>(socket: &mut S, ready: &[u8]) -> std::io::Result<()> {
+    let mut greeting = [0; 64];
+    greeting[0] = 0xff;
+    greeting[9] = 0x7f;
+    greeting[10] = 3; // version 3.0
+    greeting[12..16].copy_from_slice(b"NULL");
+    socket.write_all(&greeting).await?;
+    let mut theirs = [0; 64];
+    socket.read_exact(&mut theirs).await?;
+    if theirs[0] != 0xff || theirs[9] != 0x7f || theirs[10] < 3 || theirs[12..17] != *b"NULL\0" {
+        return Err(std::io::Error::other("it does not speak ZMTP 3 without security"));
+    }
+    let mut frame = Vec::new();
+    put_frame(&mut frame, COMMAND, ready);
+    socket.write_all(&frame).await
+}
+
+/// Returns the frame that answers a command, if it is PING.
+pub(crate) fn pong(command: &[u8]) -> Option<Vec<u8>> {
+    let context = command.strip_prefix(b"\x04PING")?.get(2..)?;
+    let mut answer = Vec::new();
+    put_frame(&mut answer, COMMAND, &[b"\x04PONG", context].concat());
+    Some(answer)
+}
+
 async fn serve(socket: TcpStream, sender: &broadcast::Sender<Arc<Vec<u8>>>, topic: &str) -> std::io::Result<()> {
-    let (mut incoming, mut outgoing) = socket.into_split();
-    let greet = async {
-        let mut greeting = [0; 64];
-        greeting[0] = 0xff;
-        greeting[9] = 0x7f;
-        greeting[10] = 3; // version 3.0
-        greeting[12..16].copy_from_slice(b"NULL");
-        outgoing.write_all(&greeting).await?;
-        let mut theirs = [0; 64];
-        incoming.read_exact(&mut theirs).await?;
-        if theirs[0] != 0xff || theirs[9] != 0x7f || theirs[10] < 3 || theirs[12..17] != *b"NULL\0" {
-            return Err(std::io::Error::other("it does not speak ZMTP 3 without security"));
-        }
-        let mut ready = Vec::new();
-        put_frame(&mut ready, COMMAND, b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB");
-        outgoing.write_all(&ready).await
-    };
+    let mut socket = socket;
+    let greet = greet(&mut socket, b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB");
     tokio::time::timeout(PATIENCE, greet).await??;
+    let (mut incoming, mut outgoing) = socket.into_split();
     let mut events = sender.subscribe();
     let (wishes, mut wished) = mpsc::channel(16);
     let reader = tokio::spawn(async move { read_wishes(&mut incoming, &wishes).await });
@@ -210,9 +223,7 @@ fn read_wish(flags: u8, body: &[u8]) -> Option<Wish> {
             _ => None,
         };
     }
-    if let Some(context) = body.strip_prefix(b"\x04PING").and_then(|rest| rest.get(2..)) {
-        let mut answer = Vec::new();
-        put_frame(&mut answer, COMMAND, &[b"\x04PONG", context].concat());
+    if let Some(answer) = pong(body) {
         return Some(Wish::Answer(answer));
     }
     let begin = body.strip_prefix(b"\x09SUBSCRIBE").map(|prefix| Wish::Begin(prefix.to_vec()));

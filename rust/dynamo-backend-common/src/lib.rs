@@ -89,6 +89,7 @@ mod random;
 mod raw;
 mod request;
 mod run;
+pub mod schema;
 mod serving;
 mod settings;
 mod status;

@@ -66,6 +66,40 @@ impl Histogram {
     }
 }
 
+/// What becomes of the KV events that an engine publishes on a ZMQ socket of its own.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct KvSourceMetrics {
+    pub(crate) events: Counter,
+    pub(crate) filtered: Counter,
+    pub(crate) issues: Counter,
+    pub(crate) suspicious: Counter,
+    pub(crate) engine_drops: Counter,
+}
+
+impl KvSourceMetrics {
+    fn families(&self) -> [(&'static str, &'static str, &Counter); 5] {
+        [
+            ("zmq_events", "KV events read from engines", &self.events),
+            (
+                "zmq_filtered_events",
+                "KV events left out: not of this worker's own main cache, or of an unknown medium",
+                &self.filtered,
+            ),
+            ("zmq_conversion_issues", "Messages and KV events of engines that cannot be read", &self.issues),
+            (
+                "zmq_suspicious_events",
+                "KV events whose blocks contradict each other; published as empty removals",
+                &self.suspicious,
+            ),
+            (
+                "engines_dropped_events",
+                "Messages of engines that were lost on their way to the worker",
+                &self.engine_drops,
+            ),
+        ]
+    }
+}
+
 /// What the listener counts.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ListenerMetrics {
@@ -170,6 +204,7 @@ struct Shared {
     ranks: Mutex<BTreeMap<u32, ComponentGauges>>,
     requests: Arc<RequestMetrics>,
     listener: ListenerMetrics,
+    kv_source: Mutex<Option<KvSourceMetrics>>,
     began: Mutex<Option<Instant>>,
     progress: Mutex<Option<Arc<Progress>>>,
 }
@@ -210,6 +245,11 @@ impl EngineMetrics {
 
     pub(crate) fn listener(&self) -> &ListenerMetrics {
         &self.shared.listener
+    }
+
+    /// Exposes what becomes of the events of ZMQ sockets from now on.
+    pub(crate) fn kv_source(&self) -> KvSourceMetrics {
+        lock(&self.shared.kv_source).get_or_insert_with(KvSourceMetrics::default).clone()
     }
 
     /// Exposes the silence of running requests.
@@ -310,6 +350,13 @@ impl EngineMetrics {
         ] {
             page.family(name, "gauge", help);
             page.sample(name, &[], seconds as f64);
+        }
+        if let Some(source) = &*lock(&shared.kv_source) {
+            for (name, help, counter) in source.families() {
+                let name = format!("dynamo_component_kv_publisher_{name}_total");
+                page.family(&name, "counter", help);
+                page.sample(&name, &labels, counter.get() as f64);
+            }
         }
         page.family(
             "dynamo_work_handler_enqueue_rejected_total",

@@ -8,10 +8,12 @@ use tokio::task::JoinHandle;
 use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
 use crate::discovery::{self, Discovery};
 use crate::environment::advertised;
-use crate::error::DynamoError;
+use crate::error::{BackendError, DynamoError};
 use crate::events::EventPublisher;
+use crate::kv::engine_events::BlockHasher;
 use crate::kv::ledger::Rank;
 use crate::kv::recovery::{self, Recovery};
+use crate::kv::zmq::EngineSubscription;
 use crate::kv::{KvEventPublisher, KvEventSource, publisher};
 use crate::load::{self, Load};
 use crate::metrics::{ComponentSnapshot, EngineMetrics};
@@ -84,6 +86,7 @@ impl Publishing {
         &mut self,
         sources: Vec<KvEventSource>,
         block_size: Option<u32>,
+        metrics: &EngineMetrics,
     ) -> Result<(), DynamoError> {
         if sources.is_empty() {
             return Ok(());
@@ -103,11 +106,14 @@ impl Publishing {
             self.publishers.push(publisher.clone());
             match source {
                 KvEventSource::Push { on_ready, .. } => on_ready(publisher),
-                KvEventSource::Zmq { endpoint, .. } => {
-                    return Err(DynamoError::invalid(format!(
-                        "kv_event_sources(): events from the ZMQ socket {endpoint} are not built into the Rust SDK: use \
-                         KvEventSource::Push"
-                    )));
+                KvEventSource::Zmq { endpoint, topic, image_token_id, .. } => {
+                    let hasher = BlockHasher { block_size, placeholder: image_token_id };
+                    let made = EngineSubscription::new(endpoint, topic, hasher, publisher, metrics.kv_source());
+                    let subscription = made.map_err(|why| {
+                        let text = format!("kv publisher setup (dp_rank={}): {why}", rank.dp_rank);
+                        DynamoError::backend(BackendError::CannotConnect, text)
+                    })?;
+                    self.tasks.push(tokio::spawn(subscription.run()));
                 }
             }
         }

@@ -49,8 +49,12 @@ pub struct PreprocessedRequest {
     /// Wishes of the client: `name` or `name:value`.
     #[serde(deserialize_with = "or_default")]
     pub annotations: Vec<String>,
+    /// When the client sent the request, in milliseconds since 1970.
+    pub request_timestamp_ms: Option<f64>,
     /// How the request was routed.
     pub routing: Option<RoutingHints>,
+    /// What the router notes for itself.
+    pub router: Option<Value>,
     /// What the router was told to do differently for this request.
     pub router_config_override: Option<Value>,
     /// What the prefill worker handed over; on decode workers.
@@ -65,6 +69,24 @@ pub struct PreprocessedRequest {
     pub multi_modal_data: Option<Value>,
     /// What the client tells the processor of images and the like.
     pub mm_processor_kwargs: Option<Value>,
+    /// The names that the client gave its images and the like.
+    pub multi_modal_uuids: Option<Value>,
+    /// How images and the like are read.
+    pub media_io_kwargs: Option<Value>,
+    /// What the router knows of images and the like.
+    pub mm_routing_info: Option<Value>,
+    /// The prompt as embeddings, a tensor in base64.
+    pub prompt_embeds: Option<String>,
+    /// The session or agent that the request is of.
+    pub agent_context: Option<Value>,
+    /// Requests with the same one may share what was made of their images.
+    pub image_cache_scope: Option<Value>,
+    /// What is expected of the KV cache for this prompt.
+    pub kv_hint: Option<Value>,
+    /// The seed of a guided answer.
+    pub jail_seed: Option<Value>,
+    /// What a prefill worker may give up once its blocks were read.
+    pub staged_kv_cleanup: Option<Value>,
     /// The span of the worker that had the request before.
     #[serde(deserialize_with = "trace_link")]
     pub migration_link: Option<TraceLink>,

@@ -23,6 +23,7 @@ use serde_json::json;
 use crate::context::{AsyncEngineContext, Controller, GenerateContext};
 use crate::engine::{LLMEngine, MetricsCtx};
 use crate::error::DynamoError;
+use crate::kv::KvEventSource;
 use crate::metrics::EngineMetrics;
 use crate::output::{FinishReason, LLMEngineOutput};
 use crate::request::{PreprocessedRequest, SamplingOptions, StopConditions};
@@ -59,6 +60,10 @@ pub enum ConformanceFailure {
     SetupMetricsFailed(DynamoError),
     /// `setup_metrics()` declared other ranks when it was called again.
     ComponentMetricsNotIdempotent,
+    /// `kv_event_sources()` failed.
+    KvEventSourcesFailed(DynamoError),
+    /// `kv_event_sources()` declared other ranks, or the same ones in another order, when it was called again.
+    KvEventSourcesNotIdempotent,
     /// `generate()` failed before its stream began.
     GenerateFailed(DynamoError),
     /// A stream ended without an item.
@@ -122,6 +127,8 @@ impl ConformanceFailure {
             Self::EmptyModelInConfig => "EmptyModelInConfig",
             Self::SetupMetricsFailed(_) => "SetupMetricsFailed",
             Self::ComponentMetricsNotIdempotent => "ComponentMetricsNotIdempotent",
+            Self::KvEventSourcesFailed(_) => "KvEventSourcesFailed",
+            Self::KvEventSourcesNotIdempotent => "KvEventSourcesNotIdempotent",
             Self::GenerateFailed(_) => "GenerateFailed",
             Self::NoChunksYielded => "NoChunksYielded",
             Self::StreamYieldedError(_) => "StreamYieldedError",
@@ -152,6 +159,12 @@ impl ConformanceFailure {
             Self::ComponentMetricsNotIdempotent => {
                 ("the same ranks at every call", "other ranks at the second call".into(), "setup_metrics")
             }
+            Self::KvEventSourcesFailed(error) => ("kv_event_sources() succeeds", error.to_string(), "kv_event_sources"),
+            Self::KvEventSourcesNotIdempotent => (
+                "the same ranks in the same order at every call",
+                "other ranks at the second call".into(),
+                "kv_event_sources",
+            ),
             Self::GenerateFailed(error) => ("a stream", error.to_string(), "generate"),
             Self::NoChunksYielded => ("at least a terminal chunk", "an empty stream".into(), "generate"),
             Self::StreamYieldedError(error) => ("chunks", error.to_string(), "generate"),
@@ -213,6 +226,7 @@ pub async fn run_conformance<E: LLMEngine>(mut factory: impl FnMut() -> E) -> Re
         return Err(ConformanceFailure::EmptyModelInConfig);
     }
     check_metrics(&engine, &config.model).await?;
+    check_kv_sources(&engine).await?;
     check_stream(&engine, &config.model).await?;
     check_concurrency(&engine, &config.model).await?;
     check_cancellation_of(&engine, request(&config.model, 10_000)).await?;
@@ -251,6 +265,15 @@ async fn check_metrics(engine: &impl LLMEngine, model: &str) -> Result<(), Confo
         ranks.push(bindings.dp_ranks);
     }
     if ranks[0] == ranks[1] { Ok(()) } else { Err(ConformanceFailure::ComponentMetricsNotIdempotent) }
+}
+
+async fn check_kv_sources(engine: &impl LLMEngine) -> Result<(), ConformanceFailure> {
+    let mut ranks: [Vec<u32>; 2] = Default::default();
+    for found in &mut ranks {
+        let sources = engine.kv_event_sources().await.map_err(ConformanceFailure::KvEventSourcesFailed)?;
+        *found = sources.iter().map(KvEventSource::dp_rank).collect();
+    }
+    if ranks[0] == ranks[1] { Ok(()) } else { Err(ConformanceFailure::KvEventSourcesNotIdempotent) }
 }
 
 async fn collect(engine: &impl LLMEngine, model: &str) -> Result<Vec<LLMEngineOutput>, ConformanceFailure> {

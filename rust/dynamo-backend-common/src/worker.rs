@@ -313,7 +313,8 @@ impl Worker {
         let load = if config.enable_kv_routing { publishing.report_load(config, engine).await? } else { None };
         self.set_up_metrics(worker_id, engine, &served_name, load_seconds, load.clone()).await?;
         if config.enable_kv_routing {
-            publishing.connect(self.engine.kv_event_sources().await?, engine.kv_cache_block_size).await?;
+            let sources = self.engine.kv_event_sources().await?;
+            publishing.connect(sources, engine.kv_cache_block_size, &self.metrics).await?;
         }
         let server = Server::new(self.listener_settings(), self.metrics.listener().clone())?;
         let (listener, address) = server.bind(discovery.default_host()).await?;

@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use dynamo_backend_common::engine::GenerateContext;
 use dynamo_backend_common::testing::{ConformanceFailure, cancelling_context, mock_context, run_conformance};
 use dynamo_backend_common::{
-    DynamoError, EngineConfig, LLMEngine, LLMEngineOutput, LLMEngineOutputExt, MetricsBindings, MetricsCtx,
-    PreprocessedRequest, chunk, usage,
+    DynamoError, EngineConfig, KvEventSource, LLMEngine, LLMEngineOutput, LLMEngineOutputExt, MetricsBindings,
+    MetricsCtx, PreprocessedRequest, chunk, usage,
 };
 use futures::StreamExt;
 use futures::stream::BoxStream;
@@ -21,6 +21,8 @@ enum Broken {
     EmptyModel,
     Metrics,
     Ranks,
+    KvSources,
+    KvRanks,
     Generate,
     NoChunks,
     Error,
@@ -41,12 +43,20 @@ struct Engine {
     cleanups: AtomicU32,
     running: std::sync::Arc<AtomicU32>,
     metric_calls: AtomicU32,
+    source_calls: AtomicU32,
 }
 
 impl Engine {
     fn new(broken: Broken) -> Self {
         let zero = || AtomicU32::new(0);
-        Self { broken, starts: zero(), cleanups: zero(), running: Default::default(), metric_calls: zero() }
+        Self {
+            broken,
+            starts: zero(),
+            cleanups: zero(),
+            running: Default::default(),
+            metric_calls: zero(),
+            source_calls: zero(),
+        }
     }
 }
 
@@ -72,6 +82,14 @@ impl LLMEngine for Engine {
         let call = self.metric_calls.fetch_add(1, Ordering::SeqCst);
         let rank = if self.broken == Broken::Ranks { call } else { 0 };
         Ok(MetricsBindings { dp_ranks: vec![rank], ..Default::default() })
+    }
+
+    async fn kv_event_sources(&self) -> Result<Vec<KvEventSource>, DynamoError> {
+        failing(self.broken == Broken::KvSources)?;
+        let call = self.source_calls.fetch_add(1, Ordering::SeqCst);
+        let ranks = if self.broken == Broken::KvRanks && call > 0 { [1, 0] } else { [0, 1] };
+        let source = |dp_rank| KvEventSource::Push { on_ready: Box::new(drop), dp_rank };
+        Ok(ranks.map(source).into())
     }
 
     async fn generate(
@@ -149,6 +167,8 @@ async fn every_broken_promise_is_named() {
         (Broken::EmptyModel, "EmptyModelInConfig"),
         (Broken::Metrics, "SetupMetricsFailed"),
         (Broken::Ranks, "ComponentMetricsNotIdempotent"),
+        (Broken::KvSources, "KvEventSourcesFailed"),
+        (Broken::KvRanks, "KvEventSourcesNotIdempotent"),
         (Broken::Generate, "GenerateFailed"),
         (Broken::NoChunks, "NoChunksYielded"),
         (Broken::Error, "StreamYieldedError"),

@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use clap::Parser;
 use dynamo_backend_common::engine::GenerateContext;
 use dynamo_backend_common::{
-    AsyncEngineContext, BackendError, CommonArgs, DisaggregationMode, DynamoError, EngineConfig, ErrorType, LLMEngine,
-    LLMEngineOutput, LLMEngineOutputExt, PreprocessedRequest, WorkerConfig, chunk, usage,
+    AsyncEngineContext, BackendError, CommonArgs, DisaggregationMode, DynamoError, EngineConfig, ErrorType,
+    KvEventSource, LLMEngine, LLMEngineOutput, LLMEngineOutputExt, PreprocessedRequest, WorkerConfig, chunk, usage,
 };
 use futures::stream::BoxStream;
 use serde_json::{Value, json};
@@ -39,6 +39,10 @@ pub struct Args {
     /// Seconds before each token
     #[arg(long, default_value_t = 0.01)]
     pub delay: f64,
+
+    /// ZMQ socket of a process that publishes KV events as vLLM does: its blocks count as this worker's
+    #[arg(long, value_name = "ENDPOINT")]
+    pub zmq_kv_events: Option<String>,
 }
 
 /// Answers with rotating token ids.
@@ -48,6 +52,7 @@ pub struct SampleEngine {
     max_tokens: u32,
     delay: Duration,
     mode: DisaggregationMode,
+    kv_events: Option<String>,
 }
 
 /// Lets other requests run, for this long or for one turn.
@@ -66,7 +71,7 @@ fn invalid(message: impl Into<String>) -> DynamoError {
 impl SampleEngine {
     /// Makes an engine that answers with `max_tokens` unless a request says otherwise, one after each `delay`.
     pub fn new(model: impl Into<String>, max_tokens: u32, delay: Duration) -> Self {
-        Self { model: model.into(), max_tokens, delay, mode: DisaggregationMode::Aggregated }
+        Self { model: model.into(), max_tokens, delay, mode: DisaggregationMode::Aggregated, kv_events: None }
     }
 
     /// Makes the engine and the worker's configuration from flags; `None`: those of the process.
@@ -79,6 +84,7 @@ impl SampleEngine {
             .map_err(|error| invalid(format!("--delay {}: {error}", args.delay)))?;
         let mut engine = Self::new(&args.model_name, args.max_tokens, delay);
         engine.mode = args.common.disaggregation_mode;
+        engine.kv_events = args.zmq_kv_events;
         let config = WorkerConfig {
             model_name: args.model_name,
             served_model_name: args.served_model_name,
@@ -100,6 +106,12 @@ impl LLMEngine for SampleEngine {
             max_num_batched_tokens: Some(2048),
             ..Default::default()
         })
+    }
+
+    async fn kv_event_sources(&self) -> Result<Vec<KvEventSource>, DynamoError> {
+        let endpoint = self.kv_events.clone();
+        let source = |endpoint| KvEventSource::Zmq { endpoint, topic: String::new(), dp_rank: 0, image_token_id: None };
+        Ok(endpoint.into_iter().map(source).collect())
     }
 
     async fn generate(

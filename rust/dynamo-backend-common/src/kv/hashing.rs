@@ -2,6 +2,8 @@
 //!
 //! A block hash covers the tokens of one block; a sequence hash also covers everything before it. Only whole blocks have names.
 
+use std::collections::BTreeMap;
+
 use crate::hash::xxh3::hash64;
 
 const SEED: u64 = 1337;
@@ -28,16 +30,50 @@ impl BlockNames<'_> {
 
 /// Returns one hash for each whole block of `block_size` tokens; a shorter tail has none.
 pub fn block_hashes(token_ids: &[u32], block_size: u32, names: BlockNames<'_>) -> Vec<u64> {
-    let (size, seed) = (block_size.max(1) as usize, names.seed());
-    let mut bytes = Vec::with_capacity(size * 4);
-    token_ids
-        .chunks_exact(size)
-        .map(|block| {
+    block_hashes_with(token_ids, block_size, names, false, &BTreeMap::new())
+}
+
+/// As [`block_hashes`]. `is_eagle`: each block also covers the first token after it. `media`: the hashes of the objects that
+/// touch a block, by its number.
+pub(crate) fn block_hashes_with(
+    token_ids: &[u32],
+    block_size: u32,
+    names: BlockNames<'_>,
+    is_eagle: bool,
+    media: &BTreeMap<usize, Vec<u64>>,
+) -> Vec<u64> {
+    let (size, seed, after) = (block_size.max(1) as usize, names.seed(), usize::from(is_eagle));
+    let mut bytes = Vec::with_capacity((size + after) * 4);
+    let whole = token_ids.len().saturating_sub(after) / size;
+    (0..whole)
+        .map(|number| {
             bytes.clear();
+            let block = &token_ids[number * size..(number + 1) * size + after];
             bytes.extend(block.iter().flat_map(|token| token.to_le_bytes()));
+            if let Some(objects) = media.get(&number) {
+                let mut ordered = objects.clone();
+                ordered.sort_unstable();
+                bytes.extend(ordered.iter().flat_map(|object| object.to_le_bytes()));
+            }
             hash64(&bytes, seed)
         })
         .collect()
+}
+
+/// Returns the tokens of one block with each run of the placeholder replaced by the pad token of the next object. Runs beyond
+/// the last object get the pad token of the last one.
+pub(crate) fn with_pad_tokens(block: &mut [u32], placeholder: u32, objects: &[u64]) {
+    // Above the vocabulary of the models of today.
+    let pad = |object: u64| 1_000_000 + (object & ((1 << 30) - 1)) as u32;
+    let (mut run, mut is_in_run) = (0, false);
+    for token in block {
+        let is_place = *token == placeholder;
+        run += usize::from(is_place && !is_in_run);
+        is_in_run = is_place;
+        if is_place && let Some(object) = objects.get(run - 1).or(objects.last()) {
+            *token = pad(*object);
+        }
+    }
 }
 
 /// Chains block hashes: each result covers its block and all before it.

@@ -1,6 +1,6 @@
 //! What one publisher has published of its blocks, so that it can answer queries and publishes nothing twice.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use crate::wire::msgpack::{put_array, put_map, put_nil, put_str, put_uint};
 
@@ -17,6 +17,31 @@ pub struct KvBlock {
     pub block_hash: u64,
     /// The hash of the block's own tokens, as [`block_hashes`](super::block_hashes) computes it.
     pub tokens_hash: u64,
+}
+
+/// Where an engine keeps a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StorageTier {
+    /// In the memory of the accelerator.
+    #[default]
+    Device,
+    /// In the memory of the machine.
+    HostPinned,
+    /// On a disk of the machine.
+    Disk,
+    /// Elsewhere.
+    External,
+}
+
+impl StorageTier {
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::HostPinned => "host_pinned",
+            Self::Disk => "disk",
+            Self::External => "external",
+        }
+    }
 }
 
 /// A change of the blocks that an engine holds.
@@ -85,12 +110,12 @@ pub(crate) struct Rank {
 
 impl Rank {
     /// Writes one event as it is published.
-    fn put(self, out: &mut Vec<u8>, event_id: u64, data: &BlockChange) {
+    fn put(self, out: &mut Vec<u8>, event_id: u64, tier: StorageTier, data: &BlockChange) {
         put_map(out, 4);
         put_str(out, "worker_id");
         put_uint(out, self.worker_id);
         put_str(out, "storage_tier");
-        put_str(out, "device");
+        put_str(out, tier.word());
         put_str(out, "residency_domain");
         put_str(out, "worker");
         put_str(out, "event");
@@ -118,14 +143,16 @@ pub(crate) struct Ledger {
     pub(crate) rank: Rank,
     events: VecDeque<Vec<u8>>,
     next_id: u64,
-    held: HashMap<u64, Held>,
+    tiers: BTreeMap<StorageTier, HashMap<u64, Held>>,
+    /// How many blocks they hold together.
+    blocks: usize,
     max_events: usize,
 }
 
 impl Ledger {
     pub(crate) fn new(rank: Rank) -> Self {
         // A last id of 0 in an answer says that nothing was published yet.
-        Self { rank, events: VecDeque::new(), next_id: 1, held: HashMap::new(), max_events: MAX_EVENTS }
+        Self { rank, events: VecDeque::new(), next_id: 1, tiers: BTreeMap::new(), blocks: 0, max_events: MAX_EVENTS }
     }
 
     /// Returns the newest event.
@@ -136,19 +163,20 @@ impl Ledger {
     /// Books one change and returns it as an event to publish; `None` when there is nothing to publish.
     ///
     /// A block that was stored several times is removed when it was removed as often.
-    pub(crate) fn add(&mut self, change: BlockChange) -> Option<&[u8]> {
+    pub(crate) fn add(&mut self, tier: StorageTier, change: BlockChange) -> Option<&[u8]> {
         let change = match change {
             BlockChange::Cleared => {
-                self.held.clear();
+                self.tiers.clear();
+                self.blocks = 0;
                 BlockChange::Cleared
             }
             BlockChange::Stored { parent_hash, blocks } => {
-                self.store(parent_hash, &blocks);
+                self.store(tier, parent_hash, &blocks);
                 BlockChange::Stored { parent_hash, blocks }
             }
             BlockChange::Removed(mut names) => {
                 let was_empty = names.is_empty();
-                names.retain(|name| self.remove(*name));
+                names.retain(|name| self.remove(tier, *name));
                 if names.is_empty() && !was_empty {
                     return None;
                 }
@@ -159,34 +187,38 @@ impl Ledger {
             self.events.pop_front();
         }
         let mut event = Vec::new();
-        self.rank.put(&mut event, self.next_id, &change);
+        self.rank.put(&mut event, self.next_id, tier, &change);
         self.next_id += 1;
         self.events.push_back(event);
         self.last_event()
     }
 
-    fn store(&mut self, parent: Option<u64>, blocks: &[KvBlock]) {
+    fn store(&mut self, tier: StorageTier, parent: Option<u64>, blocks: &[KvBlock]) {
+        let held = self.tiers.entry(tier).or_default();
         let mut parent = parent;
         for block in blocks {
-            if let Some(known) = self.held.get_mut(&block.block_hash) {
+            if let Some(known) = held.get_mut(&block.block_hash) {
                 known.count += 1;
-            } else if self.held.len() < MAX_BLOCKS {
-                self.held.insert(block.block_hash, Held { tokens_hash: block.tokens_hash, parent, count: 1 });
+            } else if self.blocks < MAX_BLOCKS {
+                held.insert(block.block_hash, Held { tokens_hash: block.tokens_hash, parent, count: 1 });
+                self.blocks += 1;
             }
             parent = Some(block.block_hash);
         }
     }
 
     /// Removes a block and returns whether routers should forget it.
-    fn remove(&mut self, name: u64) -> bool {
-        let Some(known) = self.held.get_mut(&name) else {
+    fn remove(&mut self, tier: StorageTier, name: u64) -> bool {
+        let Some(held) = self.tiers.get_mut(&tier) else { return true };
+        let Some(known) = held.get_mut(&name) else {
             return true; // stored before our time, or beyond what is tracked: routers judge
         };
         known.count -= 1;
         if known.count > 0 {
             return false;
         }
-        self.held.remove(&name);
+        held.remove(&name);
+        self.blocks -= 1;
         true
     }
 
@@ -233,48 +265,49 @@ impl Ledger {
     }
 
     fn put_dump(&self, out: &mut Vec<u8>) {
-        let runs = self.runs();
+        let runs: Vec<(StorageTier, BlockChange)> =
+            self.tiers.iter().flat_map(|(tier, held)| runs(held).into_iter().map(|run| (*tier, run))).collect();
         put_str(out, "TreeDump");
         put_map(out, 3);
         put_str(out, "events");
         put_array(out, runs.len());
-        for (number, run) in runs.iter().enumerate() {
-            self.rank.put(out, number as u64, run);
+        for (number, (tier, run)) in runs.iter().enumerate() {
+            self.rank.put(out, number as u64, *tier, run);
         }
         put_str(out, "last_event_id");
         put_uint(out, self.next_id - 1);
         put_str(out, "reset_scope");
         put_str(out, "all");
     }
+}
 
-    /// Returns every block once, in runs without a branch, each after its parent.
-    fn runs(&self) -> Vec<BlockChange> {
-        let mut children: HashMap<Option<u64>, Vec<u64>> = HashMap::new();
-        for (name, entry) in &self.held {
-            let parent = entry.parent.filter(|parent| self.held.contains_key(parent));
-            children.entry(parent).or_default().push(*name);
-        }
-        let mut waiting: VecDeque<u64> = children.get(&None).into_iter().flatten().copied().collect();
-        let mut runs = Vec::new();
-        while let Some(first) = waiting.pop_front() {
-            let parent_hash = self.held.get(&first).and_then(|entry| entry.parent);
-            let (mut blocks, mut name) = (Vec::new(), first);
-            loop {
-                let tokens_hash = self.held.get(&name).map_or(0, |entry| entry.tokens_hash);
-                blocks.push(KvBlock { block_hash: name, tokens_hash });
-                let after = children.get(&Some(name)).map_or(&[][..], Vec::as_slice);
-                match after {
-                    [only] if blocks.len() < MAX_BLOCKS_PER_EVENT => name = *only,
-                    _ => {
-                        waiting.extend(after);
-                        break;
-                    }
+/// Returns every block of a tier once, in runs without a branch, each after its parent.
+fn runs(held: &HashMap<u64, Held>) -> Vec<BlockChange> {
+    let mut children: HashMap<Option<u64>, Vec<u64>> = HashMap::new();
+    for (name, entry) in held {
+        let parent = entry.parent.filter(|parent| held.contains_key(parent));
+        children.entry(parent).or_default().push(*name);
+    }
+    let mut waiting: VecDeque<u64> = children.get(&None).into_iter().flatten().copied().collect();
+    let mut runs = Vec::new();
+    while let Some(first) = waiting.pop_front() {
+        let parent_hash = held.get(&first).and_then(|entry| entry.parent);
+        let (mut blocks, mut name) = (Vec::new(), first);
+        loop {
+            let tokens_hash = held.get(&name).map_or(0, |entry| entry.tokens_hash);
+            blocks.push(KvBlock { block_hash: name, tokens_hash });
+            let after = children.get(&Some(name)).map_or(&[][..], Vec::as_slice);
+            match after {
+                [only] if blocks.len() < MAX_BLOCKS_PER_EVENT => name = *only,
+                _ => {
+                    waiting.extend(after);
+                    break;
                 }
             }
-            runs.push(BlockChange::Stored { parent_hash, blocks });
         }
-        runs
+        runs.push(BlockChange::Stored { parent_hash, blocks });
     }
+    runs
 }
 
 fn put_members(out: &mut Vec<u8>, members: &[(&str, u64)]) {
@@ -306,7 +339,7 @@ mod tests {
     #[test]
     fn an_event_has_the_published_shape() {
         let mut ledger = ledger();
-        let event = read(ledger.add(stored(Some(3), &[4])).expect("an event"));
+        let event = read(ledger.add(StorageTier::Device, stored(Some(3), &[4])).expect("an event"));
         assert_eq!(
             event,
             json!({
@@ -320,17 +353,33 @@ mod tests {
                 },
             })
         );
-        let event = read(ledger.add(BlockChange::Cleared).expect("an event"));
+        let event = read(ledger.add(StorageTier::Device, BlockChange::Cleared).expect("an event"));
         assert_eq!(event["event"]["data"], "cleared");
+    }
+
+    #[test]
+    fn a_block_is_held_in_each_tier_on_its_own() {
+        let mut ledger = ledger();
+        ledger.add(StorageTier::Device, stored(None, &[1, 2]));
+        let event = read(ledger.add(StorageTier::HostPinned, stored(None, &[1])).expect("an event"));
+        assert_eq!(event["storage_tier"], "host_pinned");
+        ledger.add(StorageTier::Device, BlockChange::Removed(vec![1, 2]));
+        let dump = read(&ledger.answer(None, None));
+        let tiers: Vec<&Value> =
+            dump["TreeDump"]["events"].as_array().expect("a list").iter().map(|event| &event["storage_tier"]).collect();
+        assert_eq!(tiers, ["host_pinned"]);
+        ledger.add(StorageTier::Device, BlockChange::Cleared);
+        assert_eq!(ledger.blocks, 0);
+        assert_eq!(read(&ledger.answer(None, None))["TreeDump"]["events"], json!([]));
     }
 
     #[test]
     fn a_block_stored_twice_is_removed_with_the_second_removal() {
         let mut ledger = ledger();
-        ledger.add(stored(None, &[1]));
-        ledger.add(stored(None, &[1, 2]));
-        assert!(ledger.add(BlockChange::Removed(vec![1])).is_none());
-        let event = read(ledger.add(BlockChange::Removed(vec![1, 2, 9])).expect("an event"));
+        ledger.add(StorageTier::Device, stored(None, &[1]));
+        ledger.add(StorageTier::Device, stored(None, &[1, 2]));
+        assert!(ledger.add(StorageTier::Device, BlockChange::Removed(vec![1])).is_none());
+        let event = read(ledger.add(StorageTier::Device, BlockChange::Removed(vec![1, 2, 9])).expect("an event"));
         assert_eq!(event["event"]["data"]["removed"]["block_hashes"], json!([1, 2, 9]));
         assert_eq!(event["event"]["event_id"], 3);
     }
@@ -340,9 +389,9 @@ mod tests {
         let mut ledger = ledger();
         ledger.max_events = 2;
         for name in 1..=3 {
-            ledger.add(stored(if name == 1 { None } else { Some(name - 1) }, &[name]));
+            ledger.add(StorageTier::Device, stored(if name == 1 { None } else { Some(name - 1) }, &[name]));
         }
-        ledger.add(stored(Some(2), &[30]));
+        ledger.add(StorageTier::Device, stored(Some(2), &[30]));
         let events = read(&ledger.answer(Some(4), None));
         assert_eq!(events["Events"]["last_event_id"], 4);
         assert_eq!(events["Events"]["events"][0]["event"]["event_id"], 4);

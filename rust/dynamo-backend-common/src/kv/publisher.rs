@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use super::hashing::{BlockNames, block_hashes};
-use super::ledger::{BlockChange, KvBlock, Ledger, MAX_BLOCKS_PER_EVENT, Rank};
+use super::ledger::{BlockChange, KvBlock, Ledger, MAX_BLOCKS_PER_EVENT, Rank, StorageTier};
 use crate::error::DynamoError;
 use crate::events::EventPublisher;
 use crate::plane::lock;
@@ -140,11 +140,17 @@ impl KvEventPublisher {
 
     /// Publishes changes in order: of an engine that computes the hashes of block contents itself.
     pub fn publish_changes(&self, changes: impl IntoIterator<Item = BlockChange>) {
+        self.publish_in_tiers(changes.into_iter().map(|change| (StorageTier::Device, change)));
+    }
+
+    /// Publishes changes in order, each in its tier; likewise.
+    pub fn publish_in_tiers(&self, changes: impl IntoIterator<Item = (StorageTier, BlockChange)>) {
         // The lock holds the order of event ids and messages together.
         let mut ledger = lock(&self.shared.ledger);
         let (mut message, mut count) = (Vec::new(), 0);
-        for change in changes.into_iter().flat_map(pieces) {
-            let Some(event) = ledger.add(change) else { continue };
+        let pieces = |(tier, change)| pieces(change).into_iter().map(move |piece| (tier, piece));
+        for (tier, piece) in changes.into_iter().flat_map(pieces) {
+            let Some(event) = ledger.add(tier, piece) else { continue };
             message.extend_from_slice(event);
             count += 1;
             if count == MAX_EVENTS_PER_MESSAGE {

@@ -5,6 +5,7 @@ pub(crate) mod items;
 pub(crate) mod msgpack;
 pub(crate) mod native;
 pub(crate) mod secret;
+pub(crate) mod value;
 
 #[cfg(test)]
 mod vectors;
