@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,18 @@ def test_a_gguf_file_alone_is_served_by_its_own_template(tmp_path: Path) -> None
         assert completion.usage.completion_tokens == 3
         with pytest.raises(BadRequestError):
             ask(client, model, max_tokens=5, extra_body={"grammar": "root ::= (("})
+
+
+@needs_llama
+def test_two_gguf_files_take_turns_under_a_budget_of_one(tmp_path: Path) -> None:
+    files = [str(write_gguf(FILES, tmp_path / f"{name}.gguf")) for name in ("one", "two")]
+    with serving(LLAMA, tmp_path, *files, "--memory", "200MB") as (process, client, _):
+        for model in ("one", "two", "one"):
+            assert ask(client, model).choices[0].message.content == "42"
+        assert re.findall(r"models: (\w+) is being (\w+)", process.log) == [
+            ("one", "loaded"), ("one", "unloaded"), ("two", "loaded"), ("two", "unloaded"), ("one", "loaded"),
+        ]  # fmt: skip
+        assert all(int(taken) <= 210 for taken in re.findall(r"and takes (\d+) MB", process.log))
 
 
 @needs_llama

@@ -270,6 +270,19 @@ def test_a_load_that_outgrows_its_room_is_ended_and_begun_again_in_all_of_it() -
     assert (server.of("b").running, server.residency.used_bytes) == (1, 70)
 
 
+def test_a_load_in_all_the_room_goes_on_when_a_pinned_model_takes_more() -> None:
+    server = Server(models(40, 20, pinned=1, known=Known.ESTIMATED))
+    server.decide()
+    server.load("a")
+    server.arrive("b")
+    assert server.decide() == [Order(Action.LOAD, "b")]
+    server.grow("b", 50)
+    server.residency.measured("a", 45)  # there were 60 for the other one, and are 55
+    assert server.decide() == []
+    server.grow("b", 56)
+    assert server.decide() == [Order(Action.UNLOAD, "b", UnloadReason.OUTGROWN)]
+
+
 def test_a_load_that_outgrows_all_room_is_refused() -> None:
     server = Server(models(60, 30, 20, pinned=1))
     server.decide()

@@ -275,11 +275,11 @@ class Residents:
                     self._send({"event": "measured", "model": name, "bytes": taken})
 
     async def _measure_load(self, name: str, model: _Loaded) -> None:
-        """Report what a model takes that is being loaded, as soon as that is more than was known of it."""
-        clock, reported = asyncio.get_running_loop().time, self._bytes[name]
+        """Report what a model takes that is being loaded."""
+        clock, reported = asyncio.get_running_loop().time, 0
         while self._running.get(name) is model and model.state == "loading":
             began = clock()
-            if (taken := self._taken(model.process)) > reported:
+            if (taken := self._taken(model.process)) > reported * (1 + NOTABLE):
                 reported = taken
                 self._send({"event": "measured", "model": name, "bytes": taken})
             await asyncio.sleep(max(LOADING_SECONDS, LOADING_SHARE * (clock() - began)))

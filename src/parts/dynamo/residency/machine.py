@@ -95,7 +95,7 @@ class Memory:
 
     needed: int
     known: Known = Known.ESTIMATED
-    taken: int = 0  # from the order to load it until its process has ended
+    taken: int = 0  # by now
 
 
 class Resident:
@@ -129,8 +129,13 @@ class Residency:
 
     @property
     def used_bytes(self) -> int:
-        """What the models take that are loaded, or on their way in or out."""
-        return sum(model.memory.taken for model in self.models.values())
+        """What the models take that are loaded, or on their way out, and what is kept for those that are being loaded."""
+        return sum(map(self._claim, self.models.values()))
+
+    def _claim(self, model: Resident) -> int:
+        if model.state is Residence.LOADING:
+            return max(self._room_for(model), model.memory.taken)
+        return model.memory.taken
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -167,13 +172,13 @@ class Residency:
         """Take a model that was loaded, or was on its way, before this began. A loaded one counts as loading until `loaded`."""
         model = self.models[name]
         model.state, model.since = Residence.LOADING if state is Residence.LOADED else state, now
-        model.memory.taken = 0 if state is Residence.ABSENT else model.memory.needed
+        model.memory.taken = 0 if state in (Residence.ABSENT, Residence.LOADING) else model.memory.needed
 
     def measured(self, name: str, taken_bytes: int) -> None:
-        """Take what a model takes by now. One that is still being loaded takes what was estimated, or more."""
+        """Take what a model takes by now."""
         model = self.models[name]
         if model.state is Residence.LOADING:
-            model.memory.taken = max(self._room_for(model), taken_bytes)
+            model.memory.taken = taken_bytes
         elif model.state in (Residence.LOADED, Residence.CLOSING):
             model.memory = Memory(taken_bytes, Known.MEASURED, taken_bytes)
 
@@ -276,7 +281,6 @@ class Residency:
                 if any(each.state is Residence.LOADING for each in self.models.values()):
                     return None  # what that one takes is an estimate, and two of them could be wrong together
             model.state, model.since = Residence.LOADING, now
-            model.memory.taken = self._room_for(model)
             orders.append(Order(Action.LOAD, model.name))
         return None
 

@@ -30,7 +30,7 @@ FAMILIES: Final = (
     ),
     Family("residency_wait_seconds", "histogram", "How long a request waited until its model was loaded", _MODEL),
     Family("residency_waiting_requests", "gauge", "Requests that wait for a model to be loaded", _MODEL),
-    Family("residency_memory_bytes", "gauge", "What a model takes now, or is to take while it is loaded", _MODEL),
+    Family("residency_memory_bytes", "gauge", "What a model takes now; of one that is being loaded under a budget, by now", _MODEL),
     Family("residency_budget_bytes", "gauge", "What all models may take together; absent without a limit"),
 )  # fmt: skip
 

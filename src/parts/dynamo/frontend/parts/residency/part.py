@@ -94,8 +94,8 @@ class ResidencyPart(Part):
         for name, preset in self._presets.items():
             presets.setdefault(preset["model"], []).append(name)
         rows = [resident_view(model, presets.get(model.name, []), ms) for model in self._residency.models.values()]
-        used, budget = self._residency.used_bytes, self._residency.budget_bytes
-        return ModelsInMemory(used_bytes=used, budget_bytes=budget, models=rows)
+        used = sum(row.taken_bytes or 0 for row in rows)
+        return ModelsInMemory(used_bytes=used, budget_bytes=self._residency.budget_bytes, models=rows)
 
     async def start(self) -> None:
         setup = await self._command.open()
