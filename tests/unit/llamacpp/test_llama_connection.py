@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import EngineShutdown
-from dynamo.llamacpp.slots import LlamaConnection, LlamaRefusal, call_llama, open_llama
+from dynamo.llamacpp.arguments import LlamaArguments
+from dynamo.llamacpp.engine import walk_tokens
+from dynamo.llamacpp.gguf_header import GgufHeader
+from dynamo.llamacpp.slots import SOCKET, LlamaConnection, LlamaRefusal, LlamaSlots, call_llama, open_llama
+from dynamo.runtime.calls.context import Context
 from support.patience import PATIENCE_SECONDS
 
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -22,13 +27,22 @@ def chunked(data: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def answering(*pieces: bytes, closes: bool = True) -> AsyncIterator[tuple[Path, Callable[[], bytes]]]:
-    """A socket that answers each request with `pieces`, one write each; and what it was asked."""
+async def answering(
+    *pieces: bytes, closes: bool = True, plain: bytes = b""
+) -> AsyncIterator[tuple[Path, Callable[[], bytes]]]:
+    """A socket that answers each request with `pieces`, one write each; and what it was asked.
+
+    `plain`: the JSON that answers every request but the first.
+    """
     requests = bytearray()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        requests.extend(await reader.readuntil(b"\r\n\r\n"))
-        for piece in pieces:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r")[0])
+        requests.extend(head + await reader.readexactly(length))
+        is_plain = plain and len(requests) > len(head) + length
+        whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(plain), plain)
+        for piece in (whole,) if is_plain else pieces:
             writer.write(piece)
             await writer.drain()
         if not closes:
@@ -36,7 +50,7 @@ async def answering(*pieces: bytes, closes: bool = True) -> AsyncIterator[tuple[
         writer.close()
 
     with tempfile.TemporaryDirectory(prefix="llama-") as directory:  # a path of pytest may be too long for a socket
-        path = Path(directory) / "s"
+        path = Path(directory) / SOCKET
         server = await asyncio.start_unix_server(serve, path)
         try:
             yield path, lambda: bytes(requests)
@@ -118,3 +132,68 @@ async def test_a_slow_reader_holds_the_socket_back() -> None:
         first = await asyncio.wait_for(connection.next(), PATIENCE_SECONDS)
         assert len([first, *await objects(connection)]) == 200
         connection.close()
+
+
+# -- tokens within a character ----------------------------------------------------------------------------------------
+
+
+def slots_at(socket: Path) -> LlamaSlots:
+    header = GgufHeader("llama", "", 64, has_chat_template=False, parts=1, part=0, has_pooling=False)
+    slots = LlamaSlots(LlamaArguments(Path("m.gguf"), header, None, "m", context_length=64, slots=1))
+    slots._process._directory = socket.parent
+    return slots
+
+
+def generated(*events: dict[str, object]) -> bytes:
+    """A stream as llama.cpp writes it: none for a token with which the text ends within a character."""
+    data = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events)
+    return STREAM + chunked(data) + b"0\r\n\r\n"
+
+
+async def tokens_of(slots: LlamaSlots) -> list[list[int]]:
+    body = {"prompt": [1, 2], "n_predict": 9, "stream": True, "grammar": "root ::= [a-z]"}
+    async with slots.events("/completion", body, Context(), walk_tokens) as events:
+        return [event["tokens"] async for event in events if event["tokens"]]
+
+
+CAKE = "\U0001f382"
+CAKE_EVENTS = generated(
+    {"content": "a", "tokens": [7], "stop": False, "tokens_predicted": 1},
+    {"content": CAKE, "tokens": [220], "stop": False, "tokens_predicted": 4},
+    {"content": "b", "tokens": [8], "stop": False, "tokens_predicted": 5},
+    {"content": "", "tokens": [], "stop": True, "tokens_predicted": 5},
+)
+
+
+async def test_tokens_that_end_within_a_character_come_with_the_one_that_ends_it() -> None:
+    async with answering(CAKE_EVENTS, plain=b'{"tokens":[10813,232,220]}') as (socket, sent):
+        assert await tokens_of(slots_at(socket)) == [[7], [10813, 232], [220], [8]]
+        assert json.dumps(CAKE).encode() in sent()  # that text, and no other
+        assert sent().count(b"/tokenize") == 1
+
+
+async def test_a_character_that_was_written_in_other_tokens_keeps_its_text() -> None:
+    async with answering(CAKE_EVENTS, plain=b'{"tokens":[991]}') as (socket, _):
+        assert await tokens_of(slots_at(socket)) == [[7], [991], [8]]
+
+
+async def test_an_answer_that_its_limit_ends_within_a_character_has_all_of_its_tokens() -> None:
+    events = generated(
+        {"content": "a", "tokens": [7], "stop": False, "tokens_predicted": 1},
+        {"tokens": [], "stop": True, "stop_type": "limit", "tokens_predicted": 3},
+    )
+    async with answering(events, plain=b'{"tokens":[10813,232]}') as (socket, sent):
+        assert await tokens_of(slots_at(socket)) == [[7], [10813, 232]]
+        _, _, again = sent().rpartition(b"\r\n\r\n")
+        wanted = {"prompt": [1, 2, 7], "n_predict": 2, "stream": False, "n_probs": 0, "grammar": ""}
+        assert json.loads(again) == wanted
+
+
+async def test_other_answers_ask_nothing_more() -> None:
+    events = generated(
+        {"content": "a", "tokens": [7], "stop": False, "tokens_predicted": 1},
+        {"tokens": [], "stop": True, "stop_type": "limit", "tokens_predicted": 1},
+    )
+    async with answering(events) as (socket, sent):
+        assert await tokens_of(slots_at(socket)) == [[7]]
+        assert sent().count(b"POST") == 1

@@ -26,13 +26,15 @@ from dynamo.engines.adapter import AdapterEngine
 from dynamo.engines.cache_scope import CacheScope
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
-from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
+from dynamo.llamacpp.slots import LlamaConnection, LlamaProcess, LlamaSlots, map_llama_error
 from dynamo.runtime.calls.context import Context
 
 # From the contract's request to llama.cpp's, and from its events to chunks.
 
 # Of the last event: the rest of it repeats the request and the whole prompt.
-LAST_FIELDS: Final = ("tokens", "stop", "stop_type", "truncated", "timings/cache_n", "completion_probabilities")
+LAST_FIELDS: Final = (
+    "tokens", "tokens_predicted", "stop", "stop_type", "truncated", "timings/cache_n", "completion_probabilities",
+)  # fmt: skip
 
 
 def completion_body(
@@ -66,6 +68,38 @@ def completion_body(
     if grammar is not None:
         body["grammar"] = grammar
     return body
+
+
+GENERATION: Final = "/completion"
+
+
+async def walk_tokens(
+    connection: LlamaConnection, process: LlamaProcess, body: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    """Yield the events of a generation so that their tokens make up its whole text.
+
+    llama.cpp sends no event for a token with which the text ends within a character. Once the character is complete its text
+    comes as a whole, but of its tokens only the last one. The others are those into which llama.cpp itself divides that text.
+    A model that wrote the character in other tokens keeps the text, and not the division. The tokens of an answer that its
+    limit ends within a character are computed once more; where they are drawn at random, they are drawn anew.
+    """
+    sent: list[int] = []
+    seen = 0
+    while (event := await connection.next()) is not None:
+        predicted = event.get("tokens_predicted", seen)
+        if predicted - seen > 1 and event.get("content"):
+            question = {"content": event["content"], "parse_special": False}
+            *held, last = (await process.call("POST", "/tokenize", question))["tokens"]
+            event["tokens"] = [last]
+            sent += held
+            yield {"tokens": held}
+        elif predicted > seen and event.get("stop_type") == "limit":
+            again = {"n_predict": predicted - seen, "stream": False, "n_probs": 0, "grammar": ""}
+            again["prompt"] = [*body["prompt"], *sent]
+            event["tokens"] = (await process.call("POST", GENERATION, {**body, **again}))["tokens"]
+        sent += event.get("tokens") or ()
+        seen = predicted
+        yield event
 
 
 class LlamaAnswer:
@@ -169,7 +203,7 @@ class LlamaCppEngine(AdapterEngine[LlamaArguments]):
         answer = LlamaAnswer(asked)
         body = await self._body(asked, self._limits)
         async with (
-            self._llama.events("/completion", body, context) as events,
+            self._llama.events(GENERATION, body, context, walk_tokens) as events,
             aclosing(self.answered(events, answer, context)) as chunks,
         ):
             async for chunk in chunks:

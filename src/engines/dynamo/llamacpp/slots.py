@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,9 +208,9 @@ class LlamaProcess:
         connection.send("POST", path, self._key, body)
         return connection
 
-    async def call(self, method: str, path: str) -> Any:
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Return the answer to a plain question. Raises EngineShutdown when llama.cpp is gone."""
-        return await call_llama(self._socket, method, path, self._key)
+        return await call_llama(self._socket, method, path, self._key, body)
 
     @property
     def _socket(self) -> Path:
@@ -242,6 +242,16 @@ class LlamaProcess:
                 await process.wait()
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+Walk = Callable[[LlamaConnection, LlamaProcess, Any], AsyncGenerator[Any, None]]
+"""Yields the events of a connection; it has the process for further questions, and the body of the request."""
+
+
+async def walk_events(connection: LlamaConnection, _process: LlamaProcess, _body: Any) -> AsyncGenerator[Any, None]:
+    """Yield the events as they are."""
+    while (event := await connection.next()) is not None:
+        yield event
 
 
 CLIENT_STATUSES: Final = range(400, 500)
@@ -280,7 +290,9 @@ class LlamaSlots:
         )
 
     @asynccontextmanager
-    async def events(self, path: str, body: Any, context: Context) -> AsyncIterator[AsyncGenerator[Any, None]]:
+    async def events(
+        self, path: str, body: Any, context: Context, walk: Walk = walk_events
+    ) -> AsyncIterator[AsyncGenerator[Any, None]]:
         """Provide the events of one request; none once the context is stopped, also while the request waits for a slot.
 
         Raises LlamaRefusal for llama.cpp's errors, EngineShutdown when its process is gone.
@@ -293,8 +305,8 @@ class LlamaSlots:
             connection = await self._process.open(path, body)
             forget = context.on_cancel(on_loop(asyncio.get_running_loop(), lambda _killed: connection.close()))
             try:
-                async with aclosing(_walk(connection)) as walk:
-                    yield walk
+                async with aclosing(walk(connection, self._process, body)) as events:
+                    yield events
             finally:
                 forget()
                 connection.close()
@@ -346,11 +358,6 @@ def _settle(turn: asyncio.Future[bool]) -> None:
     """End the wait of a request that was stopped."""
     if not turn.done():
         turn.set_result(False)
-
-
-async def _walk(connection: LlamaConnection) -> AsyncGenerator[Any, None]:
-    while (event := await connection.next()) is not None:
-        yield event
 
 
 async def _nothing() -> AsyncGenerator[Any, None]:
