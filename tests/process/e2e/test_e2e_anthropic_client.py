@@ -95,7 +95,7 @@ def test_the_client_waits_as_long_as_an_overload_asks(stack: Stack) -> None:
 
 
 def test_a_body_that_is_no_json_has_the_form_of_the_api(stack: Stack) -> None:
-    for body, kind, status in ((b"{", "application/json", 400), (b"{}", "text/plain", 415)):
+    for body, kind, status in ((b"{", "application/json", 400), (b"{}", "text/html", 415)):
         sent = urllib.request.Request(
             f"{stack.frontend.url}/v1/messages", body, {"content-type": kind, "anthropic-version": "2023-06-01"}
         )

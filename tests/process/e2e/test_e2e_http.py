@@ -47,7 +47,7 @@ async def test_routes_that_do_not_exist_and_methods_that_are_not_allowed(stack: 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_bodies_that_are_refused(stack: Stack, path: str) -> None:
-    odd = await ask(stack.port, path, b"{}", headers={"content-type": "text/plain"})
+    odd = await ask(stack.port, path, b"{}", headers={"content-type": "text/html"})
     assert (odd.status, odd.json()["message"]) == (415, "Expected request with Content-Type application/json")
     for broken in (b"", b"{", b"[]", b"null", b'{"model": 1}', b"{}", b"\xff\xfe"):
         reply = await ask(stack.port, path, broken)

@@ -114,11 +114,80 @@ async def test_an_upload_from_a_form_of_another_page_writes_nothing(tmp_path: Pa
 
 
 @each_case("path", ["/v1/batches/batch-1/cancel", "/v1/responses/resp_1/cancel", "/busy_threshold", "/v1/loras"])
-async def test_a_route_that_changes_something_takes_no_form(tmp_path: Path, path: str) -> None:
+async def test_a_route_that_changes_something_takes_no_form_of_a_browser(tmp_path: Path, path: str) -> None:
     async with (
         cluster(tmp_path, http_host="127.0.0.1", **files(tmp_path)) as house,
         asgi_client(house.frontend.asgi) as client,
     ):
-        for kind in (FIELDS, UPLOAD, {"content-type": "text/plain"}):
-            answer = await client.call("POST", path, b"", headers={**kind, "host": "localhost"})
-            assert (answer.status, "application/json" in answer.json["message"]) == (415, True), kind
+        is_admins = not path.endswith("cancel")
+        for kind in (FIELDS, UPLOAD, PLAIN):
+            for sign in SIGNS:
+                answer = await client.call("POST", path, b"", headers={**kind, **sign, "host": "localhost"})
+                assert (answer.status, "application/json" in answer.json["message"]) == (415, True), (kind, sign)
+            tool = await client.call("POST", path, b"", headers={**kind, "host": "localhost"})
+            assert (tool.status == 415) == (is_admins or kind is UPLOAD), kind
+
+
+PLAIN = {"content-type": "text/plain"}
+SIGNS: list[dict[str, str]] = [  # of a browser; none of them from a page of another site, which has an Origin
+    {"accept-language": "en"},
+    {"referer": "http://evil.example/"},
+    {"cookie": "a=b"},
+    {"sec-fetch-site": "none"},
+    {"origin": "http://localhost"},  # the page of this server
+]
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
+BODIES: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "m", "prompt": "hi"},
+    "/v1/responses": {"model": "m", "input": "hi"},
+    "/v1/messages": {**CHAT, "max_tokens": 4},
+    "/api/chat": CHAT,
+    "/api/generate": {"model": "m", "prompt": "hi"},
+    "/api/show": {"model": "m"},
+    "/tokenize": {"model": "m", "prompt": "hi"},
+}
+OF_TOOLS: list[dict[str, str]] = [  # what curl -d, wget --post-data, PowerShell and urllib.request write by themselves
+    {**FIELDS, "user-agent": "curl/8.5.0", "accept": "*/*"},
+    {
+        **FIELDS,
+        "user-agent": "Mozilla/5.0 (Windows NT; Windows NT 10.0; en-US) WindowsPowerShell/5.1",
+        "expect": "100-continue",
+    },
+    {**PLAIN, "user-agent": "Go-http-client/1.1"},
+    {"user-agent": "a program"},
+]
+
+
+async def test_a_tool_need_not_name_the_type_of_its_body(tmp_path: Path) -> None:
+    async with cluster(tmp_path, http_host="127.0.0.1") as house, asgi_client(house.frontend.asgi) as client:
+        await house.worker()
+        for path, body in BODIES.items():
+            for headers in OF_TOOLS:
+                sent = {"content-type": "", **headers, "host": "localhost:8000"}
+                assert (await client.call("POST", path, body, headers=sent)).status == 200, (path, headers)
+
+
+@each_case("http_host", ["127.0.0.1", "0.0.0.0"])
+async def test_a_simple_request_of_a_browser_reaches_no_model(tmp_path: Path, http_host: str) -> None:
+    """What a page can send without a preflight: forms, fetch in the mode no-cors, sendBeacon, also by older browsers."""
+    async with cluster(tmp_path, http_host=http_host) as house, asgi_client(house.frontend.asgi) as client:
+        worker = await house.worker()
+        local = {"host": "localhost:8000", "user-agent": "Mozilla/5.0 (X11)", "accept-language": "en"}
+        browsers: list[dict[str, str]] = [
+            {**local, "origin": "https://evil.example", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+            {**local, "origin": "null", "sec-fetch-site": "cross-site"},  # of a frame in a sandbox, or a file
+            {**local, "referer": "https://evil.example/"},  # a form, before browsers sent Origin with it
+        ]
+        if http_host == "127.0.0.1":  # elsewhere a name that leads here now is known by --allowed-host only
+            rebound = {**local, "host": "evil.example:8000"}
+            browsers += [
+                {**rebound, "origin": "http://evil.example:8000"},
+                {**rebound, "sec-fetch-site": "same-origin"},
+            ]
+        for path, body in BODIES.items():
+            for browser in browsers:
+                for kind in (FIELDS, PLAIN, UPLOAD, {"content-type": ""}):
+                    answer = await client.call("POST", path, body, headers={**kind, **browser})
+                    assert answer.status in (403, 415), (path, kind, browser)
+        assert worker.requests == []

@@ -54,7 +54,7 @@ async def ask(app: Any, body: Mapping[str, Any] | bytes, path: str = "/own", **h
     ("body", "headers", "status"),
     [
         (b"{", {}, 400),
-        (CHAT, {"content-type": "text/plain"}, 415),
+        (CHAT, {"content-type": "text/html"}, 415),
         (CHAT | {"model": "nope"}, {}, 404),
         (CHAT | {"temperature": 9}, {}, 400),
         (b" " * 2000, {}, 413),

@@ -89,7 +89,7 @@ async def test_an_answer_is_one_outcome(house: Cluster, notes: Notes) -> None:
 
 async def test_what_is_refused_at_the_door_is_one_outcome(house: Cluster, notes: Notes) -> None:
     worker = await house.worker()
-    await house.client.call("POST", "/v1/chat/completions", b"{}", headers={"content-type": "text/plain"})
+    await house.client.call("POST", "/v1/chat/completions", b"{}", headers={"content-type": "text/html"})
     assert notes.ends.pop() == (Reached.DOOR, 415, "validation")
     worker.script = worker.hold
     first = house.client.begin_chat("hi")

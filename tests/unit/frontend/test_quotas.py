@@ -588,7 +588,7 @@ async def test_what_is_refused_counts_and_is_not_read_when_the_rate_is_used_up(t
         wrong = (
             found.client.chat(temperature=99, headers=bearer("k")),
             found.client.chat(model="nowhere", headers=bearer("k")),
-            found.client.call("POST", "/v1/chat/completions", b"{", headers=raw | {"content-type": "text/plain"}),
+            found.client.call("POST", "/v1/chat/completions", b"{", headers=raw | {"content-type": "text/html"}),
         )
         assert [(await each).status for each in wrong] == [400, 404, 415]
         broken = await found.client.call("POST", "/v1/chat/completions", b"{", headers=raw)

@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 from dynamo.frontend.base.shares import SharedBound
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.http.cross_site import is_of_tool
 
 __all__ = [
     "JSON",
@@ -52,10 +53,10 @@ def first_headers(scope: Scope) -> Headers:
 
 
 def check_content_type(headers: Headers) -> None:
-    """Raise the 415 unless the Content-Type is JSON."""
-    value = headers.get(b"content-type", b"")
-    kind = value.split(b";", 1)[0].strip().lower()
-    if kind != JSON and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+    """Raise the 415 unless the Content-Type is JSON, or one that tools write by themselves and no browser sent it."""
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    is_json = kind == JSON or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+    if not is_json and not is_of_tool(headers):
         raise RequestRejected(415, "Expected request with Content-Type application/json")
 
 

@@ -22,7 +22,7 @@ from dynamo.protocol.openai.errors import (
     response_not_found,
     route_not_found,
 )
-from dynamo.runtime.http.cross_site import SEND_JSON, SameSite, is_form
+from dynamo.runtime.http.cross_site import SEND_JSON, SameSite, is_form, is_of_tool
 from dynamo.runtime.http.cycle import RESPOND_EXTENSION
 
 RATE_HEADERS: Final = tuple(
@@ -157,10 +157,20 @@ class GuardedRoute(Route):
             await reply(with_request_id(scope, send), 405, b"", content_type=None, extra=((b"allow", allowed),))
         elif isinstance(self.endpoint, InferenceRoute):  # which sends the id itself, without a call per message
             await self.app(scope, receive, send)
-        elif scope["method"] == "POST" and not self._takes_forms and is_form(scope["headers"]):
+        elif scope["method"] == "POST" and self._is_form(scope):
             await reject_route(scope, send, RequestRejected(415, f"{scope['path']} takes no form, as {SEND_JSON}"))
         else:
             await self.app(scope, receive, with_request_id(scope, send))
+
+    def _is_form(self, scope: Scope) -> bool:
+        """Return whether a request may be the form of any page, where forms are not taken."""
+        if self._takes_forms:
+            return False
+        headers = dict(scope["headers"])
+        if is_form(scope["headers"]):
+            return self.is_admin or not is_of_tool(headers)
+        # Scripts can leave out the type, in browsers that are older than the Origin of such requests.
+        return not headers.get(b"content-type") and b"origin" not in headers and not is_of_tool(headers)
 
 
 class PathDialects:

@@ -7,13 +7,28 @@ resolve to 127.0.0.1 may even read the answer.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from dynamo.runtime.base.addresses import is_loopback
 
 FORM_TYPES: Final = (b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain")
 _NOT_OF_FORMS: Final = frozenset({b"authorization", b"x-api-key"})
+
+_TYPES_OF_TOOLS: Final = frozenset({b"", b"application/x-www-form-urlencoded", b"text/plain"})
+# Every browser sends Accept-Language, and no page can leave it out; all since 2020 send Origin with each POST that a page of
+# another site makes (`null` at the least), and Sec-Fetch-Site to loopback and over TLS. One of them is enough.
+_OF_BROWSERS: Final = frozenset(
+    {
+        b"accept-language",
+        b"cookie",
+        b"origin",
+        b"referer",
+        b"sec-fetch-dest",
+        b"sec-fetch-mode",
+        b"sec-fetch-site",
+    }
+)
 
 MAX_PERMITTED: Final = 256
 
@@ -74,6 +89,15 @@ class SameSite:
 def _name_in(host: str) -> str:
     """Return a Host or an authority without its port."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def is_of_tool(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a body came with the type that a tool writes by itself (`curl -d`), and no browser can have sent it.
+
+    Such a body may be taken for what the route reads. That of a browser may be the form of any page.
+    """
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return kind in _TYPES_OF_TOOLS and _OF_BROWSERS.isdisjoint(headers)
 
 
 def is_form(headers: Iterable[tuple[bytes, bytes]]) -> bool:
