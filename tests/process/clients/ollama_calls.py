@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
+from collections.abc import Callable
 
 import ollama
 
@@ -45,16 +47,37 @@ schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "require
 assert json.loads(client.chat(model="demo", messages=SUM, format=schema).message.content or "").keys() == {"sum"}
 
 
-def refused() -> ollama.ResponseError:
+assert client.generate(model="demo").done_reason == client.chat(model="demo").done_reason == "load"
+
+
+def refused(call: Callable[..., object], **given: object) -> ollama.ResponseError:
     try:
-        client.chat(model="nope", messages=SUM)
+        call(**given)
     except ollama.ResponseError as error:
         return error
-    raise AssertionError("a model that is not there answered")
+    raise AssertionError(f"{given} was answered")
 
 
-found = refused()
+found = refused(client.chat, model="nope", messages=SUM)
 assert (found.status_code, "'nope'" in found.error) == (404, True), found
+for member, value in (("suffix", "b"), ("template", "{{ .Prompt }}"), ("context", [1])):
+    found = refused(client.generate, model="demo", prompt="a", **{member: value})
+    assert (found.status_code, f"`{member}`" in found.error) == (422, True), found
+found = refused(client.generate, model="demo", keep_alive=0)
+assert (found.status_code, "`keep_alive`" in found.error) == (422, True), found
+
+
+def by_curl(path: str, body: dict[str, object]) -> dict[str, object]:
+    """As the examples of Ollama's documentation do: without a header."""
+    said = subprocess.run(["curl", "-sS", f"{URL}{path}", "-d", json.dumps(body)], capture_output=True, check=True)
+    return dict(json.loads(said.stdout.splitlines()[-1]))
+
+
+assert by_curl("/api/generate", {"model": "demo", "prompt": "What is 17 + 25?", "stream": False})["response"] == "42"
+assert by_curl("/api/chat", {"model": "demo", "messages": SUM})["done_reason"] == "stop"
+assert by_curl("/api/chat", {"model": "demo", "messages": []})["done_reason"] == "load"
+assert "capabilities" in by_curl("/api/show", {"model": "demo"})
+assert by_curl("/v1/chat/completions", {"model": "demo", "messages": SUM})["object"] == "chat.completion"
 
 
 async def at_once() -> list[str]:

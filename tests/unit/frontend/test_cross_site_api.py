@@ -136,7 +136,7 @@ SIGNS: list[dict[str, str]] = [  # of a browser; none of them from a page of ano
     {"sec-fetch-site": "none"},
     {"origin": "http://localhost"},  # the page of this server
 ]
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
+CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
 BODIES: dict[str, dict[str, object]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"model": "m", "prompt": "hi"},

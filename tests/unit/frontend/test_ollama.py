@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 
@@ -123,16 +124,101 @@ async def test_errors_are_one_text(house: Cluster) -> None:
     await house.worker()
     for path, body, status, text in (
         ("chat", {"model": "n", "messages": HI}, 404, "'n'"),
-        ("chat", {}, 400, "messages"),
+        ("chat", {"messages": 1}, 400, "messages"),
         ("chat", {"messages": HI, "options": {"temperature": "hot"}}, 400, "temperature"),
-        ("generate", {"prompt": ""}, 400, "prompt"),
-        ("generate", {"prompt": "a", "suffix": "b"}, 422, "suffix"),
+        ("generate", {"prompt": "a", "suffix": "b"}, 422, "`suffix`"),
+        ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, 422, "`template`"),
+        ("generate", {"prompt": "a", "context": [1, 2]}, 422, "`context`"),
+        ("generate", {"prompt": "a", "context": "1"}, 400, "context"),
+        ("generate", {"prompt": "a", "logprobs": True}, 422, "`logprobs`"),
+        ("generate", {"model": "n"}, 404, "'n'"),
+        ("chat", {"model": "n"}, 404, "'n'"),
+        ("generate", {"keep_alive": 0}, 422, "`keep_alive`"),
+        ("chat", {"messages": [], "keep_alive": "0s"}, 422, "`keep_alive`"),
         ("embed", {"input": "a"}, 404, "'m'"),
         ("show", {"model": "n"}, 404, "'n'"),
     ):
         refused = await ask(house, path, **body)
         assert (refused.status, list(refused.json)) == (status, ["error"]), (path, body, refused.body)
         assert text in refused.json["error"]
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": False}, {"keep_alive": "10m"}, {"keep_alive": -1}])
+async def test_a_request_without_a_prompt_loads_the_model_and_no_more(house: Cluster, more: dict[str, object]) -> None:
+    worker = await house.worker()
+    head = {"model": "m", "done": True, "done_reason": "load"}
+    for path, empty, answer in (
+        ("generate", {"prompt": ""}, {"response": ""}),
+        ("generate", {}, {"response": ""}),
+        ("chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        ("chat", {}, {"message": {"role": "assistant", "content": ""}}),
+    ):
+        found = await ask(house, path, **empty, **more)
+        assert (found.status, found.headers["content-type"]) == (200, "application/json")
+        assert {name: value for name, value in found.json.items() if name != "created_at"} == {**head, **answer}
+    assert worker.requests == []
+    assert house.metric("dynamo_frontend_model_requests_in_flight", model="m") == 0
+    nothing: dict[str, object] = {"suffix": "", "template": "", "context": [], "system": None}
+    assert (await ask(house, "generate", prompt="hi", **nothing, stream=False)).json["response"] == "hello"
+
+
+async def test_a_model_that_is_loaded_on_demand_is_listed_shown_and_loaded(house: Cluster) -> None:
+    names = house.frontend.models.names
+    names.on_demand = frozenset({"later"})
+    worker = await house.worker()
+    loaded = list[str]()
+
+    async def load(exchange: object, begin: object, request: Any) -> str:
+        loaded.append(request.model)
+        return "m"
+
+    house.frontend.pipeline.hooks.on_demand = load
+    assert [each["name"] for each in (await house.client.get("/api/tags")).json["models"]] == ["m", "later"]
+    assert [each["name"] for each in (await house.client.get("/api/ps")).json["models"]] == ["m"]
+    shown = (await ask(house, "show", model="later:latest")).json
+    assert (shown["capabilities"], shown["model_info"]) == ([], {"general.architecture": "dynamo"})
+    assert (await ask(house, "generate", model="later")).json["done_reason"] == "load"
+    assert (loaded, worker.requests) == (["later"], [])
+
+
+async def test_every_refusal_of_a_route_is_one_text(tmp_path: Path) -> None:
+    async with closed_cluster(tmp_path, key("files", routes=["files"])) as it:
+        for method, path in (("GET", "/api/tags"), ("GET", "/api/ps"), ("POST", "/api/show"), ("POST", "/api/chat")):
+            assert isinstance((await it.client.call(method, path, {})).json["error"], str), path
+        for path in ("/api/chat", "/api/embed"):
+            refused = await it.client.call("POST", path, {}, headers=bearer("files"))
+            assert (refused.status, type(refused.json["error"])) == (403, str)
+    async with cluster(tmp_path) as it:
+        form = {"content-type": "text/plain", "accept-language": "en"}
+        for path in ("/api/show", "/api/chat"):
+            refused = await it.client.call("POST", path, b"{}", headers=form)
+            assert (refused.status, type(refused.json["error"])) == (415, str)
+
+
+async def test_answers_are_those_of_the_document(house: Cluster, tmp_path: Path) -> None:
+    await house.worker(say(f"<think>hm</think>Yes.{CALL}"), runtime_config=HERMES)
+    await house.worker(vectors, model="v", model_type=ModelType.Embedding)
+    document = (await house.client.get("/openapi.json")).json
+
+    def check(name: str, value: object) -> None:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(value)
+
+    for line in lines(await ask(house, "chat", messages=HI, tools=[TOOL])):
+        check("OllamaChatLine", line)
+    check("OllamaChatLine", (await ask(house, "chat")).json)
+    for line in lines(await ask(house, "generate", prompt="hi")):
+        check("OllamaGenerateLine", line)
+    check("OllamaVectors", (await ask(house, "embed", model="v", input="hi")).json)
+    check("OllamaShown", (await ask(house, "show")).json)
+    check("OllamaError", (await ask(house, "show", model="n")).json)
+    check("OllamaVersion", (await house.client.get("/api/version")).json)
+    for path in ("tags", "ps"):
+        check("OllamaModelList", (await house.client.get(f"/api/{path}")).json)
+    check(
+        "OllamaChat", {"model": "m", "messages": [{"role": "user", "content": "hi", "images": ["a"]}], "tools": [TOOL]}
+    )
+    check("OllamaGenerate", {"model": "m", "prompt": "hi", "format": "json", "think": "low", "options": {"top_k": 3}})
 
 
 async def test_a_stream_that_fails_ends_with_its_error(house: Cluster) -> None:

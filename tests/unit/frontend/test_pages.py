@@ -133,7 +133,6 @@ NOT_DESCRIBED = {
     "/", "/docs", "/docs/rapidoc-min.js",  # pages
     "/classify", "/pooling", "/rerank", "/score",  # other names of routes below /v1
     "/autoscale/v1", "/autoscale/v1/{}",  # of autoscalers: docs/scaling.md
-    "/api/chat", "/api/embed", "/api/generate", "/api/ps", "/api/show", "/api/tags", "/api/version",  # docs/ollama.md
     "/v1/images/variations", "/v1/videos/characters", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/stream",
     "/v1/videos/{}/content", "/v1/videos/{}/remix",  # not built
 }  # fmt: skip

@@ -60,6 +60,7 @@ from dynamo.frontend.pipeline.generation_call import GenerationCall
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.result_api import ResultApi
 from dynamo.frontend.pipeline.results import ResultCall, TokenCountCall
+from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.inspector.schema import inspector_json
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.schema import ApiDescription, openapi_json
@@ -109,7 +110,8 @@ class FrontendRoutes:
         }
         for part in self._over.parts:
             inference.update(part.inference())
-        dialects = PathDialects({path: route.dialect for path, route in inference.items()})
+        shapes = {route.path: route.dialect for route in self._of_parts if route.dialect is not OPENAI}
+        dialects = PathDialects({**shapes, **{path: route.dialect for path, route in inference.items()}})
         routes = InferenceFirst(inference, self._routes(inference), rule_of_clients(self._settings), dialects)
         site = self._behind(routes, Site(routes.routes, dialects))
         return TidyPaths(with_cors(site, self._settings.cors_origins), routes.routes, self._settings.root_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, Literal
@@ -50,7 +51,7 @@ class OllamaFunction(Struct):
     arguments: JsonObject = field(default_factory=dict)
 
 
-class MadeCall(Struct):
+class OllamaCall(Struct):
     function: OllamaFunction
     id: str | None = None
 
@@ -60,20 +61,20 @@ class OllamaMessage(Struct):
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
 class OllamaChat(_Generating, kw_only=True):
-    """The body of `/api/chat`."""
+    """The body of `/api/chat`; without messages it loads the model."""
 
-    messages: list[OllamaMessage]
+    messages: list[OllamaMessage] = field(default_factory=list)
     tools: list[JsonObject] | None = None
 
 
 class OllamaGenerate(_Generating, kw_only=True):
-    """The body of `/api/generate`."""
+    """The body of `/api/generate`; without a prompt it loads the model."""
 
     prompt: str = ""
     system: str | None = None
@@ -108,16 +109,17 @@ class LoweredOllama(ChatRequest, kw_only=True, forbid_unknown_fields=True):
 
     is_prompt = False  # it came to `/api/generate`
     shows_thinking = True
+    only_loads = False  # no answer is asked for
 
 
-class Named(Struct):
+class OllamaNamed(Struct):
     """The body of `/api/show`; `name` is the older name of `model`."""
 
     model: str = ""
     name: str = ""
 
 
-_NAMED: Final = decoder_of(Named)
+_NAMED: Final = decoder_of(OllamaNamed)
 _CHAT: Final = decoder_of(OllamaChat)
 _GENERATE: Final = decoder_of(OllamaGenerate)
 _EMBED: Final = decoder_of(OllamaEmbed)
@@ -125,11 +127,15 @@ _KINDS: Final = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp
 
 
 def decode_chat(body: bytes, limits: BodyLimits, name_of: Callable[[str], str]) -> LoweredOllama:
-    """Return the chat request of a body of `/api/chat`. Raises RequestRejected (400) that names the field."""
+    """Return the chat request of a body of `/api/chat`. Raises RequestRejected (400, 422) that names the field."""
     source, repaired = _read(body, _CHAT, limits)
     check_messages(source.messages, limits.messages)
-    request = _lower(source, chat_messages(source.messages), name_of)
-    request.tools, request.repaired = source.tools or None, repaired
+    if source.messages:
+        request = _lower(source, chat_messages(source.messages), name_of)
+        request.tools = source.tools or None
+    else:
+        request = _loading(source, name_of)
+    request.repaired = repaired
     return request
 
 
@@ -139,13 +145,14 @@ def decode_generate(body: bytes, limits: BodyLimits, name_of: Callable[[str], st
     for member in ("suffix", "template", "context"):
         if getattr(source, member):
             raise not_built(f"`{member}` is not in this version", member)
-    if not source.prompt:
-        raise RequestRejected(400, "`prompt` is empty: models are loaded and unloaded by their workers", param="prompt")
-    user = OllamaMessage("user", source.prompt, images=source.images)
-    system = [OllamaMessage("system", source.system)] if source.system else []
-    request = _lower(source, chat_messages([*system, user]), name_of)
-    if source.raw:
-        request.nvext = NvExt(use_raw_prompt=True)
+    if source.prompt:
+        user = OllamaMessage("user", source.prompt, images=source.images)
+        system = [OllamaMessage("system", source.system)] if source.system else []
+        request = _lower(source, chat_messages([*system, user]), name_of)
+        if source.raw:
+            request.nvext = NvExt(use_raw_prompt=True)
+    else:
+        request = _loading(source, name_of)
     request.is_prompt, request.repaired = True, repaired
     return request
 
@@ -195,10 +202,25 @@ def _picture(encoded: str) -> JsonObject:
     return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
 
 
+_AT_ONCE: Final = re.compile(r"0+(\.0*)?([a-z]+)?")  # a `keep_alive` by which Ollama unloads a model
+
+
+def _loading(source: OllamaChat | OllamaGenerate, name_of: Callable[[str], str]) -> LoweredOllama:
+    """Return the request that only loads a model. Raises RequestRejected (422) for one that unloads it."""
+    if source.keep_alive is not None and _AT_ONCE.fullmatch(str(source.keep_alive)):
+        raise not_built("`keep_alive` of 0: other clients use the model, too, and the server unloads it", "keep_alive")
+    # One that keeps the rules of chats, and is never rendered. Ollama answers it with one object.
+    request = _lower(source, [{"role": "user", "content": ""}], name_of)
+    request.only_loads, request.stream = True, False
+    return request
+
+
 def _lower(
     source: OllamaChat | OllamaGenerate, messages: list[JsonObject], name_of: Callable[[str], str]
 ) -> LoweredOllama:
     options, form = source.options or OllamaOptions(), source.format
+    if source.logprobs:
+        raise not_built("`logprobs` is not in this version", "logprobs")
     request = LoweredOllama(
         model=name_of(source.model),
         messages=messages,
@@ -268,7 +290,7 @@ def embed_body(request: OllamaEmbedding, answer: bytes, now: float) -> bytes:
 
 def read_named(body: bytes) -> str:
     """Return the model that the body of `/api/show` names. Raises RequestRejected (400)."""
-    named: Named = _read(body, _NAMED, DEFAULT_LIMITS)[0]
+    named: OllamaNamed = _read(body, _NAMED, DEFAULT_LIMITS)[0]
     return named.model or named.name
 
 

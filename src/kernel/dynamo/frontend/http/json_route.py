@@ -5,11 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from dynamo.frontend.base.asgi import ClientGone, Receive, Scope, Send, reply, reply_rejected
+from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 
 
 class JsonRoute(ABC):
     """One ASGI application; a subclass makes the body."""
+
+    dialect: Dialect = OPENAI
+    """The shape of its errors."""
 
     leaves_body_unread = False
     """Whether a POST may be refused before its body was read: then its connection is closed."""
@@ -21,7 +25,8 @@ class JsonRoute(ABC):
             return
         except RequestRejected as error:
             is_unread = self.leaves_body_unread and scope["method"] == "POST"
-            await reply_rejected(send, error, ((b"connection", b"close"),) if is_unread else ())
+            further = ((b"connection", b"close"),) if is_unread else ()
+            await reply_rejected(send, error, further, dialect=self.dialect)
         else:
             await reply(send, 200, body)
 

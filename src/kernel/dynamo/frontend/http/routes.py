@@ -14,6 +14,7 @@ from dynamo.frontend.base.asgi import Message, Receive, Scope, Send, reply, repl
 from dynamo.frontend.base.request_id import reject_route, with_request_id
 from dynamo.frontend.http.admin import reject_cross_site
 from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import (
     NOT_BUILT_CODE,
@@ -137,6 +138,7 @@ class GuardedRoute(Route):
             raise ValueError(f"a route that needs no key has no parameters in its path, got {path}")
         super().__init__(path, endpoint, methods=methods)
         self.access = access
+        self.dialect: Dialect = endpoint.dialect if isinstance(endpoint, InferenceRoute | JsonRoute) else OPENAI
         self._takes_forms = takes_forms
         self.is_admin = access.is_for_operators if is_admin is None else is_admin
 
@@ -149,8 +151,7 @@ class GuardedRoute(Route):
             try:
                 check_access(scope, self.access)
             except RequestRejected as rejected:
-                dialect = self.endpoint.dialect if isinstance(self.endpoint, InferenceRoute) else OPENAI
-                await reject_route(scope, send, rejected, dialect)
+                await reject_route(scope, send, rejected, self.dialect)
                 return
         if self.methods is not None and scope["method"] not in self.methods:
             allowed = ", ".join(sorted(self.methods)).encode()
@@ -158,7 +159,9 @@ class GuardedRoute(Route):
         elif isinstance(self.endpoint, InferenceRoute):  # which sends the id itself, without a call per message
             await self.app(scope, receive, send)
         elif scope["method"] == "POST" and self._is_form(scope):
-            await reject_route(scope, send, RequestRejected(415, f"{scope['path']} takes no form, as {SEND_JSON}"))
+            await reject_route(
+                scope, send, RequestRejected(415, f"{scope['path']} takes no form, as {SEND_JSON}"), self.dialect
+            )
         else:
             await self.app(scope, receive, with_request_id(scope, send))
 

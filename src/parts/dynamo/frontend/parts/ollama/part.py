@@ -13,7 +13,7 @@ import msgspec
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.embeddings import EmbeddingsApi
 from dynamo.frontend.base.access import Access, identity_of
-from dynamo.frontend.base.asgi import ClientGone, Receive, Scope, Send, first_headers, read_body, reply, reply_rejected
+from dynamo.frontend.base.asgi import Receive, Scope, first_headers, read_body
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.json_route import JsonRoute
@@ -23,10 +23,13 @@ from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.pipeline.api import Answer, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
+from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.generation_call import GenerationCall
 from dynamo.frontend.pipeline.inference import Call
+from dynamo.frontend.pipeline.reading import Resolved
 from dynamo.frontend.pipeline.result_api import ResultAnswer, ResultReply
 from dynamo.frontend.pipeline.results import ResultCall
+from dynamo.frontend.pipeline.sink import OpenAnswer
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.ollama import (
     API_VERSION,
@@ -42,13 +45,15 @@ from dynamo.protocol.ollama import (
     nanoseconds,
     read_named,
 )
+from dynamo.protocol.ollama_schema import OLLAMA_API
 from dynamo.protocol.openai.body import BodyLimits
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.schema import ApiDescription
 from dynamo.protocol.vectors.requests import EmbeddingRequest
 from dynamo.text.output import CallDropped, Content, JoinedCall, OutputEvent, Reasoning, joined
 
 NameOf = Callable[[str], str]
 Decode = Callable[[bytes, BodyLimits, NameOf], LoweredOllama]
+EPOCH: Final = "1970-01-01T00:00:00Z"  # when a model was made that no worker has described yet
 NEVER: Final = "2999-01-01T00:00:00Z"  # when a model would be unloaded
 
 
@@ -147,6 +152,20 @@ class _Lines(Renderer):
         }
 
 
+class LoadingCall(GenerationCall):
+    """A call whose requests may only load a model: they are answered once it can be called."""
+
+    async def _answer(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
+        request = resolved.request
+        if not (isinstance(request, LoweredOllama) and request.only_loads):
+            await super()._answer(exchange, resolved, opened)
+            return
+        exchange.timer.answering()
+        said = {"response": ""} if request.is_prompt else {"message": {"role": "assistant", "content": ""}}
+        head = {"model": request.model, "created_at": _written(datetime.now(UTC))}
+        await opened.sink.reply(200, msgspec.json.encode({**head, **said, "done": True, "done_reason": "load"}))
+
+
 class OllamaEmbedApi(EmbeddingsApi):
     """`/api/embed`."""
 
@@ -170,37 +189,38 @@ class OllamaEmbedApi(EmbeddingsApi):
 class OllamaModels(JsonRoute):
     """`/api/tags`, `/api/ps`, `/api/show` and `/api/version`."""
 
+    dialect = OLLAMA
+
     def __init__(self, kernel: Kernel, name_of: NameOf) -> None:
         self._kernel, self._name_of = kernel, name_of
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await reply(send, 200, await self._answer(scope, receive))
-        except ClientGone:
-            return
-        except RequestRejected as error:
-            await reply_rejected(send, error, dialect=OLLAMA)
 
     async def _answer(self, scope: Scope, receive: Receive) -> bytes:
         caller, models, asked = identity_of(scope), self._kernel.pipeline.models, scope["path"].rpartition("/")[2]
         allowed = [model for model in models.models() if caller is None or caller.allows_model(model.name)]
         if asked == "version":
             return msgspec.json.encode({"version": API_VERSION})
+        unloaded = [name for name in models.names.unloaded() if caller is None or caller.allows_model(name)]
         if asked == "show":
             limit = self._kernel.settings.limits.body_limit_bytes
             name = self._name_of(read_named(await read_body(first_headers(scope), receive, limit, self._kernel.budget)))
             found = models.lookup(name)
-            if found is None or (caller is not None and not caller.allows_model(name)):
-                raise OLLAMA.unknown_model(name, [model.name for model in allowed])
-            return msgspec.json.encode(_shown(found))
+            is_known = found is not None or name in unloaded
+            if not is_known or (caller is not None and not caller.allows_model(name)):
+                raise OLLAMA.unknown_model(name, [*(model.name for model in allowed), *unloaded])
+            return msgspec.json.encode(_shown(name, found))
         listed = [described_model(model.name, model.created_at_text) for model in allowed]
-        if asked == "ps":
+        if asked == "tags":
+            listed += [described_model(name, EPOCH) for name in unloaded]
+        else:
             for entry, model in zip(listed, allowed, strict=True):
                 entry |= {"expires_at": NEVER, "size_vram": 0, "context_length": model.context_length or 0}
         return msgspec.json.encode({"models": listed})
 
 
-def _shown(model: ServedModel) -> dict[str, object]:
+def _shown(name: str, model: ServedModel | None) -> dict[str, object]:
+    """Return what is known of a model; None: it is loaded with its first request, and only its name is known."""
+    if model is None:
+        return _described(described_model(name, EPOCH), None, [])
     config, surfaces = model.card.runtime_config, model.surface_bits
     can = {
         "completion": surfaces & (ModelType.Chat | ModelType.Completions),
@@ -210,11 +230,16 @@ def _shown(model: ServedModel) -> dict[str, object]:
         "vision": "image" in model.text.media.kinds,
     }
     listed = described_model(model.name, model.created_at_text)
+    return _described(listed, model.context_length, [name for name, is_so in can.items() if is_so])
+
+
+def _described(listed: Mapping[str, object], context: int | None, capabilities: Sequence[str]) -> dict[str, object]:
+    length = {} if context is None else {"dynamo.context_length": context}
     return {
         **{name: listed[name] for name in ("details", "modified_at")},
         **dict.fromkeys(("modelfile", "parameters", "template"), ""),
-        "model_info": {"general.architecture": "dynamo", "dynamo.context_length": model.context_length},
-        "capabilities": [name for name, is_so in can.items() if is_so],
+        "model_info": {"general.architecture": "dynamo", **length},
+        "capabilities": capabilities,
     }
 
 
@@ -231,8 +256,8 @@ class OllamaPart(Part):
         chat = OllamaGeneration("ollama_chat", decode_chat, self._name_of)
         generate = OllamaGeneration("ollama_generate", decode_generate, self._name_of)
         return {
-            "/api/chat": self._route(GenerationCall(chat, pipeline), Access.INFERENCE),
-            "/api/generate": self._route(GenerationCall(generate, pipeline), Access.INFERENCE),
+            "/api/chat": self._route(LoadingCall(chat, pipeline), Access.INFERENCE),
+            "/api/generate": self._route(LoadingCall(generate, pipeline), Access.INFERENCE),
             "/api/embed": self._route(ResultCall(OllamaEmbedApi(self._name_of), pipeline), Access.EMBEDDINGS),
         }
 
@@ -242,6 +267,9 @@ class OllamaPart(Part):
             GuardedRoute(f"/api/{name}", route, "POST" if name == "show" else "GET", access=Access.ANY_KEY)
             for name in ("tags", "ps", "show", "version")
         ]
+
+    def described(self) -> Sequence[ApiDescription]:
+        return (OLLAMA_API,)
 
     def _route(self, call: Call, access: Access) -> InferenceRoute:
         kernel = self._kernel
