@@ -61,6 +61,20 @@ def test_a_worker_and_a_frontend_that_die_are_started_again(tmp_path: Path) -> N
     assert (status, left_behind(tmp_path)) == (0, [])
 
 
+@each_case("more", [(), ("--in-process",)])
+def test_a_model_is_served_under_the_names_that_are_given(tmp_path: Path, more: tuple[str, ...]) -> None:
+    home = tmp_path / "".join(more)
+    home.mkdir(exist_ok=True)
+    with serve_command(home, "my-model", *ENGINE, *more, "--served-model-name", "short,other") as command:
+        command.wait_ready()
+        assert '"short"' in command.printed_curl()
+        assert {command.ask(name) for name in ("short", "other")} == {"hello from the guide"}
+        with pytest.raises(AssertionError, match=r"^404: "):
+            command.ask("my-model")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait_ended() == 0
+
+
 def test_the_frontend_may_be_several_processes(tmp_path: Path) -> None:
     with serve_command(tmp_path, "my-model", *ENGINE, "--frontend-workers", "2") as command:
         command.wait_ready()

@@ -21,6 +21,7 @@ from dynamo.cli.console import Console
 from dynamo.cli.local_processes import programs
 from dynamo.cli.readiness import Address, ready_text
 from dynamo.cli.serve import read_options
+from dynamo.cli.usage import UsageError
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.lines import CUT, LineSplitter
 from dynamo.supervise.process import GaveUp, Program, SupervisedProcess, exit_words
@@ -313,6 +314,7 @@ def test_what_the_user_set_about_hosts_and_times_stays() -> None:
         (["/models/llama/", "--engine", "sample", "--", "--served-model-name=short"], "short"),
         (["--engine", "sample", "--", "--served-model-name", "short", "--model", "long"], "short"),
         (["--engine", "sample", "--", "--model", "long"], "long"),
+        (["--engine", "sample", "--served-model-name", "a,b", "--", "--model", "long"], "a"),
         (["--engine", "sample"], None),
     ],
 )
@@ -320,6 +322,27 @@ def test_the_frontend_gets_the_name_that_is_being_started(argv: list[str], name:
     frontend, *workers = started(*argv)
     assert frontend.env.get("DYN_STARTING_MODEL") == name
     assert not any("DYN_STARTING_MODEL" in worker.env for worker in workers)
+
+
+def test_every_name_of_the_model_reaches_its_worker() -> None:
+    names = ("--served-model-name", "a,b", "--served-model-name", "c")
+    _, worker = started("m", "--engine", "sample", *names)
+    assert [each for each in worker.argv if "serve-as" in each] == ["--serve-as=a", "--serve-as=b", "--serve-as=c"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["m", "n"], "--served-model-name is for one model: the names of several are those of [models.NAME]"),
+        (["m", "--", "--served-model-name", "b"], "--served-model-name is given twice: leave it out behind the --"),
+        (["--upstream", "http://h/v1"], "--served-model-name is for a model that runs here: write --model NAME="),
+    ],
+)
+def test_a_name_that_names_nothing_is_refused(argv: list[str], words: str) -> None:
+    engine = [] if "--upstream" in argv else ["--engine", "sample"]
+    with pytest.raises(UsageError) as refusal:
+        read_options(["--served-model-name", "a", *engine, *argv], {})
+    assert words in str(refusal.value)
 
 
 def test_a_fixed_port_counts_up_over_the_workers_and_zero_stays() -> None:

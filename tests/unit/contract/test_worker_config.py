@@ -65,6 +65,7 @@ def test_the_positions_of_the_fields_are_fixed() -> None:
         "allow_download",
         "runtime_settings",
         "loras",
+        "model_aliases",
     }
 
 
@@ -115,6 +116,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "enable_rl": False,
         "allow_download": False,
         "runtime_settings": None,
+        "model_aliases": None,
     }
 
 

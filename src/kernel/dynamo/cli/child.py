@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.cli.usage import UsageError, split_engine_args
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=int, required=True, help="descriptor for reports")
     parser.add_argument("--listener", type=int, action="append", help="descriptor of a bound socket of the frontend")
     parser.add_argument("--engine", default="")
-    parser.add_argument("--serve-as", default="", help="the name of the model, whatever the engine calls it")
+    parser.add_argument("--serve-as", action="append", help="a name of the model, whatever the engine calls it")
     options = parser.parse_args(own)
 
     lifeline = Lifeline(options.kill_after)
@@ -123,8 +124,7 @@ def _be_worker(options: argparse.Namespace, argv: list[str], report: Reports, li
         nonlocal path
         engine, config = await engine_cls.from_args(args)
         config = on_planes(config, discovery="file", requests="tcp")
-        if options.serve_as:
-            config = dataclasses.replace(config, served_model_name=options.serve_as)
+        config = served_as(config, options.serve_as or ())
         path = endpoint_path(config)
         report("configured", endpoint=path, surfaces=config.endpoint_types, sources=source_directory(engine_spec))
         return engine, config
@@ -156,6 +156,13 @@ def _be_worker(options: argparse.Namespace, argv: list[str], report: Reports, li
         lifeline.sweep()
         exit_at_once(status)
     return status
+
+
+def served_as(config: WorkerConfig, names: Sequence[str]) -> WorkerConfig:
+    """Return the configuration of a model with these names, the first of which is its own; without any, with its own."""
+    if not names:
+        return config
+    return dataclasses.replace(config, served_model_name=names[0], model_aliases=names[1:])
 
 
 def endpoint_path(config: WorkerConfig) -> str:

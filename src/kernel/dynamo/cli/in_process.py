@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from dynamo.cli.child import endpoint_path, on_planes
+from dynamo.cli.child import endpoint_path, on_planes, served_as
 from dynamo.cli.console import Console
 from dynamo.cli.engines import load_engine
 from dynamo.cli.hangup import hangups
@@ -110,7 +110,7 @@ class _OneProcess:
         settings = config.runtime_settings or RuntimeSettings.from_env()
         system = replace(settings.system, admin_port=None)  # DYN_ADMIN_PORT is the frontend's; they share this process
         config = replace(config, runtime_settings=replace(settings, system=system))
-        return engine, on_planes(config, discovery="mem", requests="mem")
+        return engine, served_as(on_planes(config, discovery="mem", requests="mem"), self._options.flags.served_names)
 
     async def _serve(self, server: HttpServer, made: list[tuple[BaseEngine, WorkerConfig]]) -> None:
         self._workers = [Worker(engine, config, times=self._times, embedded=True) for engine, config in made]

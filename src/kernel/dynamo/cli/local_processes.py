@@ -59,7 +59,8 @@ def _frontend_program(
     if options.flags.store is None:  # a private store holds what these workers register, whatever its namespace
         for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
             env.pop(name, None)
-    if (starting := starting_model(options.engine_args)) is not None:
+    starting = next(iter(options.flags.served_names), None) or starting_model(options.engine_args)
+    if starting is not None:
         env.setdefault("DYN_STARTING_MODEL", starting)
     if options.own_key is not None:
         env["DYN_API_KEY"] = options.own_key
@@ -111,8 +112,9 @@ def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str
         env["DYN_ADMIN_PORT"] = "0"
     if options.serve_as:  # no request is sent to it any more when it gets the order to end
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0"
-    named = ("--engine", options.engine, "--serve-as", options.serve_as)
-    arguments = _child("worker", deadline, *named, "--", *options.engine_args)
+    names = (options.serve_as,) if options.serve_as else options.flags.served_names
+    named = [f"--serve-as={each}" for each in names]
+    arguments = _child("worker", deadline, "--engine", options.engine, *named, "--", *options.engine_args)
     return Program(name, arguments, env, deadline)
 
 

@@ -7,14 +7,13 @@ import os
 import secrets
 import shutil
 import tempfile
-import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dynamo.cli.console import Console
 from dynamo.cli.engine_choice import HUB_PREFIX, Fetch, choose_engine, fetch_from_hub, locate_model
@@ -22,78 +21,12 @@ from dynamo.cli.engines import BUILT_IN, class_path
 from dynamo.cli.local_processes import MadeResidents
 from dynamo.cli.packaged_models import DEMO, default_model
 from dynamo.cli.readiness import Address, bind
-from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
+from dynamo.cli.serve_flags import CONFIG_FILE, ConfigFile, ServeFlags, converted, read_config
 from dynamo.cli.usage import UsageError, split_engine_args
-from dynamo.settings.command import CommandParser, did_you_mean
+from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.readers import each, text
-from dynamo.settings.table import Setting, declared, read_settings, settings_of
-
-# `dynamo serve --config FILE`: a TOML file in place of a long command line.
-
-
-TABLES: Final = ("frontend-args", "engine-args")
-MANY: Final = ("models", "presets")  # tables of many models
-MAX_BYTES: Final = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
-    """The content of a file: options of `dynamo serve` itself, and flags for its frontend and its engine."""
-
-    options: Mapping[str, Any]  # by the name of the flag without its dashes: {"http-port": 9000}
-    frontend_args: tuple[str, ...]
-    engine_args: tuple[str, ...]
-    many: Mapping[str, Any] = field(default_factory=dict)  # the tables of many models
-
-
-def read_config(path: Path, known: Collection[str]) -> ConfigFile:
-    """Read a file whose top-level keys are flags of `dynamo serve` (`known`, without dashes).
-
-    The tables `[frontend-args]` and `[engine-args]` hold flags of theirs: `key = value` becomes `--key value`, `true` becomes
-    `--key`, a list repeats the flag. Raises UsageError that names the file and the key.
-    """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"--config {path} is larger than {MAX_BYTES} bytes")
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"--config {path} is not valid TOML: {error}") from None
-    options = {}
-    for key, value in found.items():
-        if key in TABLES or key in MANY:
-            continue
-        name = key.replace("_", "-")
-        if name not in known:
-            raise UsageError(
-                f"--config {path}: there is no option {key!r}{did_you_mean(name, [*known, *TABLES, *MANY])}"
-            )
-        if isinstance(value, dict | list):
-            raise UsageError(f"--config {path}: {key} must be a single value")
-        options[name] = value
-    frontend, engine = (table_flags(path, table, found.get(table, {})) for table in TABLES)
-    many: dict[str, Any] = {key: found[key] for key in MANY if key in found}
-    return ConfigFile(options, frontend, engine, many)
-
-
-def table_flags(path: Path, table: str, entries: object) -> tuple[str, ...]:
-    """Return the flags that a table of the file stands for. Raises UsageError."""
-    if not isinstance(entries, dict):
-        raise UsageError(f"--config {path}: {table} must be a table: write [{table}]")
-    flags: list[str] = []
-    for key, value in entries.items():
-        flag = "--" + key.replace("_", "-")
-        for one in value if isinstance(value, list) else [value]:
-            if one is True:
-                flags.append(flag)
-            elif isinstance(one, str | int | float) and one is not False:
-                flags += [flag, str(one)]
-            else:
-                raise UsageError(f"--config {path}: [{table}] {key} must be a text, a number, true, or a list of these")
-    return tuple(flags)
-
+from dynamo.settings.table import declared, read_settings, settings_of
 
 _EPILOG: Final = f"""\
 A MODEL is a directory in the Hugging Face layout, a GGUF file, a short name that `dynamo models` lists (smollm2), or
@@ -205,8 +138,12 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
     for flag in ("--http-host", "--http-port", "--uds", "--root-path"):
         if flag in file.frontend_args:
             raise UsageError(f"--config: [frontend-args] {flag[2:]}: write it as an option, above the tables")
+    if flags.served_names and "--served-model-name" in [argument.partition("=")[0] for argument in engine_args]:
+        raise UsageError("--served-model-name is given twice: leave it out behind the --")
     if is_many := len(given.model) > 1 or bool(file.many or flags.pin or flags.memory or flags.idle):
         engine, reason, model_args = "", "", list[str]()
+        if flags.served_names:
+            raise UsageError("--served-model-name is for one model: the names of several are those of [models.NAME]")
     else:
         engine, reason, model_args = _engine_of(next(iter(given.model), None), flags, engine_args, fetch)
     if flags.reload and engine in BUILT_IN:
@@ -307,6 +244,8 @@ def _upstream(named: str | None, flags: ServeFlags) -> list[str]:
     """Return the arguments of the engine that calls another server. Raises UsageError."""
     if named is not None or flags.engine is not None:
         raise UsageError("--upstream serves the models of another server: give them as --model NAME=THEIR-NAME")
+    if flags.served_names:
+        raise UsageError("--served-model-name is for a model that runs here: write --model NAME=THEIR-NAME")
     files = (("--upstream-key-file", flags.upstream_key_file), ("--upstream-ca-file", flags.upstream_ca_file))
     given = [part for flag, value in files if value is not None for part in (flag, value)]
     models = [part for model in flags.upstream_models for part in ("--model", model)]
@@ -323,22 +262,8 @@ def _config_file(own: list[str]) -> ConfigFile:
     known = {flag.removeprefix("--"): made for _, made in settings_of(ServeFlags) for flag in made.flags}
     known["model"] = declared(None, each(text), "", dest="model")
     file = read_config(path, known.keys())
-    options = {known[name].dest: _converted(path, name, value, known[name]) for name, value in file.options.items()}
+    options = {known[name].dest: converted(path, name, value, known[name]) for name, value in file.options.items()}
     return ConfigFile(options, file.frontend_args, file.engine_args, file.many)
-
-
-def _converted(path: Path, name: str, value: object, made: Setting) -> object:
-    """Return the value of one key as its flag would give it. Raises UsageError."""
-    if made.read.is_switch or isinstance(value, bool):
-        if not (made.read.is_switch and isinstance(value, bool)):
-            wanted = "true or false" if made.read.is_switch else "a value, not true or false"
-            raise UsageError(f"--config {path}: {name} must be {wanted}")
-        return value
-    try:
-        converted: object = made.read.parse(str(value))
-    except ValueError as error:
-        raise UsageError(f"--config {path}: {name}: {error}") from None
-    return converted
 
 
 def _chaos(flags: ServeFlags, engine_args: list[str]) -> Path | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
+from dynamo.cli.usage import UsageError
 from dynamo.settings.choices import ROUTER_MODES
+from dynamo.settings.command import did_you_mean
 from dynamo.settings.readers import (
     SettingReader,
     above_zero,
@@ -22,8 +25,9 @@ from dynamo.settings.readers import (
     port_or_off,
     switch,
     text,
+    words,
 )
-from dynamo.settings.table import declared, setting
+from dynamo.settings.table import Setting, declared, setting
 
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 MAX_FRONTEND_WORKERS: Final = 64  # the limit of the frontend itself
@@ -123,6 +127,9 @@ class ServeFlags:
         "Certificate authorities (PEM) that it may have beside those of the system", flag="--upstream-ca-file")
     upstream_models: tuple[str, ...] = setting((), None, each(placeholder("NAME[=THEIRS]", text)),
         "A model of it, by its name here and there; may be repeated", flag="--model", dest="upstream_models", repeats=True)
+    served_names: tuple[str, ...] = setting((), None, placeholder("NAME[,ALIAS]", words),
+        "The name that clients use for the model, and further ones; may be repeated", flag="--served-model-name",
+        repeats=True, shown="the model's")
     allow_download: bool = setting(False, None, switch,
         "Fetch a `MODEL` that is not here from the hub, as `hub:MODEL` does", flag="--allow-download", negative="")
     workers: WorkerRange = setting(WorkerRange(1, 1), None, _workers,
@@ -181,3 +188,82 @@ class ServeFlags:
     allow_chaos: bool = setting(False, "DYN_ALLOW_CHAOS", switch, "Permit fault injection in these processes",
         flag="--allow-chaos", negative="")
     # fmt: on
+
+
+# `dynamo serve --config FILE`: a TOML file in place of a long command line.
+
+TABLES: Final = ("frontend-args", "engine-args")
+MANY: Final = ("models", "presets")  # tables of many models
+MAX_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The content of a file: options of `dynamo serve` itself, and flags for its frontend and its engine."""
+
+    options: Mapping[str, Any]  # by the name of the flag without its dashes: {"http-port": 9000}
+    frontend_args: tuple[str, ...]
+    engine_args: tuple[str, ...]
+    many: Mapping[str, Any] = field(default_factory=dict)  # the tables of many models
+
+
+def read_config(path: Path, known: Collection[str]) -> ConfigFile:
+    """Read a file whose top-level keys are flags of `dynamo serve` (`known`, without dashes).
+
+    The tables `[frontend-args]` and `[engine-args]` hold flags of theirs: `key = value` becomes `--key value`, `true` becomes
+    `--key`, a list repeats the flag. Raises UsageError that names the file and the key.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UsageError(f"--config {path} is larger than {MAX_BYTES} bytes")
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config {path} is not valid TOML: {error}") from None
+    options = {}
+    for key, value in found.items():
+        if key in TABLES or key in MANY:
+            continue
+        name = key.replace("_", "-")
+        if name not in known:
+            raise UsageError(
+                f"--config {path}: there is no option {key!r}{did_you_mean(name, [*known, *TABLES, *MANY])}"
+            )
+        if isinstance(value, dict | list):
+            raise UsageError(f"--config {path}: {key} must be a single value")
+        options[name] = value
+    frontend, engine = (table_flags(path, table, found.get(table, {})) for table in TABLES)
+    many: dict[str, Any] = {key: found[key] for key in MANY if key in found}
+    return ConfigFile(options, frontend, engine, many)
+
+
+def table_flags(path: Path, table: str, entries: object) -> tuple[str, ...]:
+    """Return the flags that a table of the file stands for. Raises UsageError."""
+    if not isinstance(entries, dict):
+        raise UsageError(f"--config {path}: {table} must be a table: write [{table}]")
+    flags: list[str] = []
+    for key, value in entries.items():
+        flag = "--" + key.replace("_", "-")
+        for one in value if isinstance(value, list) else [value]:
+            if one is True:
+                flags.append(flag)
+            elif isinstance(one, str | int | float) and one is not False:
+                flags += [flag, str(one)]
+            else:
+                raise UsageError(f"--config {path}: [{table}] {key} must be a text, a number, true, or a list of these")
+    return tuple(flags)
+
+
+def converted(path: Path, name: str, value: object, made: Setting) -> object:
+    """Return the value of one key as its flag would give it. Raises UsageError."""
+    if made.read.is_switch or isinstance(value, bool):
+        if not (made.read.is_switch and isinstance(value, bool)):
+            wanted = "true or false" if made.read.is_switch else "a value, not true or false"
+            raise UsageError(f"--config {path}: {name} must be {wanted}")
+        return value
+    try:
+        converted: object = made.read.parse(str(value))
+    except ValueError as error:
+        raise UsageError(f"--config {path}: {name}: {error}") from None
+    return converted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Self, TypedDict, Unpack
 
@@ -161,6 +161,7 @@ class _Overrides(TypedDict, total=False):
     enable_rl: bool
     allow_download: bool
     loras: tuple[str, ...]
+    model_aliases: Sequence[str] | None
     runtime_settings: RuntimeSettings | None
 
 
@@ -292,6 +293,8 @@ class WorkerConfig:
         "commas. For engines that [load adapters](adapters.md)",
         flag="--lora", dest="loras", group=_OPERATION, repeats=True)
     """Adapters to load at start, each `NAME=PATH` or `NAME=URI`."""
+    model_aliases: Sequence[str] | None = None
+    """Further names that clients may use. None: those that `EngineConfig` names."""
     runtime_settings: RuntimeSettings | None = field(default=None, compare=False, repr=False)
     """Settings of the runtime beside the planes above. None: those of the environment."""
     # fmt: on

@@ -109,7 +109,7 @@ class LoweredOllama(ChatRequest, kw_only=True, forbid_unknown_fields=True):
 
     is_prompt = False  # it came to `/api/generate`
     shows_thinking = True
-    only_loads = False  # no answer is asked for
+    only_loads = False  # there is nothing to answer
 
 
 class OllamaNamed(Struct):

@@ -169,7 +169,7 @@ class Setup:
             runtime_config=runtime_config_of(config, engine_config),
             kv_cache_block_size=engine_config.kv_cache_block_size,
             custom_template_path=config.custom_jinja_template,
-            aliases=engine_config.model_aliases,
+            aliases=engine_config.model_aliases if config.model_aliases is None else config.model_aliases,
             media_decoder=config.media_decoder,
             media_fetcher=config.media_fetcher,
         )

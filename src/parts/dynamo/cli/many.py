@@ -15,7 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from dynamo.cli.serve import ServeOptions, table_flags
+from dynamo.cli.serve import ServeOptions
+from dynamo.cli.serve_flags import table_flags
 from dynamo.cli.usage import UsageError
 from dynamo.residency.machine import Memory, Residency, Resident
 from dynamo.runtime.base.forever import forever
