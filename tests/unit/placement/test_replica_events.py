@@ -56,11 +56,17 @@ def test_a_router_that_counts_neither_blocks_nor_prompt_tokens() -> None:
     assert decode_bookings(encode_booking(event)) == [event]
 
 
-def test_blocks_that_are_nobody_elses_travel_as_unsigned_numbers() -> None:
-    event = BookingEvent("r", BookedWorker(7), BookedPrompt(range(-3, -1)), 9)
-    (found,) = decode_bookings(encode_booking(event))
-    assert isinstance(found.data, BookedPrompt)
-    assert found.data.token_sequence == [2**64 - 3, 2**64 - 2]
+def test_blocks_that_are_nobody_elses_travel_as_unsigned_numbers_of_their_router() -> None:
+    names = set[int]()
+    for router_id in (0, 1, 2, 9, 2**63, 2**64 - 1):
+        event = BookingEvent("r", BookedWorker(7), BookedPrompt(range(-1000, -1)), router_id)
+        (found,) = decode_bookings(encode_booking(event))
+        assert isinstance(found.data, BookedPrompt)
+        assert found.data.token_sequence is not None
+        names |= set(found.data.token_sequence)
+    assert len(names) == 6 * 999  # routers count their blocks from the same number on
+    assert min(names) >= 0
+    assert max(names) < 2**64
 
 
 def test_what_is_not_known_is_left_out_and_what_cannot_be_read_is_an_error() -> None:

@@ -22,9 +22,10 @@ from dynamo.placement.replica_events import (
     BookingEvent,
     PrefillHint,
     decode_bookings,
+    encode_bookings,
 )
 from dynamo.placement.session_affinity import SessionAffinity, SessionLease
-from dynamo.router.kv.router import KvRouter
+from dynamo.router.kv.router import KvRouter, KvRouterOptions
 from dynamo.router.peers.replica_sync import (
     BINDINGS_TOPIC,
     BOOKINGS_TOPIC,
@@ -55,8 +56,8 @@ def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-def make_router() -> KvRouter:
-    router = KvRouter(block_size=BLOCK, policy=kv_policy("default"), rng=random.Random(1))
+def make_router(options: KvRouterOptions | None = None) -> KvRouter:
+    router = KvRouter(block_size=BLOCK, policy=kv_policy("default"), rng=random.Random(1), options=options)
     router.set_ranks({A: RankInfo(), B: RankInfo()})
     return router
 
@@ -128,6 +129,19 @@ async def test_a_worker_reports_the_first_token_of_any_routers_request(tmp_path:
                 sync.take(BookingEvent(request_id, BookedWorker(*rank), "MarkPrefillCompleted", rank.worker_id), 1.0)
                 assert router.load.prefill_tokens(rank) == 0
             assert loads(router) == [(0, 6, 1), (0, 6, 1)]
+
+
+async def test_blocks_that_no_request_shares_are_counted_apart_for_each_router(tmp_path: Path) -> None:
+    async with runtime("mem", tmp_path) as here:
+        router = make_router()
+        async with synced(here, router, 101) as sync:
+            for router_id in (202, 203):
+                peer = make_router(KvRouterOptions(assumes_kv_reuse=False))
+                names = peer.select(KvQuery(token_ids=PROMPT, pinned_worker_id=1), 0.0).tracking_sequence
+                booked = BookingEvent("r", BookedWorker(*A), BookedPrompt(names), router_id)
+                for event in decode_bookings(encode_bookings([booked])):
+                    sync.take(event, 0.0)
+            assert loads(router)[0][1:] == (12, 2)
 
 
 async def test_own_events_unknown_requests_and_late_ends_change_nothing(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ MAX_PROMPT_BLOCKS: Final = 65_536  # a million tokens in blocks of 16
 MAX_ID_LENGTH: Final = 1_024
 MAX_TOKENS: Final = 2**31
 _U64: Final = 2**64 - 1
+_ROUTER_STEP: Final = 0x9E3779B97F4A7C15
+"""Between the names that two routers with neighbouring ids give to blocks of their own. All routers count from the same
+number; odd, so that different ids never meet, and 2**64 over the golden ratio, so that near ones lie far apart."""
 
 RequestStep = Literal["MarkPrefillCompleted", "Free"]
 """What happens to a request that is booked."""
@@ -163,8 +166,9 @@ def _written(event: BookingEvent) -> _Written:
     data = event.data
     if isinstance(data, BookedPrompt):
         sequence = data.token_sequence
-        if isinstance(sequence, range):  # names of blocks that no other block has: below 0, which the wire has not
-            data = msgspec.structs.replace(data, token_sequence=[block & _U64 for block in sequence])
+        if isinstance(sequence, range):  # names of blocks that no other block of the router has: they are below 0
+            first = event.router_id * _ROUTER_STEP
+            data = msgspec.structs.replace(data, token_sequence=[(block + first) & _U64 for block in sequence])
         return _Written(event.request_id, event.worker, _AddRequest(data), event.router_id, event.lora_name)
     return _Written(event.request_id, event.worker, data, event.router_id, event.lora_name)
 
