@@ -66,6 +66,7 @@ async def test_with_an_admin_port_the_admin_routes_are_there_and_nowhere_else(tm
         assert (await ask(server.admin_port, "/busy_threshold"))[1]["thresholds"][0]["model"] == "m"
         assert (await ask(server.port, "/v1/models"))[0] == 200
         assert (await ask(server.admin_port, "/v1/models"))[0] == 404
+    assert server.admin_port == port  # known after the end, too, as `port` is
     with pytest.raises(OSError, match=r"refused|Connect"):
         await asyncio.open_connection("127.0.0.1", port)
 

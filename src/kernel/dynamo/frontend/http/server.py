@@ -242,6 +242,8 @@ class HttpServer:
             changed=None if deliveries is None else deliveries.changed,
         )
         self._admin_listener = admin
+        self.admin_port: int | None = None if admin is None else admin.getsockname()[1]
+        """The port of the admin routes; None: they have none of their own. Like `port` it stays what it is."""
         self.admin_service = HttpService(
             frontend.admin_asgi,
             AdminLimits.of(limits),
@@ -249,11 +251,6 @@ class HttpServer:
             refused=frontend.metrics.refused,
         )
         self._gate: TlsGate | None = None
-
-    @property
-    def admin_port(self) -> int | None:
-        """The port of the admin routes while they are served; None: they have none of their own."""
-        return None if self._admin_listener is None else self._admin_listener.getsockname()[1]
 
     async def start(self) -> None:
         """Listen; returns when connections are accepted. Raises InvalidArgument for a certificate that cannot be used."""

@@ -26,13 +26,10 @@ class ConnectionDealer:
     def __init__(self, listeners: Sequence[socket.socket], members: Sequence[MemberProcess], places: Places) -> None:
         """`listeners` are bound and not listening yet; `close` closes them."""
         self._listeners, self._members, self._places = listeners, members, places
+        self.port: int = port_of(listeners)
+        """The port of the API; 0: it has none."""
         self._is_accepting = self._is_paused = False
         self._held: deque[socket.socket] = deque()  # accepted, and no member could take them
-
-    @property
-    def port(self) -> int:
-        """The port of the API; 0: it has none."""
-        return port_of(self._listeners)
 
     def add(self, member: MemberProcess) -> None:
         """Deal connections to a member that is ready now."""

@@ -81,10 +81,7 @@ class _Launcher:
 
     def __init__(self, places: Places, rows: int, argv: Sequence[str], admin: socket.socket | None) -> None:
         self._places, self._rows, self._argv, self._admin = places, rows, argv, admin
-
-    @property
-    def admin_port(self) -> int | None:
-        return None if self._admin is None else self._admin.getsockname()[1]
+        self.admin_port: int | None = None if admin is None else admin.getsockname()[1]
 
     def close(self) -> None:
         if self._admin is not None:
