@@ -86,6 +86,7 @@ class BraceCalls(CallForm):
     closing: tuple[str, ...]
     quote: str
     stray: tuple[str, ...] = ()  # removed where it closes nothing
+    behind_reasoning: tuple[str, ...] = ()  # see `CallForm`
     types_text: bool = False  # every value is quoted; the schema has its type
 
     @property

@@ -30,6 +30,11 @@ class CallForm(ABC):
         return ()
 
     @property
+    def behind_reasoning(self) -> tuple[str, ...]:
+        """What begins a call right behind the reasoning, where models forget the mark."""
+        return ()
+
+    @property
     def frame(self) -> tuple[str, ...]:
         """Marks around the text of an answer, which are removed with the line breaks that touch them."""
         return ()

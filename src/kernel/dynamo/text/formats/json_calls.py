@@ -46,6 +46,7 @@ class TaggedJson(CallForm):
     opens_array: bool = False  # the mark ends in the array's bracket
     separators: str | None = None  # between objects that follow each other without an array; None: there is only one
     frame: tuple[str, ...] = ()  # see `CallForm`
+    stray: tuple[str, ...] = ()  # removed where it closes nothing: a closing mark that is a special token
 
     @property
     def marks(self) -> tuple[str, ...]:

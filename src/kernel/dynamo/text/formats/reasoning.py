@@ -87,9 +87,10 @@ _MINIMAX_M3: Final = ReasoningFormat(
     "between `<mm:think>` and `</mm:think>`" + _OFF, heeds_off=True, marks=("<mm:think>", "</mm:think>")
 )
 _GEMMA4: Final = ReasoningFormat(
-    "between `<|channel>thought` and `<channel|>`" + _ON,
+    "between `<|channel>thought` and `<channel|>` (`thought` may be missing)" + _ON,
     needs_thinking=True,
     marks=("<|channel>thought", "<channel|>"),
+    other_openings=("<|channel>\n",),
     special_tokens=("<|channel>",),
 )
 _APPEND: Final = ReasoningFormat("`<think>` is put in front of the content, and nothing is divided", prepends=True)

@@ -332,7 +332,13 @@ _MINIMAX_M3: Final = ToolFormat(
 )
 _MINIMAX_M3_NOM: Final = ToolFormat(ElementCalls(""), "the same without `]<]minimax[>[`")
 _GEMMA4: Final = ToolFormat(
-    BraceCalls("<|tool_call>", ("<tool_call|>", "<turn|>"), '<|"|>', stray=("<tool_call|>",)),
+    BraceCalls(
+        "<|tool_call>",
+        ("<tool_call|>", "<turn|>"),
+        '<|"|>',
+        stray=("<tool_call|>", "<turn|>"),
+        behind_reasoning=("call:", ":call:"),
+    ),
     '`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`; emitted value by value',
 )
 _PYTHONIC: Final = ToolFormat(
@@ -395,7 +401,7 @@ COHERE_FRAME: Final = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>
 # Formats that engines read themselves, under the names that they have there.
 _OF_ENGINES: Final = {
     "apertus": ToolFormat(
-        TaggedJson(("<|tools_prefix|>",), ("<|tools_suffix|>",), CallKeys(())),
+        TaggedJson(("<|tools_prefix|>",), ("<|tools_suffix|>",), CallKeys(()), stray=("<|tools_suffix|>",)),
         '`<|tools_prefix|>[{"NAME": {...}}, ...]<|tools_suffix|>`',
     ),
     "cohere_command3": ToolFormat(
@@ -404,6 +410,7 @@ _OF_ENGINES: Final = {
             ("<|END_ACTION|>",),
             CallKeys(("tool_name",), ("parameters",)),
             frame=COHERE_FRAME,
+            stray=("<|END_ACTION|>",),
         ),
         '`<|START_ACTION|>[{"tool_call_id", "tool_name", "parameters"}, ...]<|END_ACTION|>`; the text may stand between '
         "`<|START_RESPONSE|>` and `<|END_RESPONSE|>`",
@@ -418,7 +425,13 @@ _OF_ENGINES: Final = {
         call_tag=_hermes_tag,
     ),
     "functiongemma": ToolFormat(
-        BraceCalls("<start_function_call>", ("<end_function_call>",), "<escape>", types_text=True),
+        BraceCalls(
+            "<start_function_call>",
+            ("<end_function_call>",),
+            "<escape>",
+            stray=("<end_function_call>",),
+            types_text=True,
+        ),
         "`<start_function_call>call:NAME{KEY:<escape>text<escape>}<end_function_call>`, typed by the tool's schema",
     ),
     "granite": ToolFormat(
@@ -429,7 +442,11 @@ _OF_ENGINES: Final = {
         "that of `jamba`; the text may stand between `<answer>` and `</answer>`",
     ),
     "internlm": ToolFormat(
-        TaggedJson(("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ("<|action_end|>",)),
+        TaggedJson(
+            ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
+            ("<|action_end|>",),
+            stray=("<|action_end|>",),
+        ),
         '`<|action_start|><|plugin|>{"name", "parameters"}<|action_end|>`',
     ),
     "lfm2": ToolFormat(
