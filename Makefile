@@ -79,7 +79,7 @@ bench-native: $(VENV)/.dev ## the same cases against the native system, and the 
 	@$(BIN)/python benchmarks/native.py $(ARGS)
 
 bench-vllm: $(VENV)/.dev ## vLLM behind us against `vllm serve`, in turns, and KV routing against round-robin (set DYNAMO_VLLM_PYTHON; ARGS="--rounds 1")
-	@$(BIN)/python benchmarks/vllm.py $(ARGS)
+	@$(BIN)/python benchmarks/against_vllm.py $(ARGS)
 
 bench-routing: $(VENV)/.dev ## router modes and policies side by side in virtual time, against their bars (ARGS="--seeds 0-2 --jobs 2")
 	@mkdir -p bench-results

@@ -88,10 +88,10 @@ def apply_all(index: PrefixIndex, events: Sequence[RouterEvent]) -> None:
         assert status == "ok", status
 
 
-def rates(size: int, *, is_renamed: bool) -> tuple[float, float, float]:
+def rates(size: int, *, is_renamed: bool, part: int) -> tuple[float, float, float]:
     """Return blocks per second stored and removed in an index that holds a million others, and decoded from the wire."""
     index = PrefixIndex()
-    apply_all(index, list(fill(range(1000, 1064), 15_000)))
+    apply_all(index, list(fill(range(1000, 1064), 15_000 // part)))
     ranks = [WorkerRank(worker) for worker in range(64)]
     made = []
     for rank in ranks:
@@ -105,7 +105,8 @@ def rates(size: int, *, is_renamed: bool) -> tuple[float, float, float]:
         payload = msgspec.msgpack.encode(storing)
         decode += clock(REPEATS, read_events, payload)
         times = [
-            (clock(1, apply_all, index, storing), clock(1, apply_all, index, removing)) for _ in range(2 * REPEATS)
+            (clock(1, apply_all, index, storing), clock(1, apply_all, index, removing))
+            for _ in range(max(1, 2 * REPEATS // part))
         ]
         store += min(time for time, _ in times)
         remove += min(time for _, time in times)
@@ -121,7 +122,7 @@ def fill(workers: Sequence[int], blocks: int) -> Iterator[RouterEvent]:
             yield from stores(WorkerRank(worker), chain, tokens, chain, 100)
 
 
-def lookups() -> None:
+def lookups(part: int) -> None:
     """Print the times of lookups: all ranks to the end, each rank to another depth, a miss, a big index around."""
     tokens = random_hashes(1000)
     chain = sequence_hashes(tokens)
@@ -132,11 +133,11 @@ def lookups() -> None:
         ("none", []),
     ):
         index = PrefixIndex()
-        apply_all(index, list(fill(range(1000, 1064), 15_000)))
+        apply_all(index, list(fill(range(1000, 1064), 15_000 // part)))
         for worker, depth in enumerate(depths):
             rank = WorkerRank(worker)
             apply_all(index, stores(rank, chain[:depth], tokens[:depth], chain[:depth], 16))
-        print(f"  lookup of 1,000 blocks, {title}: {clock(300, index.find, chain) * 1e6:.1f} us")
+        print(f"  lookup of 1,000 blocks, {title}: {clock(300 // part, index.find, chain) * 1e6:.1f} us")
 
 
 def decide(index: PrefixIndex, prompt: Sequence[int]) -> object:
@@ -144,9 +145,9 @@ def decide(index: PrefixIndex, prompt: Sequence[int]) -> object:
     return index.find(sequence_hashes(block_hashes(prompt, BLOCK_SIZE)))
 
 
-def decisions() -> None:
+def decisions(part: int) -> None:
     """Print the time of hashing and lookup of prompts that 64 ranks hold half of."""
-    for length, repeats in ((64, 3000), (4096, 300), (32_768, 100)):
+    for length, repeats in ((64, 3000 // part), (4096, 300 // part), (32_768, 100 // part)):
         prompt = [RNG.randrange(150_000) for _ in range(length)]
         tokens = block_hashes(prompt, BLOCK_SIZE)
         chain = sequence_hashes(tokens)
@@ -177,12 +178,12 @@ def memory_of(ranks: int, blocks: int, is_shared: bool) -> tuple[int, int]:
     return resident_bytes() - before, index.blocks()
 
 
-def memory() -> None:
+def memory(part: int) -> None:
     """Print the memory of a block, held by one rank or by several."""
     for title, case in (
-        ("1,000 workers, 1,000 blocks each", (1000, 1000, False)),
-        ("64 workers, 16,000 blocks each", (64, 16_000, False)),
-        ("20 workers, the same 50,000 blocks", (20, 50_000, True)),
+        (f"{1000 // part:,} workers, 1,000 blocks each", (1000 // part, 1000, False)),
+        (f"64 workers, {16_000 // part:,} blocks each", (64, 16_000 // part, False)),
+        (f"20 workers, the same {50_000 // part:,} blocks", (20, 50_000 // part, True)),
     ):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
             used, held = fresh.submit(memory_of, *case).result()
@@ -211,21 +212,23 @@ def churn(total: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--churn", type=int, nargs="?", const=10_000_000, help="blocks that come and go")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of everything: the figures mean little")
     options = parser.parse_args()
+    part = 20 if options.quick else 1
     for is_renamed in (False, True):
         print("an engine that names blocks", "in its own way" if is_renamed else "by their sequence hash")
         for size in (1, 16, 128):
-            store, remove, decode = rates(size, is_renamed=is_renamed)
+            store, remove, decode = rates(size, is_renamed=is_renamed, part=part)
             print(
                 f"  events of {size}: {store / 1e6:.2f} M blocks/s stored, {remove / 1e6:.2f} M removed"
                 f" (decoding before that: {decode / 1e6:.2f} M)"
             )
     print("lookups in an index of a million blocks")
-    lookups()
+    lookups(part)
     print("hash and lookup, 64 ranks hold half of the prompt")
-    decisions()
+    decisions(part)
     print("memory")
-    memory()
+    memory(part)
     if options.churn:
         print("churn")
         churn(options.churn)

@@ -16,10 +16,12 @@ from typing import Any, Final
 
 from dynamo.frontend.pipeline.events import ChoiceOutput, ParsingStage
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output
+from dynamo.frontend.pipeline.plan import Plan, Tally
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.chat_options import chat_options
 from dynamo.protocol.openai.requests import decode_chat
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.protocol.worker_request import PlannedRequest, StopFields
 from dynamo.reference.demo import DIRECTORY
 from dynamo.text.formats import TOOL_FORMATS
 from dynamo.text.model import load_text_model
@@ -55,9 +57,7 @@ def main() -> int:
 
 
 def _round(plan: OutputPlan, outputs: list[ChoiceOutput], tokenizer: Any) -> float:
-    work: Any = SimpleNamespace(
-        tally=SimpleNamespace(reasoning_tokens=None), plan=SimpleNamespace(prompts=[[]], choices=1, body={})
-    )
+    work: Any = SimpleNamespace(tally=Tally(0), plan=Plan(PlannedRequest(StopFields()), [[]]))
     began = time.process_time()
     for _ in range(STREAMS):
         stage = ParsingStage(plan, work, tokenizer)

@@ -49,7 +49,8 @@ def write_model(directory: Path, *, hidden: int, layers: int, vocabulary: int, s
     narrow = kv_heads * 32
 
     def matrix(*shape: int) -> np.ndarray:
-        return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+        drawn: np.ndarray = (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+        return drawn
 
     tensors = {
         "model.embed_tokens.weight": matrix(vocabulary, hidden),

@@ -43,8 +43,8 @@ from dynamo.runtime.http.gate import Gate
 from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.text.tokenizer import load_tokenizer
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
-from tiny_model import write_tiny_model
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support.tiny_model import write_tiny_model
 
 EVENT: Final = b"x" * 250
 
@@ -164,7 +164,8 @@ class Bench:
         http = SimpleNamespace(transport=self.transport, default_headers=(), answered=lambda: None)
         scope = {"method": "POST", "http_version": "1.1"}
         cycle = Cycle(http, Gate(self.transport), scope, keep_alive=True)  # type: ignore[arg-type]
-        events = EventStream(cycle.send, push=cycle.push, splice=cycle.splicer, peek_seconds=60, keep_alive_seconds=60)
+        splice: Any = cycle.splicer
+        events = EventStream(cycle.send, push=cycle.push, splice=splice, peek_seconds=60, keep_alive_seconds=60)
         try:
             await self._deliver(stream, events)
         finally:

@@ -290,7 +290,12 @@ class TaggedAnswer:
         if tag in self._frame or ((was_inside or tag in self._tags.openings) and not (was_inside and out.has_content)):
             yield from self._line_breaks(s)
         form = self._form
-        if was_inside and form is not None and form.behind_reasoning and (yield from s.comes(0, *form.behind_reasoning)):
+        if (
+            was_inside
+            and form is not None
+            and form.behind_reasoning
+            and (yield from s.comes(0, *form.behind_reasoning))
+        ):
             yield from s.attempt(form.calls(s, "", self._tools))
 
     def _line_breaks(self, s: Scanner) -> Step[None]:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +109,11 @@ def both(python: str, folder: Path) -> Iterator[dict[str, tuple[Stack, int]]]:
     env = environment(folder, DYN_SYSTEM_PORT=str(status))
     with contextlib.ExitStack() as held:
         found = {}
-        for name, commands in (
-            ("vllm serve", lambda port: {"serve": serve_command(python, port)}),
-            ("ours", lambda port: {"worker": worker_command(python), "frontend": frontend_command(port)}),
-        ):
+        starts: dict[str, Callable[[int], dict[str, list[str]]]] = {
+            "vllm serve": lambda port: {"serve": serve_command(python, port)},
+            "ours": lambda port: {"worker": worker_command(python), "frontend": frontend_command(port)},
+        }
+        for name, commands in starts.items():
             port = free_port()
             home = folder / name.replace(" ", "-")
             home.mkdir()

@@ -1,0 +1,69 @@
+"""Every benchmark runs to its end with its smallest setting. What it measures then means nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+FOLDER: Final = Path(__file__).parents[3] / "benchmarks"
+ENDED: Final = (0, 1)  # 1: a bar was missed
+
+SMALLEST: Final = {
+    "batch_waits": ["--turns", "1"],
+    "batches": ["--lines", "20", "--tokens", "1", "--delay", "0"],
+    "bench": ["--quick", "--only", "one-token"],
+    "dispatch": ["--repeats", "1"],
+    "idle_sources": ["--sources", "1", "--seconds", "0.1"],
+    "index": ["--quick"],
+    "inspector": ["--only", "viewer", "--streams", "4", "--turns", "1", "--seconds", "0.1", "--delay", "0.01"],
+    "key_checks": [],
+    "parsing": ["--rounds", "1"],
+    "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
+    "request_calls": ["--requests", "5", "--tokens", "4"],
+    "soak": ["--requests", "60", "--streams", "2"],
+    "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
+}
+WITH_OUT: Final = frozenset({"bench", "soak"})  # they leave files, in the folder of `--out`
+HELP: Final = frozenset({"against_vllm", "native"})  # they measure what is not installed here
+PARTS: Final = {
+    "cases": "bench",
+    "engine": "bench",
+    "fault_table": "tests/unit/docs/test_fault_table.py",
+    "floor": "bench, the cases of that name",
+    "model": "bench",
+    "native_engine": "native",
+    "probe": "soak",
+    "reference_worker": "reference",
+    "stack": "bench",
+}
+"""Files that are no benchmark by themselves, and what runs them."""
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "ETCD_", "NATS_"))}
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+def test_each_file_is_run_by_a_test() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == SMALLEST.keys() | HELP | PARTS.keys()
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_benchmark_runs_to_its_end(tmp_path: Path, name: str) -> None:
+    out = ["--out", str(tmp_path)] if name in WITH_OUT else []
+    done = run(name, *SMALLEST[name], *out)
+    assert done.returncode in ENDED, done.stdout[-1000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(HELP))
+def test_a_benchmark_beside_another_system_shows_its_help(name: str) -> None:
+    done = run(name, "--help")
+    assert (done.returncode, "--out" in done.stdout) == (0, True), done.stderr
