@@ -15,7 +15,7 @@ from typing import Final
 SRC: Final = Path(__file__).parents[2] / "src"
 WINGS: Final = ("kernel", "parts", "engines", "inspect", "compat")  # `lab` serves no requests
 TELLING: Final = re.compile(
-    r"\b(?:start|_?spawn|create_task|ensure_future|Thread|counted)\(|\bwhile\b(?s:.*)\bexcept(?::| Exception| BaseException| \()"
+    r"\b(?:start|_?spawn|create_task|ensure_future|Thread|counted|forever|keep)\(|\bwhile\b(?s:.*)\bexcept(?::| Exception| BaseException| \()"
 )
 STARTERS: Final = frozenset({"start", "spawn", "_spawn", "create_task", "ensure_future"})
 
@@ -118,6 +118,67 @@ SWALLOWS: Final = {
 }
 """Loops that go on after any exception, and count none: why that is right."""
 
+COUNT: Final = "unit/runtime/test_loops_count.py"
+GO_ON: Final = "unit/frontend/test_loops_go_on.py"
+SERVE: Final = "unit/cli/test_serve_loops.py"
+ETCD: Final = "process/runtime/test_etcd_loops.py"
+LIMITS: Final = "unit/frontend/test_cluster_limits.py"
+
+KILLED: Final = {
+    "announce {key}": (COUNT, "FileDiscovery.put"),
+    "batch {id}": (GO_ON, "BatchConductor._carry_out"),
+    "batch: results to the disk": (GO_ON, "ResultJournal.append"),
+    "batches": (GO_ON, "BatchConductor._sweep"),
+    "batches: expired files": (GO_ON, "StoredFiles.remove_expired"),
+    "batches: their counts": (GO_ON, "BatchConductor._show"),
+    "batches: those that begin and end": (GO_ON, "BatchConductor._follow"),
+    "bindings of other routers": (COUNT, "decode_binding"),
+    "bookings of other routers": (COUNT, "decode_bookings"),
+    "canary {self._probed.path}": (COUNT, "Canary._probe"),
+    "channels of other routers": (COUNT, "replica_sync:follow"),
+    "channels of {topic}": (COUNT, "zmq:follow"),
+    "etcd: follow {self._name}": (ETCD, "_FollowedBucket._read"),
+    "etcd: lease": (ETCD, "keep_alive"),
+    "etcd: own records": (ETCD, "OwnRecords._until_other"),
+    "etcd: repair": (ETCD, "leased_keys"),
+    "event plane: nats sender": (COUNT, "connected"),
+    "expiry of sessions": (COUNT, "SessionSync._reap"),
+    "file discovery store": (COUNT, "FileStore.poll"),
+    "frontend: adapters": (GO_ON, "AdapterKeeper._missing"),
+    "frontend: instances": (GO_ON, "ModelDirectory._take_instances"),
+    "frontend: key files": (GO_ON, "KeyStore.refresh"),
+    "frontend: limits of the cluster": (LIMITS, "_Seen.apply"),
+    "frontend: load {key.model}": (GO_ON, "ModelLoader._hosts_of"),
+    "frontend: loads of {key[0]}": (GO_ON, "_Followers._follow"),
+    "frontend: loads": (GO_ON, "LoadFollower._reconcile"),
+    "frontend: model cards": (GO_ON, "ModelDirectory._take_cards"),
+    "frontend: request trace": (COUNT, "_Files.write"),
+    "frontend: residency": (GO_ON, "Residency.measured"),
+    "frontend: slices of limits": (LIMITS, "ClusterLimits._tick"),
+    "frontend: usage of keys": (GO_ON, "UsageMeter.write"),
+    "frontend: {self._path}": (GO_ON, "LineFile._write"),
+    "inspector: figures": (GO_ON, "ClusterTable.kv_use"),
+    "inspector: other frontends": (GO_ON, "OtherFrontends._take"),
+    "inspector: workers": (GO_ON, "WorkerLifecycle.look"),
+    "kubernetes: our {KIND}": (COUNT, "KubernetesApi.apply"),
+    "kubernetes: {self.path}": (COUNT, "KubernetesApi.watch"),
+    "KV events of the workers": (COUNT, "split_events"),
+    "kv events {endpoint}": (GO_ON, "KvEventFeed.__aenter__"),
+    "kv recovery of {endpoint.path}": (COUNT, "KvRecovery.begin"),
+    "load reports of the router": (COUNT, "RouterLoadReports.report_changes"),
+    "load reports of the workers": (COUNT, "BusyWorkers.keep_only"),
+    "model cards of the workers": (COUNT, "RoutedEndpoint._take_card"),
+    "readiness": (SERVE, "Announcement._announce"),
+    "reload": (SERVE, "source_times"),
+    "replica sync {endpoint}": (GO_ON, "ReplicaSync.__aenter__"),
+    "residents: memory": (SERVE, "Residents._measure"),
+    "rolling restart": (SERVE, "RollingRestart._replace_all"),
+    "scaling": (SERVE, "Scaling._look"),
+    "sessions {endpoint}": (GO_ON, "SessionSync.__aenter__"),
+    "watch {self._endpoint.path}": (COUNT, "Client._apply"),
+}
+"""What is kept, or counts its own failures, by its name: the test that lets it fail, and the step that fails there."""
+
 
 @cache
 def modules() -> dict[str, ast.Module]:
@@ -218,6 +279,59 @@ def is_counted(node: ast.AST) -> bool:
 
 def test_a_loop_that_goes_on_after_any_exception_counts_it() -> None:
     assert set(swallowing()) == SWALLOWS.keys()
+
+
+def kept() -> Iterator[str]:
+    """Yield the name of each loop on the helper, as it is written there; that of a variable is looked up."""
+    for path, module in modules().items():
+        if path.startswith("runtime/base/"):
+            continue  # the helper
+        for function in ast.walk(module):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+                texts = [text for call in calls if (text := name_of(call)) is not None]
+                yield from (
+                    text_of(value_of(text.id, function) if isinstance(text, ast.Name) else text) for text in texts
+                )
+
+
+def name_of(call: ast.Call) -> ast.expr | None:
+    """Return the name that a call gives to a loop; None: it keeps none."""
+    match call.func:
+        case ast.Name("counted"):
+            return call.args[0]
+        case ast.Name("forever"):
+            return call.args[1]
+        case ast.Attribute(attr="keep") if len(call.args) in (2, 3) and isinstance(
+            call.args[1], ast.Constant | ast.JoinedStr
+        ):
+            return call.args[1]
+    return None
+
+
+def value_of(name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.expr:
+    """Return what a function assigns to a name, alone or beside others."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            targets, values = (
+                [*parts.elts] if isinstance(parts, ast.Tuple) else [parts] for parts in (node.targets[0], node.value)
+            )
+            for each, found in zip(targets, values, strict=False):
+                if isinstance(each, ast.Name) and each.id == name:
+                    return found
+    raise AssertionError(f"{function.name} does not assign {name}")
+
+
+def text_of(name: ast.expr) -> str:
+    """Return a name as it is written, without quotes."""
+    return ast.unparse(name).removeprefix("f")[1:-1]
+
+
+def test_a_test_kills_each_loop() -> None:
+    assert set(kept()) - KILLED.keys() == set(), "let it fail in a test, and list that here"
+    assert KILLED.keys() - set(kept()) == set(), "listed, and kept no more"
+    tests = {name: (SRC.parent / "tests" / name).read_text(encoding="utf-8") for name, _ in KILLED.values()}
+    assert [loop for loop, (name, step) in KILLED.items() if step not in tests[name]] == []
 
 
 def test_a_new_loop_is_noticed() -> None:

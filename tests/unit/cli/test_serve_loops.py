@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 
 from dynamo.cli.announcement import Announcement
 from dynamo.cli.console import Console
+from dynamo.cli.local import LocalCluster
+from dynamo.cli.many import ModelSetup, Residents
 from dynamo.cli.readiness import Address
 from dynamo.runtime.base.tasks import Background
 from dynamo.scaling.decide import ScaleRules
@@ -65,6 +69,36 @@ async def test_scaling_goes_on_after_a_load_that_cannot_be_read(monkeypatch: pyt
     scaling = Scaling(no_workers, newcomers, read, lines.append, ScaleRules(0, 1, 1.0), is_advice_only=True)
     async with kept(scaling.run, "scaling"):
         await steps.run_again("scaling")
+
+
+async def test_changed_sources_are_followed_after_a_look_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("dynamo.cli.local.POLL_SECONDS", 0.01)
+    steps, changed = BrokenSteps(monkeypatch, "dynamo.cli.local:source_times"), list[str]()
+    command: Any = SimpleNamespace(_console=Console(), _sources_changed=changed.append)
+    sources = asyncio.get_running_loop().create_future()
+    sources.set_result(tmp_path)
+    async with kept(partial(LocalCluster._reload, command, sources), "reload"):
+        await steps.run_again("reload")
+        (tmp_path / "engine.py").write_text("")
+        await until(lambda: changed != [])
+        assert "engine.py" in changed[0]
+
+
+async def test_the_memory_of_models_is_measured_after_a_measure_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.cli.many.MEASURE_SECONDS", 0.01)
+    steps, background = BrokenSteps(monkeypatch, "dynamo.cli.many:Residents._measure"), Background()
+    ours, theirs = socket.socketpair()
+    processes: Any = SimpleNamespace(spawn=background.start)
+    residents = Residents((ours, theirs), ModelSetup({}, {}), processes, list[str]().append)
+    running = asyncio.create_task(residents.run())
+    await steps.run_again("residents: memory")
+    theirs.close()
+    await running
+    assert residents._writer is not None
+    residents._writer.close()
+    await background.close()
 
 
 async def test_what_is_to_be_printed_of_the_frontend_is_owed_until_it_is_printed(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dynamo.frontend.base.metrics.families import FrontendFamilies
 from dynamo.frontend.base.settings.inspector import InspectorSettings
+from dynamo.frontend.parts.residency.part import ResidencyPart
 from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.access import bearer, closed_cluster, key
 from support.batch_client import FORM_HEADERS, chat_line, form, jsonl
 from support.fails_once import BrokenSteps
@@ -19,6 +25,7 @@ PARTS = "dynamo.frontend.parts"
 STEPS = (
     "dynamo.frontend.models.adapters:AdapterKeeper._missing",
     "dynamo.frontend.models.busy_threshold:LoadFollower._reconcile",
+    "dynamo.frontend.models.busy_threshold:_Followers._follow",
     "dynamo.frontend.models.directory:ModelDirectory._take_cards",
     "dynamo.frontend.models.directory:ModelDirectory._take_instances",
     "dynamo.frontend.models.loader:ModelLoader._hosts_of",
@@ -86,3 +93,25 @@ async def test_each_loop_that_fails_once_runs_again(tmp_path: Path, monkeypatch:
         degraded = (await house.client.get("/health", **boss)).json["degraded"]
         assert "frontend: key files failed (RuntimeError) and begins again; the log has the error" in degraded
     assert steps.counted == len(STEPS)
+
+
+async def test_the_models_in_memory_are_followed_after_a_report_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = BrokenSteps(monkeypatch, "dynamo.residency.machine:Residency.measured")
+    models = SimpleNamespace(names=SimpleNamespace(on_demand=frozenset()))
+    metrics = SimpleNamespace(families=FrontendFamilies(MetricsRegistry(), "dynamo_frontend", {}))
+    kernel: Any = SimpleNamespace(pipeline=SimpleNamespace(hooks=SimpleNamespace(), models=models, metrics=metrics))
+    ours, theirs = socket.socketpair()
+    part = ResidencyPart(kernel, ours.detach(), 1.0)
+    reader, writer = await asyncio.open_connection(sock=theirs)
+    absent = {"name": "m", "bytes": 1, "measured": False, "pinned": False, "state": "absent"}
+    for said in (
+        {"event": "setup", "models": [absent], "budget_bytes": 9, "idle_seconds": 9, "presets": {}},
+        {"event": "measured", "model": "m", "bytes": 2},
+        {"event": "measured", "model": "m", "bytes": 3},
+    ):
+        writer.write(json.dumps(said).encode() + b"\n")
+    await part.start()
+    await steps.run_again("frontend: residency")
+    await part.aclose()
+    assert json.loads(await reader.readline()) == {"order": "hello"}
+    writer.close()

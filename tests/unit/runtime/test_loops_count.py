@@ -28,15 +28,18 @@ from dynamo.router.standalone.routed_endpoint import routed_endpoint
 from dynamo.router.standalone.worker_reports import busy_filter
 from dynamo.router.workers.busy_workers import BusyThresholds
 from dynamo.runtime.base.forever import FAILURES
-from dynamo.runtime.base.settings import CanarySettings, KubernetesSettings
-from dynamo.runtime.calls.event_plane.base import NoCounts
+from dynamo.runtime.base.settings import CanarySettings, EventPlaneSettings, KubernetesSettings
+from dynamo.runtime.calls.event_plane.base import EventScope, NoCounts
 from dynamo.runtime.calls.event_plane.nats import _Outbox
+from dynamo.runtime.calls.event_plane.zmq import ZmqEventPlane
 from dynamo.runtime.calls.health import Canary, HealthState
 from dynamo.runtime.discovery import Put
+from dynamo.runtime.discovery.base import EVENT_SOURCES
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.testing.simulation.loop import run_virtual
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from support.discovery_rigs import collect
 from support.fails_once import BrokenSteps, assert_shown
 from support.fake_kubernetes import NAMESPACE, FakeKubernetes
@@ -99,6 +102,42 @@ async def test_the_sender_of_nats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.counted == 1
     assert_shown(["event plane: nats sender"])
     await outbox.close()
+
+
+async def test_the_channels_of_zmq_and_their_announcements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = FileDiscovery(tmp_path, poll_seconds=0.005)
+    await store.start()
+    steps = BrokenSteps(
+        monkeypatch,
+        "dynamo.runtime.discovery.file:FileDiscovery.put",
+        "dynamo.runtime.calls.event_plane.zmq:follow",
+    )
+    plane = ZmqEventPlane(store, EventPlaneSettings(host="127.0.0.1"))
+    scope = EventScope("ns", "pool")
+    publisher = await plane.publisher(scope, "loads")
+    assert steps.counted == 1  # it is announced now: nothing is shown of that any more
+    async with plane.subscribe(scope, "loads") as events:
+        await steps.run_again("channels of loads")
+        arrived = asyncio.ensure_future(anext(events))
+        async with asyncio.timeout(PROMPT_SECONDS):
+            while not arrived.done():  # a subscription takes a moment
+                publisher.publish(b"beat")
+                await asyncio.sleep(0.01)
+        assert (await arrived).payload == b"beat"
+    await plane.close()
+    await store.close()
+
+
+async def test_the_recovery_of_a_publisher_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = BrokenSteps(monkeypatch, "dynamo.worker.kv_publishing.recovery:KvRecovery.begin")
+    async with runtimes() as (runtime,):
+        endpoint = runtime.endpoint(PATH)
+        publisher = KvEventPublisher(endpoint, kv_block_size=4, enable_local_indexer=True)
+        await steps.run_again(f"kv recovery of {PATH}")
+        async with asyncio.timeout(PROMPT_SECONDS), runtime.discovery.watch(EVENT_SOURCES) as changes:
+            while not any(isinstance(each, Put) for each in await anext(changes)):
+                pass
+        publisher.shutdown()
 
 
 async def test_the_load_reports_of_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
