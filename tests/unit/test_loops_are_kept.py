@@ -27,89 +27,64 @@ PROCESS: Final = "ends with a child process or the command, and its failure ends
 COUNTED: Final = "a loop with a rule of its own for trying again, which uses `counted`"
 FEED: Final = "its failure ends its block, and the loop around that block is kept"
 
+# fmt: off
 STARTED: Final = {
+    **{
+        work: reason
+        for reason, works in (
+            (PROCESS, """
+                cli:look cli:self._keep cli:self._measure_load cli:self._run frontend/parts/group:self._keep
+                supervise:_read_lines supervise:newcomer.keep
+            """),
+            (SHUTDOWN, """
+                cli:model.process.stop cli:self._wait runtime:self._shut_down worker:graceful_shutdown_with_discovery
+                worker:log_exit worker:self._watch
+            """),
+            (ONCE, """
+                cli:self._announce frontend/models:closing frontend/models:self._reach
+                frontend/models:self.by_endpoint.pop(endpoint).close frontend/parts/keys:self._write
+                frontend/parts/media:self._fetch frontend/parts/residency:self._accept frontend/parts/scaling:self._share
+                runtime/calls/request_plane/native:self._subscribe runtime/discovery/etcd:self._open
+                runtime/discovery/etcd:self._settle_when_sure supervise:self._start supervise:self._stop
+                vllm:self._remove_when_unused worker:_once_serving worker:body worker:self._drain
+            """),
+            (CALLER, """
+                cli:work frontend/models:work runtime/base:each runtime/base:make runtime/base:work
+            """),
+            (REQUEST, """
+                engines/callable:pump frontend/http:self._comment frontend/http:watch_client
+                frontend/parts/batches:self._metered frontend/parts/group:self._ask frontend/parts/group:self._connect
+                frontend/parts/group:self._gather frontend/parts/inspector:_leaves frontend/parts/media:each
+                router/dispatch:_take_over router/dispatch:first_items router/dispatch:self._read router/dispatch:work
+                runtime/base:self._shake runtime/calls/request_plane/native:self._dial runtime/calls/request_plane:request.run
+                runtime/calls:_serve runtime/http:cycle.run sglang:vector_of vllm:vector worker:self._call_abort worker:write
+            """),
+            (COUNTED, """
+                frontend/models:self._bring_up frontend/parts/recording:self._run runtime/discovery/etcd:bucket.follow
+                runtime/discovery/etcd:self._lease.keep runtime/discovery/etcd:self.records.keep_repaired
+                runtime/discovery/file:self._run runtime/discovery/kubernetes:self._own.keep_repaired
+                runtime/discovery/kubernetes:self._readiness.follow runtime/discovery/kubernetes:self._resources.follow
+            """),
+            (FEED, """
+                router/kv_events:self._follow_events router/kv_events:self._follow_sources
+                router/kv_events:self._ranks.recover_after_silence router/kv_events:work
+            """),
+        )
+        for work in works.split()
+    },
     "bindings:self._hold": "a failure is what its caller gets, as in the native system",
     "cli/inspect:watch.run": "a command before a screen: the screen shows what failed",
-    "cli:look": PROCESS,
-    "cli:model.process.stop": SHUTDOWN,
-    "cli:self._announce": ONCE,
-    "cli:self._keep": PROCESS,
-    "cli:self._run": PROCESS,
-    "cli:self._measure_load": PROCESS,
-    "cli:self._wait": SHUTDOWN,
-    "cli:work": CALLER,
-    "engines/callable:pump": REQUEST,
     "engines/sample:self._publish_loop": "an example for authors: it logs the failure and goes on",
-    "frontend/http:self._comment": REQUEST,
-    "frontend/http:watch_client": REQUEST,
-    "frontend/models:closing": ONCE,
-    "frontend/models:self._bring_up": COUNTED,
-    "frontend/models:self._reach": ONCE,
-    "frontend/models:self.by_endpoint.pop(endpoint).close": ONCE,
-    "frontend/models:work": CALLER,
     "frontend/parts/batches:self._conduct": "one batch; what it does is under `forever`",
-    "frontend/parts/batches:self._metered": REQUEST,
     "frontend/parts/group:peers.run": "ends with the parent process, and the member with it",
-    "frontend/parts/group:self._ask": REQUEST,
-    "frontend/parts/group:self._connect": REQUEST,
-    "frontend/parts/group:self._gather": REQUEST,
-    "frontend/parts/group:self._keep": PROCESS,
-    "frontend/parts/inspector:_leaves": REQUEST,
-    "frontend/parts/keys:self._write": ONCE,
-    "frontend/parts/media:each": REQUEST,
-    "frontend/parts/media:self._fetch": ONCE,
-    "frontend/parts/recording:self._run": COUNTED,
-    "frontend/parts/residency:self._accept": ONCE,
-    "frontend/parts/scaling:self._share": ONCE,
-    "router/dispatch:_take_over": REQUEST,
-    "router/dispatch:first_items": REQUEST,
-    "router/dispatch:self._read": REQUEST,
-    "router/dispatch:work": REQUEST,
-    "router/kv_events:self._follow_events": FEED,
-    "router/kv_events:self._follow_sources": FEED,
-    "router/kv_events:self._ranks.recover_after_silence": FEED,
-    "router/kv_events:work": FEED,
     "runtime/base:_keep": "a process of its own watches this one; the thread only waits",
-    "runtime/base:each": CALLER,
-    "runtime/base:make": CALLER,
-    "runtime/base:self._shake": REQUEST,
-    "runtime/base:work": CALLER,
-    "runtime/calls/request_plane/native:self._dial": REQUEST,
-    "runtime/calls/request_plane/native:self._subscribe": ONCE,
-    "runtime/calls/request_plane:request.run": REQUEST,
-    "runtime/calls:_serve": REQUEST,
-    "runtime/discovery/etcd:bucket.follow": COUNTED,
-    "runtime/discovery/etcd:self._lease.keep": COUNTED,
-    "runtime/discovery/etcd:self._open": ONCE,
     "runtime/discovery/etcd:self._run": "an event loop for what is listed here",
-    "runtime/discovery/etcd:self._settle_when_sure": ONCE,
-    "runtime/discovery/etcd:self.records.keep_repaired": COUNTED,
-    "runtime/discovery/file:self._run": COUNTED,
-    "runtime/discovery/kubernetes:self._own.keep_repaired": COUNTED,
-    "runtime/discovery/kubernetes:self._readiness.follow": COUNTED,
-    "runtime/discovery/kubernetes:self._resources.follow": COUNTED,
-    "runtime/http:cycle.run": REQUEST,
     "runtime/observe:self._watch": "it reads a clock and a stack: there is nothing that fails",
-    "runtime:self._shut_down": SHUTDOWN,
     "sglang:self._run": "the event loop of the engine; its end ends the worker",
-    "sglang:vector_of": REQUEST,
-    "supervise:_read_lines": PROCESS,
-    "supervise:newcomer.keep": PROCESS,
-    "supervise:self._start": ONCE,
-    "supervise:self._stop": ONCE,
     "transformers:self._run": "ends when no input waits; each request of a batch that fails reports it",
     "vllm:_progress": "ends with the start of the engine",
-    "vllm:self._remove_when_unused": ONCE,
-    "vllm:vector": REQUEST,
-    "worker:_once_serving": ONCE,
-    "worker:body": ONCE,
-    "worker:graceful_shutdown_with_discovery": SHUTDOWN,
-    "worker:log_exit": SHUTDOWN,
-    "worker:self._call_abort": REQUEST,
-    "worker:self._drain": ONCE,
-    "worker:self._watch": SHUTDOWN,
-    "worker:write": REQUEST,
 }
+# fmt: on
 """What is started without the helper: its folder, the work as it is written there, and why."""
 
 SWALLOWS: Final = {
@@ -124,59 +99,38 @@ SERVE: Final = "unit/cli/test_serve_loops.py"
 ETCD: Final = "process/runtime/test_etcd_loops.py"
 LIMITS: Final = "unit/frontend/test_cluster_limits.py"
 
+# fmt: off
 KILLED: Final = {
-    "announce {key}": (COUNT, "FileDiscovery.put"),
-    "batch {id}": (GO_ON, "BatchConductor._carry_out"),
-    "batch: results to the disk": (GO_ON, "ResultJournal.append"),
-    "batches": (GO_ON, "BatchConductor._sweep"),
-    "batches: expired files": (GO_ON, "StoredFiles.remove_expired"),
-    "batches: their counts": (GO_ON, "BatchConductor._show"),
+    "announce {key}": (COUNT, "FileDiscovery.put"), "batch {id}": (GO_ON, "BatchConductor._carry_out"),
+    "batch: results to the disk": (GO_ON, "ResultJournal.append"), "batches": (GO_ON, "BatchConductor._sweep"),
+    "batches: expired files": (GO_ON, "StoredFiles.remove_expired"), "batches: their counts": (GO_ON, "BatchConductor._show"),
     "batches: those that begin and end": (GO_ON, "BatchConductor._follow"),
-    "bindings of other routers": (COUNT, "decode_binding"),
-    "bookings of other routers": (COUNT, "decode_bookings"),
-    "canary {self._probed.path}": (COUNT, "Canary._probe"),
-    "channels of other routers": (COUNT, "replica_sync:follow"),
-    "channels of {topic}": (COUNT, "zmq:follow"),
-    "etcd: follow {self._name}": (ETCD, "_FollowedBucket._read"),
-    "etcd: lease": (ETCD, "keep_alive"),
-    "etcd: own records": (ETCD, "OwnRecords._until_other"),
-    "etcd: repair": (ETCD, "leased_keys"),
-    "event plane: nats sender": (COUNT, "connected"),
-    "expiry of sessions": (COUNT, "SessionSync._reap"),
-    "file discovery store": (COUNT, "FileStore.poll"),
-    "frontend: adapters": (GO_ON, "AdapterKeeper._missing"),
-    "frontend: instances": (GO_ON, "ModelDirectory._take_instances"),
-    "frontend: key files": (GO_ON, "KeyStore.refresh"),
-    "frontend: limits of the cluster": (LIMITS, "_Seen.apply"),
+    "bindings of other routers": (COUNT, "decode_binding"), "bookings of other routers": (COUNT, "decode_bookings"),
+    "canary {self._probed.path}": (COUNT, "Canary._probe"), "channels of other routers": (COUNT, "replica_sync:follow"),
+    "channels of {topic}": (COUNT, "zmq:follow"), "etcd: follow {self._name}": (ETCD, "_FollowedBucket._read"),
+    "etcd: lease": (ETCD, "keep_alive"), "etcd: own records": (ETCD, "OwnRecords._until_other"),
+    "etcd: repair": (ETCD, "leased_keys"), "event plane: nats sender": (COUNT, "connected"),
+    "expiry of sessions": (COUNT, "SessionSync._reap"), "file discovery store": (COUNT, "FileStore.poll"),
+    "frontend: adapters": (GO_ON, "AdapterKeeper._missing"), "frontend: instances": (GO_ON, "ModelDirectory._take_instances"),
+    "frontend: key files": (GO_ON, "KeyStore.refresh"), "frontend: limits of the cluster": (LIMITS, "_Seen.apply"),
     "frontend: load {key.model}": (GO_ON, "ModelLoader._hosts_of"),
-    "frontend: loads of {key[0]}": (GO_ON, "_Followers._follow"),
-    "frontend: loads": (GO_ON, "LoadFollower._reconcile"),
-    "frontend: model cards": (GO_ON, "ModelDirectory._take_cards"),
-    "frontend: request trace": (COUNT, "_Files.write"),
-    "frontend: residency": (GO_ON, "Residency.measured"),
-    "frontend: slices of limits": (LIMITS, "ClusterLimits._tick"),
-    "frontend: usage of keys": (GO_ON, "UsageMeter.write"),
-    "frontend: {self._path}": (GO_ON, "LineFile._write"),
-    "inspector: figures": (GO_ON, "ClusterTable.kv_use"),
-    "inspector: other frontends": (GO_ON, "OtherFrontends._take"),
-    "inspector: workers": (GO_ON, "WorkerLifecycle.look"),
-    "kubernetes: our {KIND}": (COUNT, "KubernetesApi.apply"),
-    "kubernetes: {self.path}": (COUNT, "KubernetesApi.watch"),
-    "KV events of the workers": (COUNT, "split_events"),
-    "kv events {endpoint}": (GO_ON, "KvEventFeed.__aenter__"),
-    "kv recovery of {endpoint.path}": (COUNT, "KvRecovery.begin"),
+    "frontend: loads of {key[0]}": (GO_ON, "_Followers._follow"), "frontend: loads": (GO_ON, "LoadFollower._reconcile"),
+    "frontend: model cards": (GO_ON, "ModelDirectory._take_cards"), "frontend: request trace": (COUNT, "_Files.write"),
+    "frontend: residency": (GO_ON, "Residency.measured"), "frontend: slices of limits": (LIMITS, "ClusterLimits._tick"),
+    "frontend: usage of keys": (GO_ON, "UsageMeter.write"), "frontend: {self._path}": (GO_ON, "LineFile._write"),
+    "inspector: figures": (GO_ON, "ClusterTable.kv_use"), "inspector: other frontends": (GO_ON, "OtherFrontends._take"),
+    "inspector: workers": (GO_ON, "WorkerLifecycle.look"), "kubernetes: our {KIND}": (COUNT, "KubernetesApi.apply"),
+    "kubernetes: {self.path}": (COUNT, "KubernetesApi.watch"), "KV events of the workers": (COUNT, "split_events"),
+    "kv events {endpoint}": (GO_ON, "KvEventFeed.__aenter__"), "kv recovery of {endpoint.path}": (COUNT, "KvRecovery.begin"),
     "load reports of the router": (COUNT, "RouterLoadReports.report_changes"),
     "load reports of the workers": (COUNT, "BusyWorkers.keep_only"),
-    "model cards of the workers": (COUNT, "RoutedEndpoint._take_card"),
-    "readiness": (SERVE, "Announcement._announce"),
-    "reload": (SERVE, "source_times"),
-    "replica sync {endpoint}": (GO_ON, "ReplicaSync.__aenter__"),
-    "residents: memory": (SERVE, "Residents._measure"),
-    "rolling restart": (SERVE, "RollingRestart._replace_all"),
-    "scaling": (SERVE, "Scaling._look"),
-    "sessions {endpoint}": (GO_ON, "SessionSync.__aenter__"),
+    "model cards of the workers": (COUNT, "RoutedEndpoint._take_card"), "readiness": (SERVE, "Announcement._announce"),
+    "reload": (SERVE, "source_times"), "replica sync {endpoint}": (GO_ON, "ReplicaSync.__aenter__"),
+    "residents: memory": (SERVE, "Residents._measure"), "rolling restart": (SERVE, "RollingRestart._replace_all"),
+    "scaling": (SERVE, "Scaling._look"), "sessions {endpoint}": (GO_ON, "SessionSync.__aenter__"),
     "watch {self._endpoint.path}": (COUNT, "Client._apply"),
 }
+# fmt: on
 """What is kept, or counts its own failures, by its name: the test that lets it fail, and the step that fails there."""
 
 
@@ -282,17 +236,11 @@ def test_a_loop_that_goes_on_after_any_exception_counts_it() -> None:
 
 
 def kept() -> Iterator[str]:
-    """Yield the name of each loop on the helper, as it is written there; that of a variable is looked up."""
+    """Yield the name of each loop on the helper, as it is written there; but for the helper's own."""
     for path, module in modules().items():
-        if path.startswith("runtime/base/"):
-            continue  # the helper
-        for function in ast.walk(module):
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-                texts = [text for call in calls if (text := name_of(call)) is not None]
-                yield from (
-                    text_of(value_of(text.id, function) if isinstance(text, ast.Name) else text) for text in texts
-                )
+        if not path.startswith("runtime/base/"):
+            names = (name_of(node) for node in ast.walk(module) if isinstance(node, ast.Call))
+            yield from (ast.unparse(name).removeprefix("f")[1:-1] for name in names if name is not None)
 
 
 def name_of(call: ast.Call) -> ast.expr | None:
@@ -307,24 +255,6 @@ def name_of(call: ast.Call) -> ast.expr | None:
         ):
             return call.args[1]
     return None
-
-
-def value_of(name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.expr:
-    """Return what a function assigns to a name, alone or beside others."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign):
-            targets, values = (
-                [*parts.elts] if isinstance(parts, ast.Tuple) else [parts] for parts in (node.targets[0], node.value)
-            )
-            for each, found in zip(targets, values, strict=False):
-                if isinstance(each, ast.Name) and each.id == name:
-                    return found
-    raise AssertionError(f"{function.name} does not assign {name}")
-
-
-def text_of(name: ast.expr) -> str:
-    """Return a name as it is written, without quotes."""
-    return ast.unparse(name).removeprefix("f")[1:-1]
 
 
 def test_a_test_kills_each_loop() -> None:

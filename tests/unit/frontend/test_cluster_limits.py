@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from dynamo.frontend.parts.keys import cluster_limits
 from dynamo.frontend.parts.keys.cluster_limits import EVERY_NAMESPACE, ClusterLimits
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.limit_table import LimitTable
@@ -22,9 +21,9 @@ from dynamo.frontend.parts.keys.rules.records import KeyRecord, KeyRing
 from dynamo.frontend.parts.keys.slices import Slice
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.base import forever
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from support.access import key
+from support.fails_once import BrokenSteps
 from support.patience import PATIENCE_SECONDS
 
 
@@ -83,18 +82,7 @@ async def test_places_of_three_frontends_are_never_more_than_the_limit() -> None
 async def test_limits_are_divided_also_after_a_fault_in_each_of_the_loops(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forever, "FIRST_DELAY_SECONDS", 0.01)
-    kind, _, method = step.partition(".")
-    owner, failed = getattr(cluster_limits, kind), set[object]()
-    own = getattr(owner, method)
-
-    def broken(self: object, *args: object) -> object:
-        if self not in failed:
-            failed.add(self)
-            raise RuntimeError("for a test")
-        return own(self, *args)
-
-    monkeypatch.setattr(owner, method, broken)
+    steps = BrokenSteps(monkeypatch, f"dynamo.frontend.parts.keys.cluster_limits:{step}")
     async with frontends(2, key("k", limits={"concurrent": 2})) as (one, other):
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (running := one.begin(1)) is None:
@@ -102,7 +90,7 @@ async def test_limits_are_divided_also_after_a_fault_in_each_of_the_loops(
             while (beside := other.begin(1)) is None:
                 await asyncio.sleep(0.01)
         assert [each.begin(1) for each in (one, other)] == [None, None]
-        assert len(failed) == 2
+        assert steps.counted == 1
         running.close(TokenUse())
         beside.close(TokenUse())
 

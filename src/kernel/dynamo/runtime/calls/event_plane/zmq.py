@@ -153,8 +153,8 @@ class ZmqEventPlane:
                 async with asyncio.TaskGroup() as group:
                     first = asyncio.Event()
                     connected: dict[str, str] = {}
-                    work, name = partial(self._follow, scope, topic, reader, first, connected), f"channels of {topic}"
-                    task = group.create_task(forever(work, name), name=name)
+                    work = partial(self._follow, scope, topic, reader, first, connected)
+                    task = group.create_task(forever(work, f"channels of {topic}"))
                     await first.wait()
                     yield inbox
                     task.cancel()
