@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use futures::FutureExt;
 use serde_json::{Value, json};
@@ -31,14 +31,29 @@ pub(crate) struct Instance {
     record: String,
     health: Health,
     phase: AtomicU8,
+    /// The record is there.
+    is_registered: AtomicBool,
+    /// A control of the engine keeps the record away.
+    is_paused: AtomicBool,
+    /// An operator who drains the worker keeps it away.
+    is_held_back: AtomicBool,
     /// Held while discovery is written and while a pausing or resuming control runs.
     exclusive: Mutex<()>,
 }
 
 impl Instance {
     pub(crate) fn new(discovery: Arc<dyn Discovery>, key: String, record: String, health: Health) -> Arc<Self> {
-        let phase = AtomicU8::new(STARTING);
-        Arc::new(Self { discovery, key, record, health, phase, exclusive: Mutex::default() })
+        Arc::new(Self {
+            discovery,
+            key,
+            record,
+            health,
+            phase: AtomicU8::new(STARTING),
+            is_registered: AtomicBool::default(),
+            is_paused: AtomicBool::default(),
+            is_held_back: AtomicBool::default(),
+            exclusive: Mutex::default(),
+        })
     }
 
     /// Publishes the record for the first time; controls are answered from then on.
@@ -56,12 +71,50 @@ impl Instance {
         self.write(false).await
     }
 
+    /// Returns whether callers find this worker now.
+    pub(crate) fn is_registered(&self) -> bool {
+        self.is_registered.load(Ordering::SeqCst)
+    }
+
+    /// Takes the record out for an operator, or puts it back, unless a control of the engine keeps it away. After a failure
+    /// everything is as before.
+    pub(crate) async fn hold_back(&self, is_held_back: bool) -> Result<(), DynamoError> {
+        let _held = self.exclusive.lock().await;
+        self.is_held_back.store(is_held_back, Ordering::SeqCst);
+        let outcome = self.adjust().await;
+        if outcome.is_err() {
+            self.is_held_back.store(!is_held_back, Ordering::SeqCst);
+        }
+        outcome
+    }
+
+    /// Takes the record out for a control, or puts it back, unless an operator keeps it away; likewise.
+    async fn pause(&self, is_paused: bool) -> Result<(), DynamoError> {
+        let before = self.is_paused.swap(is_paused, Ordering::SeqCst);
+        let outcome = self.adjust().await;
+        if outcome.is_err() {
+            self.is_paused.store(before, Ordering::SeqCst);
+        }
+        outcome
+    }
+
+    /// Writes the record, or removes it, as those who keep it away want it.
+    async fn adjust(&self) -> Result<(), DynamoError> {
+        let is_kept_away = self.is_paused.load(Ordering::SeqCst) || self.is_held_back.load(Ordering::SeqCst);
+        if self.refusal().is_some() {
+            return Ok(()); // the worker begins, or leaves: others write
+        }
+        self.write(!is_kept_away).await
+    }
+
     async fn write(&self, is_there: bool) -> Result<(), DynamoError> {
         if is_there {
-            discovery::put(&self.discovery, self.key.clone(), self.record.clone()).await
+            discovery::put(&self.discovery, self.key.clone(), self.record.clone()).await?;
         } else {
-            discovery::delete(&self.discovery, self.key.clone()).await
+            discovery::delete(&self.discovery, self.key.clone()).await?;
         }
+        self.is_registered.store(is_there, Ordering::SeqCst);
+        Ok(())
     }
 
     fn refusal(&self) -> Option<Value> {
@@ -73,13 +126,13 @@ impl Instance {
         Some(failed(format!("engine administrative routes are unavailable while the worker is {phase}")))
     }
 
-    async fn control(&self, engine: &dyn LLMEngine, name: &str, body: Value) -> Result<Value, DynamoError> {
+    pub(crate) async fn control(&self, engine: &dyn LLMEngine, name: &str, body: Value) -> Result<Value, DynamoError> {
         if PAUSING.contains(&name) {
             let _held = self.exclusive.lock().await;
             if let Some(refusal) = self.refusal() {
                 return Ok(refusal);
             }
-            if let Err(error) = self.write(false).await {
+            if let Err(error) = self.pause(true).await {
                 return Ok(failed(format!(
                     "engine control {name}: the instance could not be unregistered, try again ({error})"
                 )));
@@ -96,7 +149,7 @@ impl Instance {
             if let Some(refusal) = self.refusal() {
                 return Ok(refusal);
             }
-            if let Err(error) = self.write(true).await {
+            if let Err(error) = self.pause(false).await {
                 return Ok(failed(format!(
                     "engine control {name} ran, but the instance could not be registered again; retry ({error})"
                 )));

@@ -61,6 +61,7 @@
 #[doc = include_str!("../../../docs/writing-a-backend-in-rust.md")]
 pub struct Page;
 
+mod admin;
 mod args;
 mod card;
 mod config;

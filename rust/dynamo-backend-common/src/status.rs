@@ -14,6 +14,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+use crate::admin::Admin;
 use crate::error::{DynamoError, ErrorType};
 use crate::health::Health;
 use crate::metrics::EngineMetrics;
@@ -38,6 +39,7 @@ pub(crate) struct Status {
     live_path: String,
     files: RwLock<HashMap<String, PathBuf>>,
     control: RwLock<Option<Control>>,
+    admin: RwLock<Option<Arc<Admin>>>,
     is_local: bool,
     names: Names,
     /// Controls are answered on a port of their own.
@@ -138,6 +140,7 @@ impl Status {
             live_path: path("DYN_SYSTEM_LIVE_PATH", "/live"),
             files: RwLock::default(),
             control: RwLock::default(),
+            admin: RwLock::default(),
             is_local,
             names: Names::from_env(),
             has_admin: settings::integer("DYN_ADMIN_PORT", -1, -1) >= 0,
@@ -147,6 +150,12 @@ impl Status {
     /// Answers controls from now on.
     pub(crate) fn set_control(&self, control: Control) {
         *self.control.write().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(control);
+    }
+
+    /// Answers the Worker Admin API from now on.
+    pub(crate) fn set_admin(&self, admin: Arc<Admin>) {
+        *self.admin.write().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(admin);
+        tracing::info!("registered worker Admin API routes under /engine");
     }
 
     /// Serves a file of the model card at this path.
@@ -247,6 +256,7 @@ impl Status {
                     let text = format!("this route is not here: {text}");
                     Reply::json(404, &json!({"error": "Route not found", "message": text}))
                 }
+                None if name == "status" => self.answer_status(&request.method),
                 // An image of any page could be a GET.
                 None if request.method != "POST" => Reply::text(405, "Method not allowed"),
                 None => self.answer_control(name, &request.body).await,
@@ -298,6 +308,18 @@ impl Status {
         Reply::text(404, "Route not found")
     }
 
+    fn admin(&self) -> Option<Arc<Admin>> {
+        self.admin.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    fn answer_status(&self, method: &str) -> Reply {
+        match self.admin() {
+            None => no_route("status"),
+            Some(_) if !matches!(method, "GET" | "HEAD") => Reply::text(405, "Method not allowed"),
+            Some(admin) => Reply::json(200, &admin.status()),
+        }
+    }
+
     async fn answer_control(&self, name: &str, body: &[u8]) -> Reply {
         let body = match body.trim_ascii() {
             [] => json!({}),
@@ -309,6 +331,11 @@ impl Status {
                 }
             },
         };
+        if let Some(admin) = self.admin()
+            && let Some(answer) = admin.call(name, &body).await
+        {
+            return answer.map_or_else(|text| handler_error(name, &text), |status| Reply::json(200, &status));
+        }
         let control = self.control.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         let answer = match control {
             Some(control) => control(name.to_owned(), body).await,
@@ -316,16 +343,20 @@ impl Status {
         };
         match answer {
             Some(Ok(value)) => Reply::json(200, &value),
-            Some(Err(error)) => {
-                tracing::error!("engine route {name} failed: {error}");
-                Reply::json(500, &json!({"error": "Handler error", "message": error.to_string()}))
-            }
-            None => {
-                let text = format!("Route /engine/{name} not found");
-                Reply::json(404, &json!({"error": "Route not found", "message": text}))
-            }
+            Some(Err(error)) => handler_error(name, &error.to_string()),
+            None => no_route(name),
         }
     }
+}
+
+fn handler_error(name: &str, text: &str) -> Reply {
+    tracing::error!("engine route {name} failed: {text}");
+    Reply::json(500, &json!({"error": "Handler error", "message": text}))
+}
+
+fn no_route(name: &str) -> Reply {
+    let text = format!("Route /engine/{name} not found");
+    Reply::json(404, &json!({"error": "Route not found", "message": text}))
 }
 
 /// Reads one request; `None` when the peer has left.

@@ -15,6 +15,7 @@ use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinHandle;
 
+use crate::admin::Admin;
 use crate::card::{self, Assets, CardFile};
 use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
 use crate::deadline::Deadline;
@@ -113,6 +114,7 @@ struct Parts {
     instance: Option<Arc<Instance>>,
     model_key: Option<String>,
     publishing: Option<Publishing>,
+    admin: Option<Arc<Admin>>,
     tasks: Vec<JoinHandle<()>>,
 }
 
@@ -348,6 +350,12 @@ impl Worker {
             .publish()
             .await
             .map_err(|error| DynamoError::builder().message(format!("serve: {error}")).cause(error).build())?;
+        let (engine, mode) = (Arc::clone(&self.engine), config.disaggregation_mode);
+        let admin = Admin::new(server, Arc::clone(&instance), engine, mode, self.stop.times.grace);
+        if let Some((status, _)) = status {
+            status.set_admin(Arc::clone(&admin));
+        }
+        parts.admin = Some(admin);
         parts.instance = Some(instance);
         Ok(())
     }
@@ -474,10 +482,18 @@ impl Worker {
     async fn drain(&self, parts: &Parts) {
         let times = &self.stop.times;
         self.health.begin_shutdown();
+        if let Some(admin) = &parts.admin {
+            admin.stop().await;
+        }
         if let Some(instance) = &parts.instance {
             match instance.leave().await {
                 Ok(()) => tracing::info!("Endpoint unregistered from discovery"),
-                Err(error) => tracing::warn!("discovery unregister failed: {error}"),
+                Err(error) => {
+                    tracing::warn!("discovery unregister failed: {error}");
+                    if let Some(admin) = &parts.admin {
+                        admin.note_failure(format!("failed to unregister worker from discovery: {error}"));
+                    }
+                }
             }
         }
         if !times.grace.is_zero() {

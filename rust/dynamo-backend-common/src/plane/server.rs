@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tokio::net::{TcpListener, TcpSocket};
+use tokio::sync::futures::Notified;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
@@ -133,6 +134,8 @@ pub(crate) struct Server {
     open_requests: AtomicUsize,
     idle: Notify,
     is_closed: AtomicBool,
+    /// An operator has drained this worker; the process lives on.
+    is_drained: AtomicBool,
 }
 
 impl Server {
@@ -159,6 +162,7 @@ impl Server {
             open_requests: AtomicUsize::new(0),
             idle: Notify::new(),
             is_closed: AtomicBool::new(false),
+            is_drained: AtomicBool::new(false),
         }))
     }
 
@@ -228,6 +232,10 @@ impl Server {
         let limit = self.settings.run_limit + self.settings.queue_limit;
         let before = self.open_requests.fetch_add(1, Ordering::SeqCst);
         let admission = Admission { server: Arc::clone(self), handler };
+        // After the request was counted: who closes admission and then counts misses none.
+        if self.is_admission_closed() {
+            return Err(declined("Server unavailable: worker is not accepting new requests".into()));
+        }
         if before >= limit {
             self.metrics.rejected.add(1);
             return Err(DynamoError::top(ErrorType::WorkerOverloaded, "Server overloaded: worker at capacity"));
@@ -256,6 +264,20 @@ impl Server {
     /// Returns how many requests run or wait.
     pub(crate) fn open_requests(&self) -> usize {
         self.open_requests.load(Ordering::SeqCst)
+    }
+
+    /// Declines requests, or takes them again: until then or the end of the process.
+    pub(crate) fn close_admission(&self, is_closed: bool) {
+        self.is_drained.store(is_closed, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_admission_closed(&self) -> bool {
+        self.is_drained.load(Ordering::SeqCst)
+    }
+
+    /// Returns the next time that the last request has ended, from this call on.
+    pub(crate) fn idle(&self) -> Notified<'_> {
+        self.idle.notified()
     }
 
     /// Returns whether all requests have ended by then.
