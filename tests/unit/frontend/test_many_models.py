@@ -144,17 +144,6 @@ async def test_a_load_that_takes_more_than_there_is_room_for_is_begun_again_in_m
         assert command.metric("unloads_total", model="b", reason="outgrown") == 1
 
 
-async def test_a_load_that_takes_more_than_the_budget_is_answered_so(tmp_path: Path) -> None:
-    async with many(tmp_path, {"a": {"bytes": 60}}) as command:
-        asked = command.ask("a")
-        assert await command.order() == ("load", "a")
-        command.report("measured", "a", bytes=120)
-        assert await command.order() == ("unload", "a")
-        command.report("ended", "a", reason="it was unloaded")
-        reply = await asked.done()
-        assert (reply.status, reply.json["error"]["code"]) == (503, "model_too_large")
-
-
 async def test_a_frontend_that_is_started_again_takes_over_what_is_loaded(tmp_path: Path) -> None:
     models = {"a": {"bytes": 60, "state": "loaded"}, "b": {"bytes": 50, "state": "unloading"}}
     async with many(tmp_path, models) as command:

@@ -12,6 +12,7 @@ from dynamo.cli.inspect.detail import decision_lines, detail_lines, record_lines
 from dynamo.cli.inspect.figures import sparkline
 from dynamo.cli.inspect.lines import TonedText as Part
 from dynamo.cli.inspect.lines import flow, heading, laid_out, plain_text, width_of_line
+from dynamo.cli.inspect.overview import summary_lines
 from dynamo.cli.inspect.plain import picture_lines, table_lines
 from dynamo.cli.inspect.printable import printable
 from dynamo.cli.inspect.tables import FORMS
@@ -189,3 +190,14 @@ def test_parts_flow_onto_lines_that_fit(texts: list[str], width: int) -> None:
 @each_case("width", [20, 40, 80])
 def test_a_heading_is_as_wide_as_the_screen(width: int) -> None:
     assert width_of_line(heading("Streams 62, 3 stalled", width, "/ model:demo age>5")) == width
+
+
+def test_the_summary_has_the_memory_of_models_only_where_they_are_loaded_on_demand() -> None:
+    for used, budget, words in (
+        (905 << 20, 1200 << 20, "mem 905 MiB/1.2 GiB"),
+        (905 << 20, None, "mem 905 MiB"),
+        (None, None, ""),
+    ):
+        fleet = msgspec.structs.replace(FLEET, resident_bytes=used, budget_bytes=budget)
+        shown = "".join(map(plain_text, summary_lines(demo_picture(fleet=fleet), NOW_MS, 200)))
+        assert shown.partition("mem ")[2] == words.removeprefix("mem ")
