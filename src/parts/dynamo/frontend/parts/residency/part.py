@@ -51,6 +51,20 @@ class ModelTicket:
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
+class ModelTickets:
+    """The requests for one model, apart by whether they may run: many run, and few wait."""
+
+    __slots__ = ("running", "waiting")
+
+    def __init__(self) -> None:
+        self.running: set[ModelTicket] = set()
+        self.waiting: set[ModelTicket] = set()
+
+    def of(self, ticket: ModelTicket) -> set[ModelTicket]:
+        """Return the set that a request belongs to."""
+        return self.running if ticket.is_running else self.waiting
+
+
 TICKET: Final = PartSlot[ModelTicket]("residency")
 
 
@@ -68,7 +82,7 @@ class ResidencyPart(Part):
         self._wait_seconds = wait_seconds
         self._residency = Residency([])
         self._presets: Mapping[str, Table] = {}
-        self._tickets: dict[str, set[ModelTicket]] = {}  # by model; bounded by the admission
+        self._tickets: dict[str, ModelTickets] = {}  # by model; bounded by the admission
         self._timer: asyncio.TimerHandle | None = None
         self._background = Background()
 
@@ -102,7 +116,7 @@ class ResidencyPart(Part):
         models = [Resident(each["name"], memory_of(each), is_pinned=each["pinned"]) for each in setup["models"]]
         self._residency = Residency(models, budget_bytes=setup["budget_bytes"], idle_seconds=setup["idle_seconds"])
         self._presets = setup["presets"]
-        self._tickets = {model.name: set() for model in models}
+        self._tickets = {model.name: ModelTickets() for model in models}
         for each in setup["models"]:
             name, state = each["name"], Residence(each["state"])
             self._residency.found(name, state, asyncio.get_running_loop().time())
@@ -143,7 +157,7 @@ class ResidencyPart(Part):
         if verdict is Verdict.REFUSED:
             raise self._refusal(model, now)
         ticket = ModelTicket(name, exchange, now, is_running=verdict is Verdict.RUNS)
-        self._tickets[name].add(ticket)
+        self._tickets[name].of(ticket).add(ticket)
         exchange.keep(TICKET, ticket)
         if verdict is Verdict.WAITS:
             exchange.model = name  # the list of requests in flight shows what it waits for
@@ -153,8 +167,8 @@ class ResidencyPart(Part):
         return name
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
-        if (ticket := exchange.of(TICKET)) is not None and ticket in self._tickets[ticket.name]:
-            self._tickets[ticket.name].remove(ticket)
+        if (ticket := exchange.of(TICKET)) is not None and ticket in (found := self._tickets[ticket.name].of(ticket)):
+            found.remove(ticket)
             self._residency.leave(ticket.name, exchange.now(), was_running=ticket.is_running)
             self._step()
 
@@ -201,15 +215,19 @@ class ResidencyPart(Part):
 
     def _let_run(self, name: str, now: float) -> None:
         """Let the requests go on that the decision counts as running."""
-        for ticket in self._tickets[name]:
+        tickets = self._tickets[name]
+        while tickets.waiting:
+            ticket = tickets.waiting.pop()
             ticket.is_running = True
+            tickets.running.add(ticket)
             if not ticket.turn.done():
                 ticket.turn.set_result(None)
                 self._metrics.waited(name, now - ticket.arrived_at)
 
     def _fail(self, model: Resident, now: float) -> None:
         """Answer every request of a model that cannot be had, those included that had begun before its worker died."""
-        for ticket in self._tickets[model.name]:
+        tickets = self._tickets[model.name]
+        for ticket in (*tickets.running, *tickets.waiting):
             refusal = self._refusal(model, now)
             if ticket.is_running:
                 ticket.exchange.end_with(WorkerUnavailable(refusal.message))
