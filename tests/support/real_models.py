@@ -118,13 +118,21 @@ def bare_llama(python: str, file: Path, slots: int, **more: Any) -> Iterator[Ser
 
 
 @contextmanager
-def served_llama(root: Path, python: str, model: str, slots: int, *more: str) -> Iterator[Server]:
-    """`dynamo serve MODEL` with llama.cpp, with as many threads as `bare_llama`. `more`: flags of the engine."""
+def served(root: Path, python: str, model: str, *flags: str) -> Iterator[Server]:
+    """`dynamo serve MODEL`. `flags`: those of the engine."""
     root.mkdir(parents=True)
-    flags = ["--slots", str(slots), "--context-length", str(CONTEXT), "--threads", "1", "--served-model-name", "real"]
-    with serve_command(root, model, "--http-port", "0", "--", *flags, *more, python=python) as command:
+    named = ["--served-model-name", "real"]
+    with serve_command(root, model, "--http-port", "0", "--", *named, *flags, python=python) as command:
         command.wait_ready()
         yield Server(command.port, "real")
+
+
+@contextmanager
+def served_llama(root: Path, python: str, model: str, slots: int, *more: str) -> Iterator[Server]:
+    """`dynamo serve MODEL` with llama.cpp, with as many threads as `bare_llama`. `more`: flags of the engine."""
+    flags = ["--slots", str(slots), "--context-length", str(CONTEXT), "--threads", "1"]
+    with served(root, python, model, *flags, *more) as server:
+        yield server
 
 
 def write_tokenizer(file: Path, directory: Path) -> Path:

