@@ -73,6 +73,7 @@ STARTED: Final = {
         for work in works.split()
     },
     "bindings:self._hold": "a failure is what its caller gets, as in the native system",
+    "bindings:work": "its failure ends its block, and with it the task above, which logs it",
     "cli/inspect:watch.run": "a command before a screen: the screen shows what failed",
     "engines/sample:self._publish_loop": "an example for authors: it logs the failure and goes on",
     "frontend/parts/batches:self._conduct": "one batch; what it does is under `forever`",

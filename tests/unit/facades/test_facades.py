@@ -24,9 +24,22 @@ EXCEPTIONS = (
 NAMES = {
     "dynamo._core": "Context ContextMetadata SpanProxy backend ModelInput ModelType WorkerType KvEventPublisher "
     "WorkerMetricsPublisher Endpoint DistributedRuntime Client get_tool_parser_names get_reasoning_parser_names "
-    "log_message MediaDecoder MediaFetcher with_engine_data " + EXCEPTIONS,
+    "log_message MediaDecoder MediaFetcher with_engine_data LoRADownloader FpmDirectPublisher FpmEventRelay "
+    "FpmEventSubscriber " + EXCEPTIONS,
     "dynamo.common.config_dump": "add_config_dump_args dump_config get_config_dump get_environment_vars register_encoder",
     "dynamo.common.configuration": "ArgGroup ConfigBase add_argument env_or_default add_negatable_bool_argument",
+    "dynamo.common.engine_monitor": "EngineHealthMonitorConfig ENGINE_HEALTH_CHECK_INTERVAL "
+    "ENGINE_HEALTH_CHECK_INTERVAL_ENV ENGINE_HEALTH_CHECK_TIMEOUT ENGINE_HEALTH_CHECK_TIMEOUT_ENV "
+    "ENGINE_HEALTH_SHUTDOWN_TIMEOUT ENGINE_HEALTH_SHUTDOWN_TIMEOUT_ENV",
+    "dynamo.common.forward_pass_metrics": "FPM_VERSION UnsupportedFpmVersionError WelfordAccumulator encode decode "
+    "ScheduledRequestMetrics QueuedRequestMetrics ForwardPassMetrics",
+    "dynamo.common.lora": "LoRAInfo LoRAManager LoRASourceProtocol OnceLock get_lora_manager",
+    "dynamo.common.metadata_upload": "MetadataUploader",
+    "dynamo.common.model_fetch": "NGC_URI_PREFIX needs_local_model_path fetch_model fetch_model_in_subprocess",
+    "dynamo.common.native_offloading": "NATIVE_OFFLOADING_CAPACITY_RUNTIME_KEY native_offloading_capacity "
+    "get_native_offloading_capacity_tokens",
+    "dynamo.common.rl": "RLAdminValidationError RLRouteRegistry env_bool first_endpoint_response register_rl_routes "
+    "require_lora_load_request require_lora_unload_request",
     "dynamo.common.model_taints": "MODEL_TAINT_ROUTE TOPOLOGY_TAINT_PREFIX register_model_taint_route",
     "dynamo.common.token_budget": "TOKEN_BUDGET_RUNTIME_KEY TokenBudget publish_token_budget",
     "dynamo.common.utils.endpoint_types": "parse_endpoint_types",
@@ -116,6 +129,7 @@ FACADES = {
     "dynamo.common.configuration.config_base": "dynamo.contract.flag_declarations",
     "dynamo.common.configuration.utils": "dynamo.contract.flag_declarations",
     "dynamo.common.constants": "itself",
+    "dynamo.common.lora": "dynamo.common.lora.manager",
     "dynamo.common.model_taints": "dynamo.worker.taint_route",
     "dynamo.common.token_budget": "dynamo.contract.token_budget",
     "dynamo.common.utils": "dynamo.contract.requests",
@@ -133,6 +147,8 @@ FACADES = {
     "dynamo.llm": "many rooms",
     "dynamo.llm.exceptions": "dynamo.errors",
 }
+LIGHT = "_version engine_monitor forward_pass_metrics lora.manager metadata_upload model_fetch native_offloading rl"
+FACADES |= dict.fromkeys([f"dynamo.common.{name}" for name in LIGHT.split()], "itself")
 
 
 def test_every_module_of_the_guides_paths_is_in_the_list() -> None:

@@ -20,7 +20,7 @@ import pytest
 import dynamo._core
 from dynamo._core.backend import DisaggregationMode as NativeMode
 from dynamo._core.backend import RuntimeConfig, Worker, WorkerConfig
-from dynamo.common.absent import ABSENT, MODULES
+from dynamo.common.absent import absent
 from dynamo.common.configuration import ArgGroup, ConfigBase, add_argument, add_negatable_bool_argument, env_or_default
 from dynamo.common.configuration.utils import (
     Deprecated,
@@ -59,8 +59,8 @@ from support.patience import PATIENCE_SECONDS
 # -- names --------------------------------------------------------------------------------------------------------------
 
 
-@each_case("name", sorted(ABSENT))
-@each_case("module", ["dynamo._core", "dynamo.llm"])
+@each_case("name", sorted(absent("names")))
+@each_case("module", ["dynamo._core", "dynamo.llm", "dynamo.common.utils.prometheus"])
 def test_a_name_that_is_not_here_names_its_like(module: str, name: str) -> None:
     with pytest.raises(ImportError, match=rf"{module}\.{name} is not part of dynamo-unified; \w"):
         getattr(importlib.import_module(module), name)
@@ -70,14 +70,14 @@ def test_a_name_that_nobody_has_is_an_attribute_error() -> None:
     assert not hasattr(dynamo._core, "Nothing")
 
 
-@each_case("module", sorted(MODULES))
+@each_case("module", sorted(absent("modules")))
 def test_a_module_that_is_not_here_names_its_like(module: str) -> None:
     with pytest.raises(ImportError, match=rf"^{re.escape(module)} \(\w.*\) is not part of dynamo-unified; \w[^.\n]*\w"):
         importlib.import_module(module)
 
 
 def test_what_an_error_refers_to_is_there() -> None:
-    texts = (*ABSENT.values(), *(instead for _, instead in MODULES.values()))
+    texts = [table["instead"] for kind in ("names", "modules") for table in absent(kind).values()]
     named = {name for text in texts for name in re.findall(r"\bdynamo(?:\.\w+)+", text)}
     assert all(pkgutil.resolve_name(name) for name in named)
     assert len(named) > 15
@@ -561,6 +561,10 @@ def test_a_registered_encoder_decides_how_its_class_is_written(caplog: pytest.Lo
     with caplog.at_level("ERROR"):
         config_dump.dump_config("/proc/none/such", {})
     assert "cannot write the configuration to /proc/none/such" in caplog.text
+    for level, count in (("INFO", 0), ("DEBUG", 1)):
+        with caplog.at_level(level, logger=config_dump.__name__):
+            config_dump.dump_config(None, {})
+        assert caplog.text.count("CONFIG_DUMP: {") == count
 
 
 def test_the_gauges_of_a_worker_and_their_labels() -> None:

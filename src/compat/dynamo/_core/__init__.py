@@ -1,29 +1,17 @@
 """The native module's names. Re-exports only; new code imports from where things live."""
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from dynamo._core import backend
-from dynamo.common.absent import load_name
+from dynamo.common._version import __version__ as __version__
+from dynamo.common.absent import LATE, load_name
+from dynamo.common.lora import LoRADownloader
 from dynamo.contract.parsers import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.contract.request_fields import with_engine_data
-from dynamo.errors import (
-    Cancelled,
-    CannotConnect,
-    ConnectionTimeout,
-    Disconnected,
-    DynamoException,
-    EngineShutdown,
-    HttpError,
-    InvalidArgument,
-    Overloaded,
-    ResponseTimeout,
-    RouterQueueLimitExceeded,
-    SelectionServiceError,
-    StreamIncomplete,
-    Unknown,
-    WorkerUnavailable,
-)
 from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
+from dynamo.llm import exceptions
+from dynamo.llm.exceptions import *  # noqa: F403
 from dynamo.protocol.lora import lora_name_to_id
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
@@ -37,74 +25,16 @@ from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetric
 from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints
 
 if TYPE_CHECKING:
-    from dynamo.bindings import (
-        ApproxKvIndexer,
-        KvIndexer,
-        KvRouter,
-        KvRouterConfig,
-        LoadThresholdConfig,
-        RouterConfig,
-        RoutingConstraints,
-    )
-
-__version__ = "1.6.1+unified"
-"""The version of the native system whose names these are."""
+    from dynamo.bindings import *  # noqa: F403
 
 
-def __getattr__(name: str) -> Any:
-    return load_name(__name__, name)
-
+__getattr__ = partial(load_name, __name__)
 
 __all__ = [
-    "ApproxKvIndexer",
-    "Cancelled",
-    "CannotConnect",
-    "Client",
-    "ConnectionTimeout",
-    "Context",
-    "ContextMetadata",
-    "Disconnected",
-    "DistributedRuntime",
-    "DynamoException",
-    "Endpoint",
-    "EngineShutdown",
-    "HttpError",
-    "InvalidArgument",
-    "KvEventPublisher",
-    "KvIndexer",
-    "KvRouter",
-    "KvRouterConfig",
-    "LoadThresholdConfig",
-    "MediaDecoder",
-    "MediaFetcher",
-    "ModelInput",
-    "ModelRuntimeConfig",
-    "ModelType",
-    "OverlapScores",
-    "Overloaded",
-    "PyAsyncRequestStream",
-    "RadixTree",
-    "ResponseTimeout",
-    "RouterConfig",
-    "RouterMode",
-    "RouterQueueLimitExceeded",
-    "RoutingConstraints",
-    "SelectionServiceError",
-    "SpanProxy",
-    "StreamIncomplete",
-    "Unknown",
-    "WorkerMetricsPublisher",
-    "WorkerType",
-    "WorkerUnavailable",
-    "backend",
-    "compute_block_hash_for_seq",
-    "fetch_model",
-    "get_reasoning_parser_names",
-    "get_tool_parser_names",
-    "log_message",
-    "lora_name_to_id",
-    "register_model",
-    "unregister_model",
-    "update_model_taints",
-    "with_engine_data",
-]
+    "Client", "Context", "ContextMetadata", "DistributedRuntime", "Endpoint", "KvEventPublisher", "LoRADownloader",
+    "MediaDecoder", "MediaFetcher", "ModelInput", "ModelRuntimeConfig", "ModelType", "OverlapScores",
+    "PyAsyncRequestStream", "RadixTree", "RouterMode", "SpanProxy", "WorkerMetricsPublisher", "WorkerType", "backend",
+    "compute_block_hash_for_seq", "fetch_model", "get_reasoning_parser_names", "get_tool_parser_names", "log_message",
+    "lora_name_to_id", "register_model", "unregister_model", "update_model_taints", "with_engine_data",
+]  # fmt: skip
+__all__ += [*exceptions.__all__, *LATE]

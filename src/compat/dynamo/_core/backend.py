@@ -28,16 +28,9 @@ from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 from dynamo.worker.worker import Worker as _Worker
 
 __all__ = [
-    "HEALTH_CHECK_KEY",
-    "DisaggregationMode",
-    "EngineConfig",
-    "EngineMetrics",
-    "LlmRegistration",
-    "RuntimeConfig",
-    "SnapshotPublisher",
-    "Worker",
-    "WorkerConfig",
-]
+    "HEALTH_CHECK_KEY", "DisaggregationMode", "EngineConfig", "EngineMetrics", "LlmRegistration", "RuntimeConfig",
+    "SnapshotPublisher", "Worker", "WorkerConfig",
+]  # fmt: skip
 
 
 class WorkerConfig(_WorkerConfig):

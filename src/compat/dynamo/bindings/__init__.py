@@ -1,9 +1,11 @@
-"""The KV router of the native bindings, as `dynamo.llm` and `dynamo._core` have it: thin classes over router and placement.
+"""The KV router and the forward-pass metrics of the native bindings, as `dynamo.llm` and `dynamo._core` have them: thin
+classes over router, placement and the event plane.
 
 For code that was written against them. New code uses `dynamo.router`.
 """
 
 from dynamo.bindings.config import KvRouterConfig, LoadThresholdConfig, RouterConfig, TaintConstraints
+from dynamo.bindings.forward_pass import FpmDirectPublisher, FpmEventRelay, FpmEventSubscriber
 from dynamo.bindings.indexers import ApproxKvIndexer, KvIndexer
 from dynamo.bindings.kv_router import ChunkStream, EndpointKvRouter
 
@@ -11,12 +13,6 @@ KvRouter = EndpointKvRouter
 RoutingConstraints = TaintConstraints
 
 __all__ = [
-    "ApproxKvIndexer",
-    "ChunkStream",
-    "KvIndexer",
-    "KvRouter",
-    "KvRouterConfig",
-    "LoadThresholdConfig",
-    "RouterConfig",
-    "RoutingConstraints",
-]
+    "ApproxKvIndexer", "ChunkStream", "FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber", "KvIndexer",
+    "KvRouter", "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints",
+]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.endpoint import Endpoint
 
-__all__ = ["Opened"]
+__all__ = ["Opened", "running_loop"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class Opened(Generic[T]):
 
         Raises RuntimeError on another event loop: its tasks could not await what this one opens.
         """
-        loop, here = endpoint.runtime.event_loop(), _running_loop()
+        loop, here = endpoint.runtime.event_loop(), running_loop()
         if here not in (None, loop):
             raise RuntimeError(f"{name} must be made on the event loop of its runtime, or in a thread without one")
         self._runtime = endpoint.runtime
@@ -50,6 +50,10 @@ class Opened(Generic[T]):
         self._runtime.forget_client(self)
         await self._background.close()
 
+    def end(self) -> None:
+        """Close it soon; any thread."""
+        self._collected(self._runtime.event_loop())
+
     def count_quarantined(self) -> int:
         """Return 0: the client inside counts by itself."""
         return 0
@@ -69,6 +73,8 @@ class Opened(Generic[T]):
         if self._task is not None:
             self._task.cancel()
             self._runtime.forget_client(self)  # a task that is cancelled before its first step runs no `finally`
+        if not self._ready.done():
+            self._ready.set_exception(RuntimeError("it is closed"))
 
     async def _hold(self, opening: AbstractAsyncContextManager[T]) -> None:
         try:
@@ -96,8 +102,9 @@ def _retrieve(future: asyncio.Future[T]) -> None:
         future.exception()
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop of this thread; None in one that runs none."""
     try:
         return asyncio.get_running_loop()
-    except RuntimeError:  # a thread without one
+    except RuntimeError:
         return None

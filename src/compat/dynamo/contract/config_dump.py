@@ -19,15 +19,9 @@ from dynamo import __version__
 from dynamo.settings.credentials import without_credentials
 
 __all__ = [
-    "add_config_dump_args",
-    "dump_config",
-    "get_config_dump",
-    "get_environment_vars",
-    "get_gpu_info",
-    "get_runtime_info",
-    "get_system_info",
-    "register_encoder",
-]
+    "add_config_dump_args", "dump_config", "get_config_dump", "get_environment_vars", "get_gpu_info",
+    "get_runtime_info", "get_system_info", "register_encoder",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +52,10 @@ def add_config_dump_args(parser: argparse.ArgumentParser) -> None:
 
 
 def dump_config(dump_config_to: str | None, config: Any) -> None:
-    """Write the configuration to a file, or to the log (INFO) when there is none. A failure is logged, not raised."""
+    """Write the configuration to a file, or to the log (DEBUG) when there is none. A failure is logged, not raised."""
     text = get_config_dump(config)
     if dump_config_to is None:
-        logger.info("configuration: %s", text)
+        logger.debug("CONFIG_DUMP: %s", text)
         return
     try:
         path = Path(dump_config_to)

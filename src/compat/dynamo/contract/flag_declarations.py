@@ -17,18 +17,9 @@ from typing import Any, Final, Self, TypeVar
 from dynamo.settings.readers import TRUTHY, read_boolean
 
 __all__ = [
-    "ArgGroup",
-    "ConfigBase",
-    "Deprecated",
-    "add_argument",
-    "add_negatable_bool_argument",
-    "env_bool",
-    "env_or_default",
-    "nullable_float",
-    "nullable_int",
-    "parse_bool",
-    "split_served_model_names",
-]
+    "ArgGroup", "ConfigBase", "Deprecated", "add_argument", "add_negatable_bool_argument", "env_bool", "env_or_default",
+    "nullable_float", "nullable_int", "parse_bool", "split_served_model_names",
+]  # fmt: skip
 
 T = TypeVar("T")
 _WITHOUT_VALUE: Final = ("count", "store_true", "store_false", "store_const", "append_const", "help", "version")

@@ -1,8 +1,10 @@
 """The guide's names for models and their registration. Re-exports only."""
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from dynamo.common.absent import load_name
+from dynamo.common.absent import LATE, load_name
+from dynamo.common.lora import LoRADownloader
 from dynamo.contract.request_fields import with_engine_data
 from dynamo.errors import HttpError, RouterQueueLimitExceeded
 from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
@@ -15,54 +17,19 @@ from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetric
 from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints
 
 if TYPE_CHECKING:
-    from dynamo.bindings import (
-        ApproxKvIndexer,
-        KvIndexer,
-        KvRouter,
-        KvRouterConfig,
-        LoadThresholdConfig,
-        RouterConfig,
-        RoutingConstraints,
-    )
+    from dynamo.bindings import *  # noqa: F403
 
 register_llm = register_model
 unregister_llm = unregister_model
 fetch_llm = fetch_model
 
 
-def __getattr__(name: str) -> Any:
-    return load_name(__name__, name)
-
+__getattr__ = partial(load_name, __name__)
 
 __all__ = [
-    "ApproxKvIndexer",
-    "HttpError",
-    "KvEventPublisher",
-    "KvIndexer",
-    "KvRouter",
-    "KvRouterConfig",
-    "LoadThresholdConfig",
-    "MediaDecoder",
-    "MediaFetcher",
-    "ModelInput",
-    "ModelRuntimeConfig",
-    "ModelType",
-    "OverlapScores",
-    "RadixTree",
-    "RouterConfig",
-    "RouterMode",
-    "RouterQueueLimitExceeded",
-    "RoutingConstraints",
-    "WorkerMetricsPublisher",
-    "WorkerType",
-    "compute_block_hash_for_seq",
-    "fetch_llm",
-    "fetch_model",
-    "lora_name_to_id",
-    "register_llm",
-    "register_model",
-    "unregister_llm",
-    "unregister_model",
-    "update_model_taints",
-    "with_engine_data",
-]
+    "HttpError", "KvEventPublisher", "LoRADownloader", "MediaDecoder", "MediaFetcher", "ModelInput",
+    "ModelRuntimeConfig", "ModelType", "OverlapScores", "RadixTree", "RouterMode", "RouterQueueLimitExceeded",
+    "WorkerMetricsPublisher", "WorkerType", "compute_block_hash_for_seq", "fetch_llm", "fetch_model", "lora_name_to_id",
+    "register_llm", "register_model", "unregister_llm", "unregister_model", "update_model_taints", "with_engine_data",
+]  # fmt: skip
+__all__ += LATE

@@ -30,17 +30,10 @@ from dynamo.settings.readers import switch
 from dynamo.settings.table import declared
 
 __all__ = [
-    "LogHandler",
-    "VllmColorFormatter",
-    "configure_dynamo_logging",
-    "configure_logger",
-    "configure_sglang_logging",
-    "configure_vllm_logging",
-    "construct_formatter_prefix",
-    "get_bool_env_var",
-    "log_level_mapping",
+    "LogHandler", "VllmColorFormatter", "configure_dynamo_logging", "configure_logger", "configure_sglang_logging",
+    "configure_vllm_logging", "construct_formatter_prefix", "get_bool_env_var", "log_level_mapping",
     "python_log_level_mapping",
-]
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

@@ -23,20 +23,9 @@ if TYPE_CHECKING:
     from dynamo.worker.worker import Worker
 
 __all__ = [
-    "BaseEngine",
-    "DiffusionEngine",
-    "EngineConfig",
-    "GenerateChunk",
-    "GenerateRequest",
-    "LLMEngine",
-    "LlmRegistration",
-    "RawEngine",
-    "RawRequest",
-    "RawResponseChunk",
-    "Worker",
-    "WorkerConfig",
-    "telemetry",
-]
+    "BaseEngine", "DiffusionEngine", "EngineConfig", "GenerateChunk", "GenerateRequest", "LLMEngine", "LlmRegistration",
+    "RawEngine", "RawRequest", "RawResponseChunk", "Worker", "WorkerConfig", "telemetry",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,6 @@ from dynamo.contract.requests.token_ids import normalize_request_token_ids, toke
 __path__ = extend_path(__path__, __name__)  # a native layer beside this one may have more
 
 __all__ = [
-    "normalize_finish_reason",
-    "normalize_request_token_ids",
-    "serialize_structural_tag",
-    "token_ids_len",
+    "normalize_finish_reason", "normalize_request_token_ids", "serialize_structural_tag", "token_ids_len",
     "token_ids_to_list",
-]
+]  # fmt: skip
