@@ -186,7 +186,7 @@ def test_a_bad_flag_of_the_engine_ends_everything_with_the_engines_own_words(tmp
 @pytest.mark.parametrize("more", [("--workers", "2"), ("--in-process",)])
 def test_a_mistake_that_the_next_start_would_meet_again_is_one_sentence(tmp_path: Path, more: tuple[str, ...]) -> None:
     (tmp_path / "empty").mkdir()
-    with serve_command(tmp_path, "empty", "--http-port", "0", *more) as command:
+    with serve_command(tmp_path, "empty", "--engine", "reference", "--http-port", "0", *more) as command:
         status = command.wait_ended()
     assert status == 2
     assert (command.out + command.err).count("has no config.json") == 1

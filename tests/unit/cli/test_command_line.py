@@ -26,6 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (tmp_path / name).touch()
     (tmp_path / "gguf-in-disguise").write_bytes(b"GGUF\x03\x00")
     (tmp_path / "model").mkdir()
+    (tmp_path / "empty").mkdir()
     for name in ("config.json", "part.safetensors"):
         (tmp_path / "model" / name).touch()
     (tmp_path / "needs_more.py").write_text("import a_library_nobody_has\n")
@@ -76,14 +77,37 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["serve", "--", "--discovery-backend", "etcd"], "--discovery-backend etcd needs more than this machine"),
         (["serve", "--", "--event-plane=nats"], "--event-plane nats needs more than this machine"),
         (["serve", "a", "b"], "there is no directory, file or short name a"),
+        (
+            ["serve", "m", "--max-model-len", "9"],
+            "unrecognized arguments: --max-model-len 9; a flag of the engine goes behind two dashes: dynamo serve MODEL "
+            "-- --max-model-len ...",
+        ),
+        (["serve", "--prot", "9"], "unrecognized arguments: --prot; did you mean --port?"),
+        (["serve", "--api-key", "x"], "keys are in a file here: --keys FILE, made by dynamo keys create"),
+        (
+            ["serve", "--model", "a/b"],
+            "--model is for --upstream URL; a model that runs here has no flag: dynamo serve a/b",
+        ),
+        (
+            ["serve", "empty"],
+            "empty has neither config.json nor a GGUF file; serve a directory in the HuggingFace layout",
+        ),
         (["serve", "--wokers", "2"], "unrecognized arguments: --wokers; did you mean --workers?"),
         (["serve", "--engine", "refrence"], "there is no engine 'refrence'; did you mean reference?"),
         (["serve", "--engine", "nothing_here.py:answer"], "there is no file nothing_here.py"),
         (["srve"], "there is no command 'srve'; did you mean serve?"),
         (
             ["serve", "test-model"],
-            "there is no directory, file or short name test-model (dynamo models lists the short names); write hub:test-model (or add --allow-download)",
+            "there is no directory, file or short name test-model (dynamo models lists the short names); dynamo serve hub:test-model fetches",
         ),
+        (["serve", "smolm2"], "short name smolm2; did you mean smollm2? (dynamo models lists the short names)"),
+        (
+            ["serve", "Qwen/Qwen3"],
+            "Qwen/Qwen3 is not on this machine; dynamo serve hub:Qwen/Qwen3 fetches it from the hub",
+        ),
+        (["serve", "none.gguf"], "error: there is no file or directory none.gguf"),
+        (["serve", "/nowhere/at/all"], "there is no file or directory /nowhere/at/all, nor its folder /nowhere/at"),
+        (["serve", "./m"], "error: there is no file or directory ./m"),
         (["serve", "m.gguf"], "m.gguf is named like a GGUF file, and is not one"),
         (["serve", "gguf-in-disguise"], "gguf-in-disguise is a GGUF file, for which llama.cpp is needed: pip install"),
         (["serve", "alone.safetensors"], "is a file of weights (safetensors); the engine needs all of the model"),
@@ -95,7 +119,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
             ["serve", "guide_engine.py"],
             "is a Python file; to serve a function or an engine of it, use --engine guide_engine.py:NAME",
         ),
-        (["serve", "notes.txt"], "notes.txt is a file, and no model; serve a directory in the HuggingFace layout"),
+        (["serve", "notes.txt"], "notes.txt is not a model; serve a directory in the HuggingFace layout"),
         (["conformance", "nope:Engine"], "there is no module 'nope'"),
         (["conformance", "guide_engine.sub:Engine"], "there is no module 'guide_engine.sub'"),
         (["conformance", "needs_more:Engine"], "module 'needs_more' needs 'a_library_nobody_has'"),

@@ -115,9 +115,9 @@ def test_the_hub_is_asked_only_on_request(tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(name)
         return tmp_path
 
-    with pytest.raises(UsageError, match=r"write hub:owner/model \(or add --allow-download\)"):
+    with pytest.raises(UsageError, match=r"owner/model is not on this machine; dynamo serve hub:owner/model"):
         locate_model("owner/model", allow_download=False, fetch=fetch)
-    with pytest.raises(UsageError, match="there is no directory, file or short name"):
+    with pytest.raises(UsageError, match=r"there is no file or directory \./owner/model"):
         locate_model("./owner/model", allow_download=True, fetch=fetch)
     assert asked == []
     assert locate_model(str(tmp_path), allow_download=True, fetch=fetch) == tmp_path
@@ -155,7 +155,16 @@ def test_a_repository_or_one_file_of_it_is_fetched(monkeypatch: pytest.MonkeyPat
         raise OSError("offline\nand more")
 
     hub.snapshot_download = refuse  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="fetch owner/model from the hub: offline"):
+    with pytest.raises(UsageError, match="owner/model cannot be fetched from the hub: offline"):
+        fetch_from_hub("owner/model")
+
+    class GatedRepoError(OSError): ...
+
+    def ask(_name: str) -> str:
+        raise GatedRepoError("401 Client Error. (Request ID: Root=1)\n\nCannot access gated repo")
+
+    hub.snapshot_download = ask  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="its owner asks for consent"):
         fetch_from_hub("owner/model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UsageError, match="pip install huggingface-hub"):

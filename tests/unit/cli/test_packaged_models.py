@@ -86,6 +86,7 @@ def test_a_missing_model_names_the_one_command_that_installs_it(nothing_installe
 def test_a_directory_of_that_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").touch()
     assert read_options(["smollm2"], {}).engine_args[1] == "smollm2"
 
 

@@ -44,7 +44,7 @@ def describe_model_file(path: Path) -> str:
             return f"{path} is an archive; unpack it and serve {LAYOUT}"
         case _ if path.name in DESCRIPTIONS or path.name.endswith(".safetensors.index.json"):
             return f"{path} is one file of a model; {_directory_of(path)}"
-    return f"{path} is a file, and no model; serve {LAYOUT}"
+    return f"{path} is not a model; serve {LAYOUT} or a GGUF file"
 
 
 def has_gguf_magic(path: Path) -> bool:
@@ -117,6 +117,8 @@ def choose_engine(model: Path | None, *, has_tokenizer_flag: bool = False) -> En
     if _is_installed("torch") and (model / "modules.json").is_file() and _transformers_has(kind):
         reason = f"{architecture or kind} makes vectors, and transformers is installed and has it"
         return EngineChoice("transformers", reason, str(model), ("--embedding-worker",))
+    if not (model / "config.json").is_file():
+        raise UsageError(f"{model} has neither config.json nor a GGUF file; serve {LAYOUT} or a GGUF file")
     return EngineChoice(
         DEFAULT_ENGINE,
         "neither vLLM nor transformers is installed here with this model's architecture: in NumPy, for small models only",
@@ -140,11 +142,31 @@ def locate_model(name: str, *, allow_download: bool, fetch: Fetch) -> Path:
 
     if (cached := cached_copy(name)) is not None:
         return cached
+    raise UsageError(_not_here(name))
+
+
+def _not_here(name: str) -> str:
+    """Return what to do about a model that is not here, by what its name looks like."""
+    parts = name.split("/")
+    if len(parts) == 2 and all(parts) and name[0] not in "./~" and not name.endswith(".gguf"):
+        return f"{name} is not on this machine; dynamo serve {HUB_PREFIX}{name} fetches it from the hub first"
+    if len(parts) > 1 or name.endswith((".gguf", ".safetensors")):
+        there = Path(name).expanduser().absolute().parent
+        return f"there is no file or directory {name}" + ("" if there.is_dir() else f", nor its folder {there}")
     close = did_you_mean(name, [DEMO, *(model.name for model in PACKAGED)])
-    raise UsageError(
-        f"there is no directory, file or short name {name}{close} (dynamo models lists the short names); write {HUB_PREFIX}{name} (or add --allow-download) to fetch a model of that name "
-        "from the hub. To serve a name without a model, add --engine sample"
+    return (
+        f"there is no directory, file or short name {name}{close} (dynamo models lists the short names); "
+        f"dynamo serve {HUB_PREFIX}{name} fetches a model of that name from the hub. To serve a name without a model, "
+        "add --engine sample"
     )
+
+
+_HUB_ERRORS: Final = {  # whose own first lines are a status and the id of a request
+    "EntryNotFoundError": "there is no such file in it",
+    "GatedRepoError": "its owner asks for consent: give it on the page of the model, then run hf auth login",
+    "RemoteEntryNotFoundError": "there is no such file in it",
+    "RepositoryNotFoundError": "there is no model of that name, or it is private: hf auth login",
+}
 
 
 def fetch_from_hub(name: str) -> Path:
@@ -163,8 +185,9 @@ def fetch_from_hub(name: str) -> Path:
             return Path(huggingface_hub.hf_hub_download(f"{owner}/{model}", file))
         return Path(huggingface_hub.snapshot_download(name))
     except Exception as error:  # the hub client raises its transport's errors as they are
-        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
-        raise UsageError(f"fetch {name} from the hub: {reason}") from error
+        kind = type(error).__name__
+        reason = _HUB_ERRORS.get(kind) or str(error).strip().split("\n", 1)[0].removeprefix("Got: ") or kind
+        raise UsageError(f"{name} cannot be fetched from the hub: {reason}") from error
 
 
 # -- what is where ----------------------------------------------------------------------------------------------------

@@ -199,16 +199,23 @@ def build_parser(env: Mapping[str, str]) -> CommandParser:
         description="Start a frontend and workers on this machine. No service is needed.",
         usage="dynamo serve [MODEL ...] [options] [-- ENGINE ARGUMENTS]",
         epilog=_EPILOG,
+        elsewhere=_elsewhere,
     )
     parser.add_argument(
         "model",
         nargs="*",
         default=[],
         metavar="MODEL",
-        help="passed to the engine as --model-name MODEL; see below for several",
+        help="a directory, a GGUF file, a short name, or hub:OWNER/NAME; see below, also for several",
     )
     add_flags(parser, (CONFIG_FILE, *(made for _, made in settings_of(ServeFlags))), env)
     return parser
+
+
+def _elsewhere(flag: str) -> str:
+    if flag == "--api-key":
+        return "keys are in a file here: --keys FILE, made by dynamo keys create"
+    return f"a flag of the engine goes behind two dashes: dynamo serve MODEL -- {flag} ..."
 
 
 def _engine_of(
@@ -217,6 +224,9 @@ def _engine_of(
     """Return the engine, why ("" where it was named), and its arguments that name the model. Raises UsageError."""
     if flags.upstream is not None:
         return "upstream", "", _upstream(named, flags)
+    if flags.upstream_models and named is None:
+        example = flags.upstream_models[0]
+        raise UsageError(f"--model is for --upstream URL; a model that runs here has no flag: dynamo serve {example}")
     if flags.upstream_key_file or flags.upstream_ca_file or flags.upstream_models:
         raise UsageError("--model, --upstream-key-file and --upstream-ca-file describe a server: add --upstream URL")
     if flags.engine is not None:
