@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,31 @@ def test_a_stream_whose_worker_is_not_replaced_ends_with_its_error_after_the_wai
         assert error["code"] == 503
         assert 10.0 <= now() - began < 10.5
 
+    caplog.set_level("INFO", "dynamo.router")
     virtually(tmp_path, scene)
     assert "gave up after 10.0 s: no replacement came" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "levels", "next_step"),
+    [
+        (EngineShutdown("the worker is shutting down"), ["WARNING"], "no other worker went on with it; keep a second"),
+        (Disconnected("the connection was closed"), ["WARNING", "ERROR"], "; the log of worker "),
+    ],
+    ids=["stopped", "killed"],
+)
+def test_a_lost_request_is_an_error_in_the_log_unless_its_worker_was_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception, levels: list[str], next_step: str
+) -> None:
+    async def scene(house: Cluster) -> None:
+        await house.worker(talk(dies_at=3, error=lambda: error))
+        await house.client.begin_chat("hi", stream=True).done(100.0)
+
+    virtually(tmp_path, scene)
+    found = [each for each in caplog.records if each.levelno > logging.INFO and "request" in each.getMessage()[:9]]
+    assert [record.levelname for record in found] == levels
+    assert next_step in found[-1].getMessage()
+    assert found[-1].exc_info is None
 
 
 def test_new_requests_wait_for_the_replacement_too_and_the_wait_begins_with_the_loss(tmp_path: Path) -> None:

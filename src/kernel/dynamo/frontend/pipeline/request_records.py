@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
-from dynamo.errors import DynamoException
+from dynamo.errors import Disconnected, DynamoException, EngineShutdown, NoReplacement
 from dynamo.frontend.admission.model import Shed
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.metrics.requests import UNKNOWN_MODEL, RequestMetrics
@@ -31,6 +31,7 @@ _completed: Final = LogSite(logger, COMPLETED, "end_record")
 
 SENT: Final = "http response sent"
 SPAN: Final = "http-request"
+_KEEP_ONE: Final = "keep a second one running, or start the next one before the last is stopped"
 MAX_CANDIDATES: Final = 16  # of a routing decision that a span names, the cheapest ones
 
 
@@ -245,6 +246,20 @@ def _add_parts(span: RequestSpan, stage_seconds: Sequence[float], route: Mapping
         at = ended
 
 
+def _judged(outcome: Outcome) -> tuple[int, str]:
+    """Return the level of the line about a failed request, and what it names for an operator to do."""
+    match outcome.why:
+        case FrontendStopping():
+            return logging.INFO, ""
+        case (
+            EngineShutdown() | NoReplacement()
+        ):  # a planned stop, most of all; a worker that failed has an ERROR of its own
+            return logging.WARNING, f"; no other worker went on with it; {_KEEP_ONE}"
+        case Disconnected() if outcome.instances:
+            return logging.ERROR, f"; the log of worker {outcome.instances[-1].instance_id:x} has why it ended"
+    return logging.ERROR, ""
+
+
 class RequestCounts(RequestListener):
     """Counts each request, and what its answer shows of the worker that made it."""
 
@@ -308,8 +323,9 @@ class RequestLog(RequestListener):
         if why is not None and not isinstance(why, DynamoException | RequestRejected):
             logger.error("request %s failed inside the frontend", exchange.name, exc_info=why)
         elif outcome.reached is Reached.ADMITTED and status >= 500 and status != self._overload_status:
-            level = logging.INFO if isinstance(why, FrontendStopping) else logging.ERROR
-            logger.log(level, "request %s failed with %d: %s: %s", exchange.name, status, type(why).__name__, why)
+            level, next_step = _judged(outcome)
+            kind = type(why).__name__
+            logger.log(level, "request %s failed with %d: %s: %s%s", exchange.name, status, kind, why, next_step)
         if outcome.reached is Reached.ADMITTED:
             if exchange.counters is not None:
                 end_record(exchange, outcome.at, status, outcome.error_type, outcome.message)

@@ -53,7 +53,7 @@ class ReplacementWait:
         now, found = _now(), self._deadline
         if found is not None and is_after_wait:
             if now >= found.at:
-                logger.warning(
+                logger.info(
                     "request %s: gave up after %.1f s: no replacement came for the last worker of model %s",
                     self._context.id(),
                     now - found.began,
@@ -71,7 +71,7 @@ class ReplacementWait:
         assert deadline is not None, "a request waits only after a choice that found no worker"
         if not deadline.is_announced:
             deadline.is_announced = True
-            logger.warning(
+            logger.info(
                 "request %s: no worker of model %s is left; waiting up to %.1f s for a replacement",
                 context.id(),
                 pool.name,
@@ -88,7 +88,7 @@ class ReplacementWait:
         if (deadline := self._deadline) is not None:
             self._deadline = None
             waited = _now() - deadline.began
-            logger.warning("request %s: a replacement came after %.1f s", self._context.id(), waited)
+            logger.info("request %s: a replacement came after %.1f s", self._context.id(), waited)
 
     def _waits_until(self, last: DynamoException | None, now: float) -> float | None:
         """Return until when a request may wait for a worker, where one was there moments ago; None: it may not wait."""

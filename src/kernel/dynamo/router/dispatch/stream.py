@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from dynamo.errors import DynamoException
+from dynamo.errors import DynamoException, EngineShutdown
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch.answer_leg import AnswerLeg, Silence
@@ -222,11 +222,14 @@ class RoutedStream(AnswerLeg, AsyncIterator[list[StreamItem]]):
         dispatcher.queries_of_death.note_loss(dispatcher.pool, worker.instance.instance_id, error, self._now())
         lost = failover.lost(worker, error, is_exempt=self._is_exempt(error), has_begun=True)
         instruction = failover.course.step(lost)
+        # That a worker was stopped is expected: its requests go on elsewhere, or their end has a line of its own.
+        level = logging.INFO if isinstance(error, EngineShutdown) else logging.WARNING
         if isinstance(instruction, Fail):
             if instruction.why is not None:
-                logger.warning("request %s cannot go on at another worker: %s", self.request_id, instruction.why)
+                logger.log(level, "request %s cannot go on at another worker: %s", self.request_id, instruction.why)
             raise error
-        logger.warning(
+        logger.log(
+            level,
             "request %s: lost worker %x after %d tokens (%s: %s)",
             self.request_id,
             worker.instance.instance_id,
