@@ -15,6 +15,7 @@ from pages import write_page
 
 from dynamo.frontend.base.metrics.table import FAMILIES as FRONTEND
 from dynamo.frontend.parts.batches.metrics import FAMILIES as BATCHES
+from dynamo.frontend.parts.fallbacks.part import FAMILIES as FALLBACKS
 from dynamo.frontend.parts.keys.metrics import FAMILIES as KEYS
 from dynamo.frontend.parts.media.metrics import FAMILIES as MEDIA
 from dynamo.frontend.parts.recording.recording import FAMILIES as RECORDING
@@ -48,7 +49,7 @@ TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
     "autoscale": tuple(family.under(AUTOSCALE_PREFIX) for family in AUTOSCALE),
     "frontend": tuple(
         family.under("dynamo_frontend")
-        for family in (*FRONTEND, *STORED_RESPONSES, *MEDIA, *RECORDING, *BATCHES, *KEYS, *RESIDENCY)
+        for family in (*FRONTEND, *STORED_RESPONSES, *MEDIA, *RECORDING, *BATCHES, *KEYS, *RESIDENCY, *FALLBACKS)
     ),
 }
 

@@ -14,6 +14,7 @@ from dynamo.protocol.inspector.views import (
     CandidateView,
     ErrorGroup,
     EventView,
+    FallbackView,
     FrontendView,
     ModelView,
     PrefixView,
@@ -172,7 +173,7 @@ def test_no_page_of_one_entry_takes_an_attack_for_more_than_text(
     stream = list(attacked.lists["streams"].values())[number]
     detail = RequestDetail(
         stream=stream, timeline=[(text, now_ms() - 5000, now_ms() - 1000), ("decode", now_ms() - 1000, None)],
-        routing=[hostile(RoutingView, text, 0)], attempts=[hostile(AttemptView, text, 0)], parameters={text: text, "stop": [text]},
+        routing=[hostile(RoutingView, text, 0)], fallbacks=[hostile(FallbackView, text, 0)], attempts=[hostile(AttemptView, text, 0)], parameters={text: text, "stop": [text]},
         token_rates=[1.0, 2.0], events=[hostile(EventView, text, 0)], content={text: text},
     )  # fmt: skip
     assert hostile(CandidateView, text, 0).worker == text

@@ -31,7 +31,7 @@ def module_page(browser: Browser) -> Iterator[Any]:
 
 
 STREAMS = [
-    a_stream("chatcmpl-52a1", started_ms=NOW_MS - 41_000, last_token_ms=NOW_MS - 20, is_stalled=False, key="team-a"),
+    a_stream("chatcmpl-52a1", started_ms=NOW_MS - 41_000, last_token_ms=NOW_MS - 20, is_stalled=False, key="team-a", served_by="cloud"),
     a_stream("chatcmpl-9c03", started_ms=NOW_MS - 3_000, last_token_ms=NOW_MS - 12_400, is_stalled=True, model="big model"),
     a_stream("cmpl-11de", started_ms=NOW_MS - 2_000, last_token_ms=None, phase="client slow", key=None, workers=[], attempt=2),
     a_stream("chatcmpl-52a2", client_request_id="MINE-52", is_streaming=False, workers=["7e9f", "7ea0"], prompt_tokens=None, started_ms=NOW_MS),
@@ -43,7 +43,7 @@ WORKERS = [
 ]
 WORDS = st.sampled_from(
     [
-        "model:demo", "model:DEMO", 'model:"big model"', "model:*mo", "model:b*l", "key:team-a", "key:", "key:*", "worker:7e", "worker:7ea0",
+        "model:demo", "model:DEMO", 'model:"big model"', "model:*mo", "model:cloud", "fallback", "!fallback", "model:b*l", "key:team-a", "key:", "key:*", "worker:7e", "worker:7ea0",
         "id:chat", "id:52a1", "endpoint:/v1", "phase:decode", 'phase:"client slow"', "stalled", "!stalled", "STREAMING", "!model:demo",
         "age>30", "age>=2s", "age<0.05m", "age=41", "age>1k", "ttft<100ms", "silent>10", "in>=512", "in>0.5k", "in>1s", "out=190", "attempt>1",
         "n=1", "52a", "mine", '"52a1"', "!", "nosuch:1", "nosuch>1", "age>x", "age", "state:ready", "role:agg", "kv>80", "kv<=80", "queued>1",

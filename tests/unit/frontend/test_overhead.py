@@ -153,6 +153,24 @@ def test_a_failed_attempt_belongs_to_the_wire() -> None:
     assert timer.dispatch_seconds == 2.25
 
 
+def test_the_way_of_another_model_is_booked_as_that_of_the_first() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    timer = StageTimer(clock=clock)
+    ways = (timer.routed, timer.dispatched, timer.arrived, timer.answering)
+    for seconds, mark in zip((1.0, 2.0, 4.0, 8.0), ways, strict=True):
+        now += seconds
+        mark()
+    timer.again()
+    for seconds, mark in zip((10.0, 20.0, 40.0, 80.0), ways, strict=True):
+        now += seconds
+        mark()
+    assert (timer.seconds[ROUTE], timer.seconds[WIRE], timer.seconds[FIRST_TOKEN]) == (11.0, 66.0, 88.0)
+
+
 async def test_a_request_that_was_tried_twice_has_stage_times_too(tmp_path: Path) -> None:
     async def lost(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
         raise Disconnected("gone")

@@ -64,6 +64,8 @@ HOLDS = [
     ("status:503", recent(), True),
     ("failed", recent(), True),
     ("failed", recent(outcome="ok"), False),
+    ("fallback model:cloud", recent(served_by="cloud"), True),
+    ("fallback", stream(), False),
     ("stalled", stream(is_stalled=True), True),
     ("stalled", stream(), False),
     ('"stalled"', stream(client_request_id="un-stalled-1"), True),

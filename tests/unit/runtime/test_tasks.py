@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 import pytest
 
 from dynamo.errors import CannotConnect
-from dynamo.runtime.base.tasks import AttemptCancelled, Background, SingleFlight, first_of
+from dynamo.runtime.base.tasks import AttemptCancelled, Background, SingleFlight, cut_when, first_of
 from dynamo.runtime.discovery import follow as following
 from dynamo.runtime.discovery.base import Change, Delete, Put
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
@@ -51,6 +51,60 @@ async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert ended.is_set()
+
+
+# -- work that is cut
+
+
+async def test_work_is_cut_when_it_is_due_and_the_task_goes_on() -> None:
+    ended, answers = asyncio.Event(), [0.001, 0.001, 0.0]
+    with pytest.raises(TimeoutError):
+        await cut_when(hang(ended), 0.0, lambda: answers.pop(0))
+    assert ended.is_set()
+    assert answers == []
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    assert await cut_when(asyncio.sleep(0, "whole"), 0.0, lambda: 0.001) == "whole"
+
+
+async def test_work_that_may_take_as_long_as_it_takes_is_not_cut() -> None:
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    def never() -> None:
+        asked.set()
+
+    work = asyncio.create_task(cut_when(go.wait(), 0.0, never))
+    await asked.wait()
+    go.set()
+    assert await work is True
+
+
+async def test_a_cancellation_from_elsewhere_goes_before_the_cut() -> None:
+    ended = asyncio.Event()
+
+    def both() -> float:
+        work.cancel()
+        return 0.0
+
+    work = asyncio.create_task(cut_when(hang(ended), 0.0, both))
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert ended.is_set()
+
+
+async def test_work_that_turns_the_cut_into_an_error_of_its_own_leaves_no_cancellation() -> None:
+    async def turned() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise KeyError("broken") from None
+
+    with pytest.raises(KeyError):
+        await cut_when(turned(), 0.0, lambda: 0.0)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
 
 
 # -- background work

@@ -157,7 +157,7 @@ def test_columns_grow_no_further_than_their_texts() -> None:
 def test_a_request_is_told_in_full() -> None:
     text = "\n".join(plain_text(line) for line in detail_lines(DETAIL, NOW_MS, 120))
     for words in ("chatcmpl-9c03beef  decode  STALLED", "queued 1.20s", "prefill 402ms", "silent 12.4s", "decided by: lowest cost",
-                  "◀ chosen", "left out: quarantined (connect refused 12:02:58)", "limit 4", "temperature 0.7", "seed -",
+                  "◀ chosen", "left out: quarantined (connect refused 12:02:58)", "unavailable (CannotConnect)  then demo", "limit 4", "temperature 0.7", "seed -",
                   sparkline(DETAIL.token_rates, 18), "first token", "text is not shown"):  # fmt: skip
         assert words in text
 

@@ -40,6 +40,12 @@ def detail_lines(detail: RequestDetail, now_ms: int, width: int) -> list[Line]:
     found = [*_head(detail, now_ms, width)]
     if detail.timeline:
         found += [(), *_timeline(detail, now_ms, width)]
+    if detail.fallbacks:
+        found += [(), heading("Models", width)]
+    for step in detail.fallbacks:
+        reason = f"{step.reason} ({step.error})" if step.error else step.reason
+        at = TonedText.of(f" {step.model}  {clock(step.at_ms)}  ")
+        found.append((at, TonedText.of(reason, Tone.WARN), TonedText.of(f"  then {step.next_model}")))
     for decision in detail.routing:
         found += [(), *decision_lines(decision, width)]
     if detail.attempts:
@@ -88,7 +94,7 @@ def _head(detail: RequestDetail, now_ms: int, width: int) -> Iterator[Line]:
     )
     end = now_ms if detail.recent is None else detail.recent.ended_ms
     facts = [
-        _pair("model", one.model or UNKNOWN),
+        _pair("model", (one.model or UNKNOWN) + (f", served by {one.served_by}" if one.served_by else "")),
         _pair("key", one.key or UNKNOWN),
         _pair("endpoint", one.endpoint),
         _pair("started", f"{clock(one.started_ms)} ({exact((end - one.started_ms) / 1000)})"),

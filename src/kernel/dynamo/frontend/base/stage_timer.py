@@ -88,6 +88,10 @@ class StageTimer:
             before, self._at = self._at, self._clock()
             self.seconds[WIRE] += self._at - before
 
+    def again(self) -> None:
+        """Book what follows as the way to a first token: what has come of the answer is not sent, another model makes one."""
+        self._has_arrived = self._is_answering = False
+
     def answering(self) -> None:
         """Record the moment at which the first part of the answer is on its way."""
         if not self._is_answering:

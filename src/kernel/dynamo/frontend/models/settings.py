@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.frontend.admission.model import RequestLimit
+from dynamo.frontend.base.settings.fallbacks import FallbackSettings
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.router.dispatch.conditional import ConditionalSettings
@@ -50,7 +51,7 @@ class ScalingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(BusySettings, ScalingSettings):
+class ModelSettings(BusySettings, FallbackSettings, ScalingSettings):
     """Sizes in bytes, times in seconds; None means off or unknown unless a meaning states otherwise."""
 
     # fmt: off

@@ -100,12 +100,32 @@ class Arrival(Struct):
     kept: dict[PartSlot[Any], Any] = field(default_factory=dict)  # what parts keep of it, by their slots
 
 
-class EarlyEnd:
-    """What ends a request before its answer, or in place of it."""
+class FallbackStep(Struct, frozen=True):
+    """A model that did not serve a request, and the next one of its chain, which was tried then."""
 
-    __slots__ = ("is_client_gone", "reason", "task", "was_interrupted")
+    model: str
+    next_model: str
+    reason: (
+        str  # the kind of failure, as `--fallback-on` and the metric name it; "refused": it does not take this request
+    )
+    error: str  # the class of the error
+    at: float  # loop time
+    workers: tuple[int, ...] = ()  # that had the request, by instance id
+    output_tokens: int = 0  # that it had made, and no client got
+
+
+def tried_models(steps: Sequence[FallbackStep]) -> str:
+    """Return the models that did not serve a request with the reasons, as headers and logs show them: `a=timeout, b=failed`."""
+    return ", ".join([f"{step.model}={step.reason}" for step in steps])
+
+
+class EarlyEnd:
+    """What ends a request, or the attempt of one model at it, before its answer."""
+
+    __slots__ = ("fallbacks", "is_client_gone", "reason", "task", "was_interrupted")
 
     def __init__(self) -> None:
+        self.fallbacks: tuple[FallbackStep, ...] = ()  # in order; as many as the chain of its model has further models
         self.reason: DynamoException | None = None  # why we ended it ourselves
         self.is_client_gone = False
         self.task: asyncio.Task[object] | None = None  # that serves it
@@ -136,7 +156,7 @@ class Exchange:
         self.timer = timer
         self.context = Context(id, trace=_trace_of(arrival) if b"traceparent" in arrival.headers else None)
         self.response_id = response_id or id  # with the prefix of its API, as clients and operators see it
-        self.model: str | None = None  # None until it is found
+        self.model: str | None = None  # for which it counts, whichever serves it; None until it is found
         self.counters: RequestMetrics | None = None  # None until the model is found
         self.slot: AdmissionSlot | None = None
         self.work: WorkRequest | None = None  # None until it is preprocessed
@@ -170,6 +190,16 @@ class Exchange:
     def identity(self) -> Caller | None:
         """The key behind it; None where no key is needed."""
         return self.arrival.identity
+
+    @property
+    def fallbacks(self) -> tuple[FallbackStep, ...]:
+        """The models that did not serve it, each with the one that was tried next."""
+        return self.early_end.fallbacks
+
+    @property
+    def served_model(self) -> str | None:
+        """The model that serves it, or was tried last; None until that is known."""
+        return self.early_end.fallbacks[-1].next_model if self.early_end.fallbacks else self.model
 
     @property
     def reason(self) -> DynamoException | None:

@@ -53,6 +53,18 @@ def rejection_of(error: BaseException, *, overload_status: int) -> RequestReject
     return rejection_for(error, overload_status=overload_status)
 
 
+_FALLBACK_KINDS: Final = {503: "unavailable", 529: "overloaded", 504: "timeout", 500: "failed"}
+
+
+def failure_kind(error: Exception) -> str | None:
+    """Return the kind of a failure for which another model may serve; None: the request would fail there, too."""
+    if isinstance(error, NoReplacement):
+        return "unavailable"
+    if isinstance(error, RequestRejected):
+        return "unavailable" if error.status == 503 else None
+    return _FALLBACK_KINDS.get(rule_of(error).status)
+
+
 def classify(error: BaseException, rejected: RequestRejected) -> FailureLabels:
     """Return the labels of `error`, which was answered with `rejected`."""
     if rejected.code == NOT_BUILT_CODE:

@@ -22,7 +22,7 @@ from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.pipeline.api import Api, MediaTaker
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.failures import FailureLabels, classify, rejection_of
-from dynamo.frontend.pipeline.outcome import CLIENT_LEFT, Hooks, Outcome, Reached, TokensTaken
+from dynamo.frontend.pipeline.outcome import CLIENT_LEFT, Answering, Hooks, Outcome, Reached, TokensTaken
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.reading import CallReader, Resolved
@@ -206,14 +206,20 @@ class Call:
         )
         arrival.body = b""
         request, model, effects = resolved.request, resolved.model, resolved.effects
-        exchange.model = model.name
+        fallbacks, answer = pipeline.hooks.fallbacks, None
+        exchange.model = name = (
+            exchange.fallbacks[0].model if fallbacks is not None and exchange.fallbacks else model.name
+        )
         kind: RequestType = "stream" if request.is_streaming else "unary"
-        exchange.counters = pipeline.metrics.requests.begin(model.name, self._api.endpoint, kind, arrival.at)
+        exchange.counters = pipeline.metrics.requests.begin(name, self._api.endpoint, kind, arrival.at)
         for began in pipeline.hooks.began:
             began(exchange, resolved)
-        # Before the prompt is rendered or tokenised.
-        owner = None if arrival.identity is None else arrival.identity.owner
-        exchange.slot = model.admission.enter(urgency_of(request.nvext), arrival.at, owner)
+        if fallbacks is not None:
+            answer = await fallbacks.admitted(exchange, resolved, self._answer)
+        if answer is None:  # before the prompt is rendered or tokenised
+            owner = None if arrival.identity is None else arrival.identity.owner
+            exchange.slot = model.admission.enter(urgency_of(request.nvext), arrival.at, owner)
+            answer = self._answer
         exchange.enter(Phase.ADMITTED, exchange.now())
         if effects.metadata:
             exchange.context.metadata = effects.metadata
@@ -225,27 +231,29 @@ class Call:
                 late_headers=partial(_late_headers, exchange) if effects.explains_routing else exchange.timer.headers,
             )
         if (limit := settings.request_timeout_seconds) is None:
-            await self._answer(exchange, resolved, opened)
+            await answer(exchange, resolved, opened)
         else:
-            await self._answer_within(limit, exchange, resolved, opened)
+            await self._answer_within(limit, exchange, resolved, opened, answer)
 
     def _open_early(self, exchange: Exchange, opened: OpenAnswer, request: Request | ResultRequest) -> None:
         """Open the stream of a request whose model is loaded first, so that its client is sent comments meanwhile."""
-        if request.is_streaming:
+        if request.is_streaming and opened.stream is None:
             opened.stream = opened.sink.open_stream(
                 peek_seconds=self._settings.peek_seconds,
                 keep_alive_seconds=self._settings.keep_alive_seconds or KEEP_ALIVE_SECONDS,
                 late_headers=exchange.timer.headers,
             )
 
-    async def _answer_within(self, limit: float, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
+    async def _answer_within(
+        self, limit: float, exchange: Exchange, resolved: Resolved, opened: OpenAnswer, answer: Answering
+    ) -> None:
         context = exchange.context
         # Workers get the deadline, too, and keep it themselves where their wire can carry it.
         context.deadline = exchange.arrival.at + limit
         late = ResponseTimeout(f"the request was not answered within {limit:g} s")
         expiry = asyncio.get_running_loop().call_at(context.deadline, exchange.end_with, late)
         try:
-            await self._answer(exchange, resolved, opened)
+            await answer(exchange, resolved, opened)
         finally:
             expiry.cancel()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec import Struct
 
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from dynamo.frontend.pipeline.plan import Plan
     from dynamo.frontend.pipeline.reading import Resolved
     from dynamo.protocol.inspector.views import ModelsInMemory
+    from dynamo.frontend.pipeline.sink import OpenAnswer
     from dynamo.protocol.openai.requests import Request
     from dynamo.protocol.vectors.requests import ResultRequest
+
+Answering = Callable[["Exchange", "Resolved", "OpenAnswer"], Awaitable[None]]
+"""Prepares a request, has workers serve it, and sends the answer. Raises what went wrong on the way."""
 
 CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
 
@@ -100,7 +104,10 @@ class RequestListener:
         """Take note of a request whose model is known, before it takes a place of that model."""
 
     def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
-        """Take note of a request whose prompt is known, before any worker gets it. May shorten its answers in `plan.fields`."""
+        """Take note of a request whose prompt is known, before any worker gets it. May shorten its answers in `plan.fields`.
+
+        Called again for each further model that is tried (`exchange.fallbacks`), with a plan of its own.
+        """
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
         """Take note of the end. Called once for each request; of a failure, before its answer is sent.
@@ -109,12 +116,23 @@ class RequestListener:
         """
 
 
+class Fallbacks(Protocol):
+    """Has another model serve a request that fails before its first token. Never called for a token."""
+
+    async def admitted(self, exchange: Exchange, resolved: Resolved, answer: Answering) -> Answering | None:
+        """Take a place of the first model that has one, and return `answer` for all models of the chain of a request.
+
+        None: it has no chain. Raises Overloaded where none of them has a place.
+        """
+
+
 class Hooks:
     """The listeners of a frontend, by what they listen to."""
 
-    __slots__ = ("arrived", "began", "ended", "on_demand", "planned", "residents")
+    __slots__ = ("arrived", "began", "ended", "fallbacks", "on_demand", "planned", "residents")
 
     def __init__(self, listeners: Sequence[RequestListener] = ()) -> None:
+        self.fallbacks: Fallbacks | None = None
         self.arrived: tuple[Callable[[Exchange], None], ...] = ()
         self.began: tuple[Callable[[Exchange, Resolved], None], ...] = ()
         self.planned: tuple[Callable[[Exchange, Resolved, Plan], None], ...] = ()

@@ -12,7 +12,7 @@ from dynamo.frontend.admission.model import Shed
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.metrics.requests import UNKNOWN_MODEL, RequestMetrics
 from dynamo.frontend.base.stage_timer import ROUTE
-from dynamo.frontend.pipeline.exchange import Exchange, FrontendStopping
+from dynamo.frontend.pipeline.exchange import Exchange, FrontendStopping, tried_models
 from dynamo.frontend.pipeline.gen_ai import GenAi, content_attributes, output_messages, request_attributes
 from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
 from dynamo.frontend.pipeline.plan import Tally
@@ -67,6 +67,8 @@ def end_record(
         if error is not None:
             fields["error"] = error
         fields["elapsed_ms"] = elapsed
+        if steps := exchange.fallbacks:
+            fields["served_by"], fields["tried"] = steps[-1].next_model, tried_models(steps)
         _add_stream_fields(fields, exchange)
         _completed.log(logging.INFO, fields)
     close_log_span(seconds)
@@ -163,8 +165,10 @@ def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_typ
             span.set_attribute(GenAi.REASONING_TOKENS, tally.reasoning_tokens)
         if tally.image_tokens:
             span.set_attribute(GenAi.IMAGE_TOKENS, tally.image_tokens)
-        if exchange.model is not None:
-            span.set_attribute(GenAi.RESPONSE_MODEL, exchange.model)
+        if (model := exchange.served_model) is not None:
+            span.set_attribute(GenAi.RESPONSE_MODEL, model)
+        if exchange.fallbacks:
+            span.set_attribute("dynamo.fallback.tried", tried_models(exchange.fallbacks))
         for name, value in worker_fields(tally).items():
             span.set_attribute(f"dynamo.{name}", value)
         tap = None if exchange.work is None else exchange.work.tap

@@ -1,9 +1,13 @@
-"""What an answer reports of its routing: which workers served it, why they were chosen, and where it would have gone."""
+"""What an answer reports of its routing: the model and the workers that served it, why, and where it would have gone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from dynamo.frontend.base.asgi import HeaderPairs
+from dynamo.frontend.pipeline.exchange import FallbackStep, tried_models
 from dynamo.frontend.pipeline.plan import Plan, Tally
 from dynamo.placement import Placement
 from dynamo.protocol.openai.escaping import json_line
@@ -76,3 +80,11 @@ def routing_headers(placement: Placement | None) -> tuple[tuple[bytes, bytes], .
     if (trust := trust_of(placement)) is not None:
         headers.append((b"x-dynamo-kv-trust", trust.encode()))
     return tuple(headers)
+
+
+def fallback_headers(steps: Sequence[FallbackStep]) -> HeaderPairs:
+    """Return the headers that name the model of an answer, and those that were tried before; () where it is the first one."""
+    if not steps:
+        return ()
+    named = ((b"x-dynamo-fallback", steps[-1].next_model), (b"x-dynamo-fallback-tried", tried_models(steps)))
+    return tuple([(header, text.encode("ascii", "backslashreplace")) for header, text in named])

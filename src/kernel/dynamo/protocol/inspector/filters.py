@@ -6,7 +6,7 @@ A filter is a list of terms, separated by spaces, all of which have to hold. A t
   value of `worker`, `id` and `endpoint` is the beginning of the field; other fields are compared as a whole;
 * `FIGURE>NUMBER`, also with `<`, `>=`, `<=` and `=`. A duration takes a unit (`500ms`, `30s`, `5m`, `2h`; seconds without
   one), and a count may end in `k`. An unknown figure of a row fulfils no comparison;
-* a mark: `stalled`, `streaming`, `failed` or `quarantined`;
+* a mark: `stalled`, `streaming`, `fallback` (another model serves), `failed` or `quarantined`;
 * anything else: a part of an id.
 
 `!` before a term turns it round. A term in double quotes, or a value in them, may have spaces and the signs above.
@@ -49,7 +49,7 @@ def _texts(name: str) -> Callable[[Row], Iterable[str]]:
 def _models(row: Row) -> Iterable[str]:
     if isinstance(row, WorkerView):
         return row.models
-    return () if row.model is None else (row.model,)
+    return [name for name in (row.model, row.served_by) if name is not None]
 
 
 def _workers(row: Row) -> Iterable[str]:
@@ -143,6 +143,7 @@ def _is_failed(row: Row) -> bool:
 MARKS: Final[Mapping[str, Callable[[Row], bool]]] = {
     "stalled": lambda row: isinstance(row, StreamView) and row.is_stalled,
     "streaming": lambda row: isinstance(row, StreamView) and row.is_streaming,
+    "fallback": lambda row: not isinstance(row, WorkerView) and row.served_by is not None,
     "failed": _is_failed,
     "quarantined": lambda row: isinstance(row, WorkerView) and row.state == "quarantined",
 }

@@ -154,6 +154,18 @@ class WorkerView(Struct, kw_only=True):
     card: str | None = None  # checksum
 
 
+class FallbackView(Struct, kw_only=True):
+    """A model that did not serve a request, and the one that was tried next."""
+
+    model: str
+    next_model: str
+    reason: str  # unavailable, overloaded, timeout, failed or refused
+    error: str = ""  # the kind of the error; empty: the model was not there
+    at_ms: int
+    workers: list[str] = []  # that had the request
+    output_tokens: int = 0  # that they had made of an answer, which the client did not get
+
+
 class StreamView(Struct, kw_only=True):
     """One request in flight."""
 
@@ -162,6 +174,7 @@ class StreamView(Struct, kw_only=True):
     frontend: str  # the process that has it
     key: str | None = None  # the name of the API key, never the key
     model: str | None = None
+    served_by: str | None = None  # the model that serves in its place; None: none does
     endpoint: str
     phase: str  # of PHASES
     started_ms: int
@@ -199,6 +212,7 @@ class RecentView(Struct, kw_only=True):
     frontend: str
     key: str | None = None
     model: str | None = None
+    served_by: str | None = None  # the model that served in its place, or was tried last; None: none was
     endpoint: str
     started_ms: int
     ended_ms: int
@@ -277,7 +291,8 @@ class RequestDetail(Struct, kw_only=True):
     recent: RecentView | None = None  # None: it is in flight
     timeline: list[tuple[str, int, int | None]] = []  # phase, its begin and its end in ms; None: it lasts
     routing: list[RoutingView] = []
-    attempts: list[AttemptView] = []
+    fallbacks: list[FallbackView] = []  # the models that were tried before the one that serves
+    attempts: list[AttemptView] = []  # of that one
     attempt_limit: int | None = None
     parameters: dict[str, Any] = {}
     token_rates: list[float] = []  # tokens per second of the last minute, an entry each second

@@ -6,6 +6,7 @@ two halves itself where its own checks, service and model ready, stand between t
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any, Final, TypeVar
 
@@ -34,6 +35,7 @@ __all__ = [
     "Request",
     "decode_chat",
     "decode_completion",
+    "fresh_copy",
     "input_trigger",
     "parse_chat",
     "parse_completion",
@@ -210,3 +212,11 @@ def _texts(content: Any) -> list[str]:
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         return [part["text"] for part in content]
     return []
+
+
+def fresh_copy(request: Request, model: str | None = None) -> Request:
+    """Return a request to plan anew, for `model` where given: what is planned for one model writes its tokens into a request."""
+    found = copy.copy(request)
+    vars(found).update(vars(request))  # what decoding found, which the copy of a struct has not
+    found.model = model or request.model
+    return found

@@ -41,6 +41,35 @@ async def first_of(*awaitables: Awaitable[object]) -> int:
     return done
 
 
+async def cut_when(work: Awaitable[T], at: float, due: Callable[[], float | None]) -> T:
+    """Await `work`, and from loop time `at` on call `due` to decide whether it is cut: after how many seconds to decide again.
+
+    0: it is cut now, takes no further step, and TimeoutError is raised. None: it may take as long as it takes.
+    """
+    task, loop, is_cut = asyncio.current_task(), asyncio.get_running_loop(), False
+    assert task is not None
+    timer = loop.call_at(at, lambda: decide())
+
+    def decide() -> None:
+        nonlocal is_cut, timer
+        if seconds := due():
+            timer = loop.call_later(seconds, decide)
+        elif seconds is not None:
+            is_cut = True
+            task.cancel()
+
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not is_cut or task.cancelling() > 1:  # from elsewhere, too: that goes first
+            raise
+    finally:
+        timer.cancel()
+        if is_cut:
+            task.uncancel()
+    raise TimeoutError
+
+
 class Background:
     """Work beside a block, owned by it: `async with Background() as background: background.start(work, name)`.
 

@@ -69,6 +69,10 @@ def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: SharedLi
     scaling, residency = _open_scaling(settings, kernel), _open_residency(settings, kernel)
     batches = _open_batches(settings, kernel, keys)
     found += [part for part in (scaling, residency, batches) if part is not None]
+    if _has("fallbacks", bool(settings.fallbacks)):
+        from dynamo.frontend.parts.fallbacks.part import FallbackPart
+
+        found.append(FallbackPart(settings, kernel))  # after the one that loads models
     if batches is not None and intake is not None:
         intake.serve_files(batches.service.files)
     if _has("inspector", settings.inspector.is_on and not settings.disable_admin_api):

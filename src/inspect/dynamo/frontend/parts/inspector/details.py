@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -17,13 +18,13 @@ from dynamo.frontend.parts.inspector.routing import RoutingLog, routing_view
 from dynamo.frontend.parts.inspector.stream_rows import worker_name
 from dynamo.frontend.parts.inspector.tables import Tables
 from dynamo.frontend.pipeline.api import GenerationApi
-from dynamo.frontend.pipeline.exchange import Exchange, Phase
+from dynamo.frontend.pipeline.exchange import Exchange, FallbackStep, Phase
 from dynamo.frontend.pipeline.failures import rejection_of
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.inspector.actions import ExplainRequest
-from dynamo.protocol.inspector.views import AttemptView, CandidateView, RequestDetail, RoutingView
+from dynamo.protocol.inspector.views import AttemptView, CandidateView, FallbackView, RequestDetail, RoutingView
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found, model_not_ready
 from dynamo.protocol.openai.headers import HeaderEffects
@@ -124,6 +125,7 @@ def _running(tables: Tables, routing: RoutingLog, clock: InspectorClock, exchang
         stream=tables.streams.row(exchange),
         timeline=_timeline(clock, exchange.phase_times),
         routing=routing.of_request(id, tally),
+        fallbacks=_fallbacks(clock, exchange.fallbacks),
         events=tables.events.of_request(id),
     )
     if work is not None:
@@ -168,9 +170,20 @@ def _ended(tables: Tables, routing: RoutingLog, clock: InspectorClock, ended: En
         recent=row,
         timeline=_timeline(clock, ended.phase_times),
         routing=routing.of_request(ended.exchange_id, None),
+        fallbacks=_fallbacks(clock, ended.fallbacks),
         token_rates=tables.token_rates.of(ended.exchange_id),
         events=tables.events.of_request(ended.exchange_id),
     )
+
+
+def _fallbacks(clock: InspectorClock, steps: Sequence[FallbackStep]) -> list[FallbackView]:
+    return [
+        FallbackView(
+            model=step.model, next_model=step.next_model, reason=step.reason, error=step.error, at_ms=clock.ms(step.at),
+            workers=[worker_name(each) for each in step.workers], output_tokens=step.output_tokens,
+        )
+        for step in steps
+    ]  # fmt: skip
 
 
 def _timeline(clock: InspectorClock, times: list[float | None]) -> list[tuple[str, int, int | None]]:

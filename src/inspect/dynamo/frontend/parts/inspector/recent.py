@@ -13,7 +13,7 @@ from dynamo.frontend.base.access import Caller
 from dynamo.frontend.base.metrics.requests import RequestMetrics
 from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.parts.inspector.stream_rows import key_name, worker_name
-from dynamo.frontend.pipeline.exchange import Exchange, KeyRevoked, RequestAborted
+from dynamo.frontend.pipeline.exchange import Exchange, FallbackStep, KeyRevoked, RequestAborted
 from dynamo.frontend.pipeline.outcome import Outcome
 from dynamo.protocol.inspector.filters import Filter
 from dynamo.protocol.inspector.views import RecentView
@@ -56,6 +56,7 @@ class EndedRequest(Struct, gc=False):  # nothing that it refers to refers to it
     encode_instance_id: int | None = None  # the worker that encoded its media, if one did
     prefill_instance_id: int | None = None  # the worker that computed its prompt, if that was another one
     moves: int = 0
+    fallbacks: Sequence[FallbackStep] = ()  # the models that were tried before the one that served
     view: RecentView | None = None  # None: no viewer has polled yet
 
     @property
@@ -86,6 +87,7 @@ class RecentRequests:
             exchange.counters, times, outcome.status, word, code, message, usage.prompt_tokens, usage.cached_tokens,
             usage.output_tokens,
         )  # fmt: skip
+        ended.fallbacks = exchange.fallbacks
         if work is not None:
             tally = work.tally
             ended.finish_reason, ended.queued_seconds = tally.finish_reason, tally.queued_seconds
@@ -142,6 +144,7 @@ class RecentRequests:
             frontend=self._frontend_id,
             key=key_name(ended.identity),
             model=ended.model,
+            served_by=ended.fallbacks[-1].next_model if ended.fallbacks else None,
             endpoint=ended.path if counters is None else counters.key[1],
             started_ms=clock.ms(times[0] or 0.0),
             ended_ms=clock.ms(ended.ended_at),

@@ -208,6 +208,7 @@ class StreamRow:
             frontend=frontend_id,
             key=key_name(exchange.identity),
             model=exchange.model,
+            served_by=exchange.served_model if exchange.fallbacks else None,
             endpoint=arrival.path,
             phase=_NAMES[exchange.phase],
             started_ms=clock.ms(arrival.at),

@@ -23,7 +23,7 @@ from dynamo.frontend.parts.keys.door import client_address
 from dynamo.frontend.parts.keys.line_file import LineFile
 from dynamo.frontend.parts.keys.rules.records import Network
 from dynamo.frontend.parts.part import Part
-from dynamo.frontend.pipeline.exchange import Exchange
+from dynamo.frontend.pipeline.exchange import Exchange, tried_models
 from dynamo.frontend.pipeline.request_records import worker_fields
 from dynamo.runtime.http.cycle import RESPOND_EXTENSION
 
@@ -147,6 +147,8 @@ def _add_exchange(fields: dict[str, object], exchange: Exchange) -> None:
         fields["trace_id"] = exchange.context.trace_id
     if exchange.model is not None:
         fields["model"] = exchange.model
+    if exchange.fallbacks:
+        fields |= {"served_by": exchange.served_model, "tried": tried_models(exchange.fallbacks)}
     counters, tally = exchange.counters, exchange.tally
     if counters is not None:
         fields["endpoint"], fields["stream"] = counters.key[1], counters.key[2] == "stream"

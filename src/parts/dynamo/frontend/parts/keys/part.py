@@ -144,14 +144,17 @@ class KeyCharges(RequestListener):
         """Take a place and a request. Raises the 429 of a limit that has none."""
         charge = exchange.of(CHARGE)
         if charge is not None:
-            charge.enter(resolved.model.name)
+            charge.enter(exchange.model or resolved.model.name)
             if exchange.of(ANSWER_HEADERS) is None:  # the key may have limits for this model alone
                 show_limits(exchange, charge)
 
     def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
-        """Reserve the tokens that a request may need. Raises as `reserve_tokens`."""
+        """Reserve the tokens that a request may need, at the price of the model that serves it. Raises as `reserve_tokens`."""
         charge = exchange.of(CHARGE)
         if charge is not None:
+            if exchange.work is not None:
+                charge.release()
+            charge.model = resolved.model.name
             reserve_tokens(charge, plan, resolved.model.length_limits)
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:

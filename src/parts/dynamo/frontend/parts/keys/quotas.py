@@ -290,6 +290,18 @@ class Charge:
             return self._refused("budget", _budget_elsewhere(gate))
         return self._refused("budget", _over_budget(gate, self._quotas.wall_clock()))
 
+    def release(self) -> None:
+        """Give back the tokens that were reserved for a model which does not serve the request after all."""
+        reserved, self._reserved = self._reserved, None
+        if reserved is None:
+            return
+        now = self._quotas.clock()
+        with self._quotas.table.locked():
+            for rate in self._gates.tokens:
+                rate.settle(rate.units(reserved.input, reserved.output), 0, now)
+            for index, budget in enumerate(self._gates.budgets):
+                budget.hold(-reserved.costs[index])
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, use: TokenUse, seconds: float = 0.0) -> None:

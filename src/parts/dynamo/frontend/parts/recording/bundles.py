@@ -19,6 +19,7 @@ from dynamo.frontend.base.failures import BUNDLE_SCHEMA, FailedRequest, FailureR
 from dynamo.frontend.base.redaction import Redact
 from dynamo.frontend.base.stage_timer import STAGES
 from dynamo.frontend.parts.recording.request_shape import content_texts, decode_body, shape_of
+from dynamo.frontend.pipeline.exchange import tried_models
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import SERVING_HEADERS
 from dynamo.router.dispatch.course import Course, CourseState
@@ -204,6 +205,7 @@ class FailureNotes:
                 "path": arrival.path,
                 "endpoint": failure.endpoint,
                 "model": exchange.model,
+                "tried": tried_models(exchange.fallbacks) or None,
                 "key_id": failure.key_id or None,
                 "headers": _headers(arrival.header_pairs),
                 **body,

@@ -32,7 +32,7 @@ from dynamo.frontend.parts.part import Part
 from dynamo.frontend.parts.recording.bundles import FailureNotes, KeptBody
 from dynamo.frontend.parts.recording.request_shape import decode_body, shape_of
 from dynamo.frontend.parts.recording.trace_writer import TraceWriter
-from dynamo.frontend.pipeline.exchange import Exchange, PartSlot
+from dynamo.frontend.pipeline.exchange import Exchange, PartSlot, tried_models
 from dynamo.frontend.pipeline.outcome import Outcome, Reached, RequestListener
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import Resolved
@@ -92,9 +92,11 @@ class RequestRecorder:
         """How long a body may be that is to be held until its request ends."""
         return RECORDED_BODY_BYTES if self._settings.has_content else 0
 
-    def begin(self, exchange: Exchange, request: object, effects: HeaderEffects) -> RequestTap | None:
+    def begin(
+        self, exchange: Exchange, request: object, effects: HeaderEffects, *, is_drawn: bool = False
+    ) -> RequestTap | None:
         """Return what notes the answer to a request that was understood; None: it is not in the sample."""
-        if not self._is_drawn():
+        if not is_drawn and not self._is_drawn():
             return None
         settings = self._settings
         follows = settings.has_streams or settings.has_content
@@ -189,6 +191,8 @@ def _facts(exchange: Exchange, endpoint: str, now: float) -> dict[str, object]:
         facts["key_id"] = exchange.identity.id
     if exchange.model is not None:
         facts["model"] = exchange.model
+    if exchange.fallbacks:
+        facts |= {"served_by": exchange.served_model, "tried": tried_models(exchange.fallbacks)}
     if exchange.context.trace_id:
         facts["trace_id"] = exchange.context.trace_id
     received, _, _, dispatched, first, _ = exchange.phase_times
@@ -317,7 +321,10 @@ class _Sampling(RequestListener):
         self._recorder = recorder
 
     def planned(self, exchange: Exchange, resolved: Resolved, plan: Plan) -> None:
-        tap = self._recorder.begin(exchange, resolved.request, resolved.effects)
+        is_again = exchange.work is not None  # for another model: the sample stays, what has come of the first one goes
+        if is_again and exchange.of(TAP) is None:
+            return
+        tap = self._recorder.begin(exchange, resolved.request, resolved.effects, is_drawn=is_again)
         if tap is not None:
             exchange.keep(TAP, tap)
 

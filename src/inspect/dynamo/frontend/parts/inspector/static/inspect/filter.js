@@ -121,13 +121,14 @@ function fitsPieces(text, pieces) {
 
 const seconds = (since, now) => (since === null || since === undefined ? null : (now - since) / 1000);
 const text = (name) => (row) => row[name];
+const isFallback = (row) => row.served_by !== null && row.served_by !== undefined;
 const ids = (row) => [row.id, row.client_request_id];
 
 /** By what the server filters streams, requests that have ended, and workers. */
 export const STREAMS = {
   texts: {
     id: ids,
-    model: text("model"),
+    model: (row) => [row.model, row.served_by],
     worker: text("workers"),
     key: text("key"),
     phase: text("phase"),
@@ -150,7 +151,7 @@ export const STREAMS = {
     n: text("choices"),
     priority: text("priority"),
   },
-  marks: { stalled: (row) => row.is_stalled, streaming: (row) => row.is_streaming },
+  marks: { stalled: (row) => row.is_stalled, streaming: (row) => row.is_streaming, fallback: isFallback },
   beginnings: ["id", "worker", "endpoint"],
   words: ids,
 };
@@ -169,7 +170,7 @@ export const RECENT = {
     attempt: text("attempts"),
     status: text("status"),
   },
-  marks: { failed: (row) => row.outcome !== "ok" },
+  marks: { failed: (row) => row.outcome !== "ok", fallback: isFallback },
   beginnings: ["id", "worker", "endpoint"],
   words: ids,
 };

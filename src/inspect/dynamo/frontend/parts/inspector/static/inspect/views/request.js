@@ -41,6 +41,7 @@ function facts({ stream, recent }, now) {
     ["client's id", line(one.client_request_id)],
     ["key", line(one.key)],
     ["model", line(one.model)],
+    ...(one.served_by ? [["served by", line(one.served_by)]] : []),
     ["endpoint", line(one.endpoint)],
     ["frontend", line(one.frontend)],
     ["started", moment(one.started_ms)],
@@ -130,6 +131,7 @@ export function drawRequest(app, id) {
               sparkline(detail.token_rates, { label: "tokens per second", width: 320, height: 56 }),
             )
           : null,
+        detail?.fallbacks?.length ? panel("Models", "tried one after the other", fallbacks(detail.fallbacks)) : null,
         detail
           ? panel(
               "Attempts",
@@ -152,6 +154,22 @@ export function drawRequest(app, id) {
     detail ? panel("Events", null, eventList([...detail.events], now)) : null,
     content(app, detail),
   ];
+}
+
+const reasonOf = (one) => (one.error ? `${line(one.reason)} (${line(one.error)})` : line(one.reason));
+
+/** The models that did not serve a request, in order, and the one that was tried last. */
+function fallbacks(list) {
+  const row = (number, model, ...more) =>
+    h("li", { key: `${number}` }, h("b", null, count(number)), h("span", null, line(model)), more);
+  return h(
+    "ol",
+    { class: "plain attempts" },
+    list.map((one, at) =>
+      row(at + 1, one.model, h("time", null, clock(one.at_ms)), h("span", { class: "bad" }, reasonOf(one))),
+    ),
+    row(list.length + 1, list.at(-1).next_model, h("span", { class: "quiet" }, "tried last")),
+  );
 }
 
 function attempts(list, recent) {
@@ -244,6 +262,9 @@ export function requestText(app, id) {
           end === null ? "lasts" : duration((end - begin) / 1000),
         ]),
       ),
+    );
+    parts.push(
+      columnsText((detail.fallbacks ?? []).map((one) => [line(one.model), clock(one.at_ms), reasonOf(one), `then ${line(one.next_model)}`])),
     );
     parts.push(...detail.routing.map(decisionText));
     parts.push(
