@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dynamo.cli.local import changed_files, source_times
-from dynamo.cli.serve import read_options
+from dynamo.cli.local_processes import programs
+from dynamo.cli.serve import ServeOptions, read_options
 from dynamo.cli.usage import UsageError
 from support.serve_command import serve_command
 
@@ -84,6 +86,70 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_only_this_machine_can_connect_unless_a_host_is_named() -> None:
     assert read_options([], {}).flags.http_host == "127.0.0.1"
     assert read_options(["--host", "0.0.0.0"], {}).flags.http_host == "0.0.0.0"
+
+
+# -- another server --------------------------------------------------------------------------------------------------------
+
+
+def close(options: ServeOptions) -> None:
+    """Close the sockets to a frontend that is not started."""
+    assert isinstance(options.residents, partial)
+    for end in options.residents.args[0]:
+        end.close()
+
+
+BESIDE = ("--upstream", "http://x/v1", "--model", "big=theirs")
+
+
+def test_another_server_is_served_alone_or_beside_a_model(tmp_path: Path) -> None:
+    alone = read_options([*BESIDE], {})
+    assert (alone.engine, alone.engine_args, alone.upstream_args) == ("upstream", BESIDE, ())
+    for local in (["demo"], ["--engine", "sample"]):
+        beside = read_options([*local, *BESIDE, "--fallback", "m=big", "--fallback-on", "failed", "--", "--own"], {})
+        assert beside.engine in ("reference", "sample")
+        assert (beside.engine_args[-1], beside.upstream_args) == ("--own", BESIDE)
+        assert beside.frontend_args == ("--fallback-on", "failed", "--fallback", "m=big")
+    argv = ["--engine", "sample", "--workers", "2", "--served-model-name", "mine", *BESIDE]
+    started = programs(read_options(argv, {}), [3], tmp_path, {})
+    assert [program.name for program in started] == ["frontend", "worker-1", "worker-2", "upstream"]
+    assert ["--serve-as=mine" in program.argv for program in started] == [False, True, True, False]
+
+
+def test_a_file_names_the_models_of_another_server_and_those_of_this_machine(tmp_path: Path) -> None:
+    text = (
+        'upstream = "http://x/v1"\nmodel = ["big=theirs", "small"]\nfallback = ["m=big", "n=small"]\n'
+        "[upstream-args]\nupstream-retries = 0\n"
+    )
+    alone = read_options(written(tmp_path, text), {})
+    theirs = (*BESIDE, "--model", "small", "--upstream-retries", "0")
+    assert (alone.engine, alone.engine_args) == ("upstream", theirs)
+    assert alone.frontend_args == ("--fallback", "m=big", "--fallback", "n=small")
+    tables = '[models.m]\nmodel = "x"\nengine = "sample"\n[models.n]\nmodel = "y"\nengine = "sample"\n'
+    many = read_options(written(tmp_path, text + tables), {})
+    assert (set(many.many), many.upstream_args) == ({"m", "n"}, theirs)
+    close(many)
+    several = read_options(written(tmp_path, 'model = ["x", "y"]\nengine = "sample"\npin = ["x", "y"]\n'), {})
+    assert (set(several.many), several.flags.pin) == ({"x", "y"}, ("x", "y"))
+    close(several)
+    again = read_options(["x", "y", "--engine", "sample", "--pin", "x", "--pin", "y"], {})
+    assert again.flags.pin == ("x", "y")
+    close(again)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["demo", "--model", "big=theirs"], "describe another server: add --upstream URL"),
+        (["demo", *BESIDE, "--in-process"], "is a process of its own, and --in-process has one"),
+        (["demo", "--fallback", "demo=big", "--in-process"], "--fallback"),
+        (["a", "b", "--engine", "sample", "--upstream", "http://x/v1", "--model", "a"], "--model a: a model or preset of this"),
+        (["a", "b", "--engine", "sample", *BESIDE, "--fallback", "a=bog"], "there is no model bog; did you mean big?"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_together_is_named(argv: list[str], words: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        read_options(argv, {})
+    assert words in str(refusal.value)
 
 
 # -- reload ---------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dynamo.errors import CannotConnect, InvalidArgument, Unknown
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.base.settings.recording import RequestTraceSettings
 from dynamo.protocol.model_types import ModelInput
-from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.protocol.records import MEDIA_KINDS, ModelRuntimeConfig
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_log import COMPLETED, RECEIVED
 from dynamo.runtime.calls.request_plane.base import ResponseSink
@@ -24,6 +24,7 @@ from support.access import bearer, closed_cluster, key
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster, fail, say
 from support.inspecting import Lens
 from support.patience import PATIENCE_SECONDS
+from support.pictures import RED, data_url, image_part
 
 CHAIN = ("a", "b", "c")
 METRIC = "dynamo_frontend_fallbacks_total"
@@ -161,6 +162,33 @@ async def test_the_tokens_of_one_model_are_not_sent_to_the_next(tmp_path: Path) 
         await serve(house, "b", write_text, model_input=ModelInput.Text)
         answer = await chat(house, bad_words=["never"])
         assert (answer.status, text_of(answer)) == (200, "from b")
+
+
+async def test_a_conversation_that_was_cut_for_one_model_is_whole_for_the_next(tmp_path: Path) -> None:
+    async with cluster(tmp_path, fallbacks=(CHAIN,), migration_limit=0) as house:
+        first = await serve(house, "a", fail(Unknown("x")), runtime_config=ModelRuntimeConfig(context_length=200))
+        second = await serve(house, "b", say("from b"), runtime_config=ModelRuntimeConfig(context_length=8192))
+        turns = [{"role": "user", "content": f"turn {number} " * 10} for number in range(4)]
+        body = {"model": "a", "input": turns, "truncation": "auto"}
+        answer = await house.client.call("POST", "/v1/responses", body)
+        assert (answer.status, answer.headers["x-dynamo-fallback"]) == (200, "b")
+        prompts = [bytes(worker.requests[0]["token_ids"]).decode() for worker in (first, second)]
+        assert ["turn 0" in prompt for prompt in prompts] == [False, True]
+
+
+async def test_pictures_go_to_the_next_model_that_takes_some(tmp_path: Path) -> None:
+    sees = ModelRuntimeConfig(runtime_data={MEDIA_KINDS: ["image"]})
+    async with cluster(tmp_path, fallbacks=(CHAIN,), migration_limit=0) as house:
+        first = await serve(house, "a", fail(CannotConnect("x")), runtime_config=sees)
+        await serve(house, "b", write_text, model_input=ModelInput.Text)
+        third = await serve(house, "c", say("from c"), runtime_config=sees)
+        content = [{"type": "text", "text": "what?"}, image_part(data_url(RED))]
+        answer = await chat(house, content=content)
+        assert (answer.status, text_of(answer)) == (200, "from c")
+        assert answer.headers["x-dynamo-fallback-tried"] == "a=unavailable, b=refused"
+        assert third.requests[0]["multi_modal_data"] == first.requests[0]["multi_modal_data"]
+        assert third.requests[0]["multi_modal_data"] == {"image_url": [{"Url": data_url(RED)}]}
+        assert house.media.held_bytes == 0
 
 
 async def test_what_another_model_does_not_take_leaves_the_failure_of_the_first(tmp_path: Path) -> None:

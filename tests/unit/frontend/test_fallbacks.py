@@ -19,9 +19,10 @@ from dynamo.errors import (
     Unknown,
     WorkerUnavailable,
 )
-from dynamo.frontend.base.settings.fallbacks import FAILURE_KINDS, next_models
+from dynamo.frontend.base.settings.fallbacks import next_models
 from dynamo.frontend.pipeline.failures import failure_kind
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.settings.choices import FAILURE_KINDS
 from support.frontend_cluster import Cluster, cluster, fail, say
 from support.patience import PATIENCE_SECONDS
 

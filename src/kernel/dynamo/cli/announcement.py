@@ -28,7 +28,7 @@ class Announcement:
         self._inspector_port = inspector_port
         self._endpoints: dict[str, str] = {}
         self._served: dict[str, tuple[str, int]] = {}  # worker -> (model, instance id) that it reported last
-        self._surfaces = ""
+        self._surfaces: str | None = None  # None: no worker was configured yet
         self._is_announced = False
 
     @property
@@ -38,15 +38,18 @@ class Announcement:
 
     def on_configured(self, worker: SupervisedProcess, report: Mapping[str, Any]) -> None:
         """Take the report of a worker that has read its command line."""
-        is_first = not self._endpoints  # the command line of all workers is the same one
         self._endpoints[worker.name] = report["endpoint"]
+        if worker is self._processes.upstream:
+            return
+        is_first = self._surfaces is None  # the command line of all workers is the same one
         self._surfaces = report["surfaces"]
         if is_first:
             self._show_table(report["endpoint"])
 
     def on_serving(self, worker: SupervisedProcess, report: Mapping[str, Any]) -> None:
         """Take the report of a worker that serves."""
-        self._served[worker.name] = report["model"], report["instance_id"]
+        if worker is not self._processes.upstream:
+            self._served[worker.name] = report["model"], report["instance_id"]
         again = " again" if worker.starts > 1 else ""
         pid = worker.process.pid if worker.process is not None else 0
         self._console.say(
@@ -84,12 +87,12 @@ class Announcement:
         missing, on_answer = self._processes.missing, self._processes.frontend.mark_ready
         models = await wait_listed(self._address, self._console, waits_for=missing, on_answer=on_answer)
         if not self._is_announced:
-            if not self._endpoints:  # there are no workers yet, where models are loaded at their first request
+            if not self._processes.workers:  # models are loaded at their first request
                 self._show_table("-")
             await self._all_taken()
             self._is_announced = True
             self._console.say("Ready", strong=True)
-            self._console.say(ready_text(self._address, models[0], self._surfaces))
+            self._console.say(ready_text(self._address, self.model or models[0], self._surfaces or ""))
             say_inspector(self._console, self._inspector_port)
         else:
             self._console.say(f"frontend serves again at {self._address.shown}")

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dynamo.cli.packaged_models import DEMO, PACKAGED, package_directory, packaged
+from dynamo.cli.serve_flags import ServeFlags
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import did_you_mean
 from dynamo.settings.extras import install_command
@@ -124,6 +125,23 @@ def choose_engine(model: Path | None, *, has_tokenizer_flag: bool = False) -> En
         "neither vLLM nor transformers is installed here with this model's architecture: in NumPy, for small models only",
         str(model),
     )
+
+
+def upstream_args(flags: ServeFlags, further: Sequence[str]) -> list[str]:
+    """Return the arguments of the engine that calls another server; none: no server is named. Raises UsageError."""
+    if flags.upstream is None:
+        if flags.upstream_models and not (flags.upstream_key_file or flags.upstream_ca_file or further):
+            example = flags.upstream_models[0]
+            raise UsageError(
+                f"--model is for --upstream URL; a model that runs here has no flag: dynamo serve {example}"
+            )
+        if flags.upstream_key_file or flags.upstream_ca_file or flags.upstream_models or further:
+            raise UsageError("--model and --upstream-... describe another server: add --upstream URL")
+        return []
+    files = (("--upstream-key-file", flags.upstream_key_file), ("--upstream-ca-file", flags.upstream_ca_file))
+    given = [part for flag, value in files if value is not None for part in (flag, value)]
+    models = [part for model in flags.upstream_models for part in ("--model", model)]
+    return ["--upstream", flags.upstream, *given, *models, *further]
 
 
 def locate_model(name: str, *, allow_download: bool, fetch: Fetch) -> Path:

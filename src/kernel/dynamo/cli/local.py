@@ -249,7 +249,8 @@ class LocalCluster:
         """Take a worker's report (`child.Reports`)."""
         match report["event"]:
             case "configured":
-                if self._sources is not None and not self._sources.done() and report.get("sources"):
+                is_own = process is not self._processes.upstream
+                if is_own and self._sources is not None and not self._sources.done() and report.get("sources"):
                     self._sources.set_result(Path(report["sources"]))
                 self._announcement.on_configured(process, report)
             case "refused":
@@ -259,8 +260,9 @@ class LocalCluster:
                 if not self._newcomers.registered(process, report):
                     process.mark_ready()
                 self._announcement.on_serving(process, report)
-        if self._scaling is not None and not isinstance(self._scaling, Scaling):
-            self._scaling.serves(process, report)
+        scaling = None if process is self._processes.upstream else self._scaling
+        if scaling is not None and not isinstance(scaling, Scaling):
+            scaling.serves(process, report)
 
     # -- signals and changed files -----------------------------------------------------------------------------------
 

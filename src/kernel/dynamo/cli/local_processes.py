@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 KILL_RESERVE_SECONDS: Final = 5.0  # the child's own deadline comes first; this one is for a child that cannot keep it
 
+UPSTREAM: Final = "upstream"  # the engine, and the name of its process
+
 GRACE_SECONDS: Final = 0.3
 """How long a worker still takes requests once it has left the store: the frontend reads it every 0.1 s."""
 
@@ -43,12 +45,16 @@ def http_arguments(flags: ServeFlags) -> tuple[str, ...]:
 
 
 def programs(options: ServeOptions, listeners: Sequence[int], store: Path, environ: Mapping[str, str]) -> list[Program]:
-    """Return the programs to start: the frontend, then the workers."""
+    """Return the programs to start: the frontend, the workers, and the one for the models of another server beside those."""
     workers = (
         worker_program(options, store, environ, f"worker-{slot + 1}", slot)
         for slot in range(0 if options.many else options.flags.workers.at_first)
     )
     found = [_frontend_program(options, listeners, store, environ), *workers]
+    if options.upstream_args:
+        flags = replace(options.flags, served_names=())
+        upstream = replace(options, flags=flags, engine=UPSTREAM, engine_args=options.upstream_args, serve_as="")
+        found.append(worker_program(upstream, store, environ, UPSTREAM, len(found) - 1))
     return [replace(program, first_env=_chaos(options, program.name)) for program in found]
 
 
@@ -217,12 +223,21 @@ class LocalProcesses:
         self._group = group
         self._on_report = on_report
         self.frontend_started = asyncio.Event()
-        frontend, *workers = programs(options, listeners, store, os.environ)
-        self.frontend = self._supervised(frontend)
-        self.workers = [self._supervised(worker) for worker in workers]
+        frontend, *workers = [self._supervised(each) for each in programs(options, listeners, store, os.environ)]
         # Of all workers that run, those on their way out included.
-        self._slots = {worker: slot for slot, worker in enumerate(self.workers)}
+        self._slots = {worker: slot for slot, worker in enumerate(workers)}
+        self._lasting = (frontend, workers.pop()) if options.upstream_args else (frontend,)
+        self.workers = workers
         self.instances: dict[SupervisedProcess, int] = {}  # the ids that workers registered with
+
+    @property
+    def frontend(self) -> SupervisedProcess:
+        return self._lasting[0]
+
+    @property
+    def upstream(self) -> SupervisedProcess | None:
+        """The worker of another server beside those of this machine, which is neither scaled nor replaced; None: there is none."""
+        return self._lasting[1] if len(self._lasting) > 1 else None
 
     def all(self) -> list[SupervisedProcess]:
         """Return every process that runs."""

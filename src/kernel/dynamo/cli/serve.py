@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.cli.console import Console
-from dynamo.cli.engine_choice import HUB_PREFIX, Fetch, choose_engine, fetch_from_hub, locate_model
+from dynamo.cli.engine_choice import HUB_PREFIX, Fetch, choose_engine, fetch_from_hub, locate_model, upstream_args
 from dynamo.cli.engines import BUILT_IN, class_path
 from dynamo.cli.local_processes import MadeResidents
 from dynamo.cli.packaged_models import DEMO, default_model
@@ -43,12 +43,16 @@ Everything after -- goes to the engine's from_args unchanged. The frontend reads
 Only this machine can connect, unless --host names an address of a network (0.0.0.0: all of them).
 
 --config FILE is a TOML file: the options above as keys (workers = 2), flags of the frontend in a table [frontend-args]
-(max-requests-in-flight = 100), and those of the engine in [engine-args]. The command line wins over the file, and the file
-over the environment.
+(max-requests-in-flight = 100), and those of the engine in [engine-args]. What may be repeated is a list there. The command
+line wins over the file, and the file over the environment.
 
 Several MODELs are served by one frontend, each loaded at its first request: --memory 12GB is what they may take together,
 --pin MODEL loads one at once and keeps it, --idle 10m unloads what is not used. In the file: tables [models.NAME] (model,
 engine, engine-args, pin) and [presets.NAME] (model, system, temperature, ...).
+
+With --upstream URL the models of another server, each a --model NAME=THEIR-NAME, are served beside those of this machine,
+or alone. --fallback A=B lets B serve what A cannot. In the file: upstream = "URL", model = ["NAME=THEIR-NAME"] (a MODEL is
+a table [models.NAME] then), and further flags of the engine for it in [upstream-args].
 
 --workers 1..4 adds a worker when those there are full, and takes one away when it was not missed for --scale-down-after
 seconds; with 0..4 the last one goes, too, and the next request waits for a new one.
@@ -66,6 +70,7 @@ example:
   dynamo serve --engine my_backend.engine:MyEngine --workers 2 --http-port 9000 -- --delay 0.02
   dynamo serve ~/models/Qwen3-0.6B --workers 1..4
   dynamo serve --upstream https://host/v1 --upstream-key-file ~/key --model big=their-name
+  dynamo serve smollm2 --upstream https://host/v1 --model big=their-name --fallback smollm2=big
 """
 
 
@@ -83,6 +88,7 @@ class ServeOptions:
     residents: MadeResidents | None = None  # what loads and unloads them
     inherited: tuple[int, ...] = ()  # descriptors for the frontend
     serve_as: str = ""  # the name of one of many models
+    upstream_args: tuple[str, ...] = ()  # of another server whose models are served beside those of this machine
     own_key: str | None = field(default=None, repr=False)  # with which this command calls a frontend that needs keys
 
 
@@ -140,10 +146,15 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
             raise UsageError(f"--config: [frontend-args] {flag[2:]}: write it as an option, above the tables")
     if flags.served_names and "--served-model-name" in [argument.partition("=")[0] for argument in engine_args]:
         raise UsageError("--served-model-name is given twice: leave it out behind the --")
+    upstream = upstream_args(flags, file.upstream_args)
+    engine, reason, model_args = "", "", list[str]()
     if is_many := len(given.model) > 1 or bool(file.many or flags.pin or flags.memory or flags.idle):
-        engine, reason, model_args = "", "", list[str]()
         if flags.served_names:
             raise UsageError("--served-model-name is for one model: the names of several are those of [models.NAME]")
+    elif upstream and not given.model and flags.engine is None:
+        if flags.served_names:
+            raise UsageError("--served-model-name is for a model that runs here: write --model NAME=THEIR-NAME")
+        engine, model_args, upstream = "upstream", upstream, []
     else:
         engine, reason, model_args = _engine_of(next(iter(given.model), None), flags, engine_args, fetch)
     if flags.reload and engine in BUILT_IN:
@@ -156,13 +167,16 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         raise UsageError(f"--workers {flags.workers} adds and removes processes, and --in-process has one")
     if flags.scale_advise and flags.workers.is_fixed:
         raise UsageError(f"--scale-advise needs a range of workers: --workers MIN..MAX, not {flags.workers}")
-    if flags.in_process and (flags.router_mode or flags.files_dir or file.frontend_args):
+    if flags.in_process and (flags.router_mode or flags.files_dir or flags.fallback or file.frontend_args):
         raise UsageError(
-            "--router-mode, --files-dir and [frontend-args] have no meaning with --in-process: there is one worker, and no "
-            "frontend process"
+            "--router-mode, --files-dir, --fallback and [frontend-args] have no meaning with --in-process: there is one "
+            "worker, and no frontend process"
         )
-    router = ("--router-mode", flags.router_mode) if flags.router_mode else ()
-    files = ("--files-dir", flags.files_dir) if flags.files_dir else ()
+    if flags.in_process and upstream:
+        raise UsageError("--upstream beside a model of this machine is a process of its own, and --in-process has one")
+    passed = {"--router-mode": flags.router_mode, "--files-dir": flags.files_dir}
+    passed |= {"--fallback-on": flags.fallback_on, "--fallback-after-ms": flags.fallback_after_ms}
+    pairs = [*passed.items(), *(("--fallback", chain) for chain in flags.fallback)]
     if flags.http_port is None and flags.uds is None:
         raise UsageError("--http-port off leaves no way to the API: add --uds PATH")
     options = ServeOptions(
@@ -170,7 +184,8 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         engine,
         (*model_args, *engine_args),
         reason,
-        frontend_args=(*file.frontend_args, *router, *files),
+        frontend_args=(*file.frontend_args, *(part for flag, value in pairs if value for part in (flag, value))),
+        upstream_args=tuple(upstream),
         chaos=_chaos(flags, engine_args),
         own_key=_own_key(flags.keys, env),
     )
@@ -222,13 +237,6 @@ def _engine_of(
     named: str | None, flags: ServeFlags, engine_args: list[str], fetch: Fetch
 ) -> tuple[str, str, list[str]]:
     """Return the engine, why ("" where it was named), and its arguments that name the model. Raises UsageError."""
-    if flags.upstream is not None:
-        return "upstream", "", _upstream(named, flags)
-    if flags.upstream_models and named is None:
-        example = flags.upstream_models[0]
-        raise UsageError(f"--model is for --upstream URL; a model that runs here has no flag: dynamo serve {example}")
-    if flags.upstream_key_file or flags.upstream_ca_file or flags.upstream_models:
-        raise UsageError("--model, --upstream-key-file and --upstream-ca-file describe a server: add --upstream URL")
     if flags.engine is not None:
         return flags.engine, "", [] if named is None else ["--model-name", named]
     given = {argument.partition("=")[0] for argument in engine_args}
@@ -250,18 +258,6 @@ def _engine_of(
     return choice.engine, choice.reason, ["--model-name", choice.model, *alias, *further]
 
 
-def _upstream(named: str | None, flags: ServeFlags) -> list[str]:
-    """Return the arguments of the engine that calls another server. Raises UsageError."""
-    if named is not None or flags.engine is not None:
-        raise UsageError("--upstream serves the models of another server: give them as --model NAME=THEIR-NAME")
-    if flags.served_names:
-        raise UsageError("--served-model-name is for a model that runs here: write --model NAME=THEIR-NAME")
-    files = (("--upstream-key-file", flags.upstream_key_file), ("--upstream-ca-file", flags.upstream_ca_file))
-    given = [part for flag, value in files if value is not None for part in (flag, value)]
-    models = [part for model in flags.upstream_models for part in ("--model", model)]
-    return ["--upstream", flags.upstream or "", *given, *models]
-
-
 def _config_file(own: list[str]) -> ConfigFile:
     """Read the file that `--config` names, before the other options: it sets their defaults."""
     finder = CommandParser("dynamo serve", add_help=False)
@@ -270,10 +266,11 @@ def _config_file(own: list[str]) -> ConfigFile:
     if path is None:
         return ConfigFile({}, (), ())
     known = {flag.removeprefix("--"): made for _, made in settings_of(ServeFlags) for flag in made.flags}
-    known["model"] = declared(None, each(text), "", dest="model")
-    file = read_config(path, known.keys())
+    file = read_config(path, known.keys(), [name for name, made in known.items() if made.repeats])
+    if "upstream" not in file.options:  # else `model` names those of the other server
+        known["model"] = declared(None, each(text), "", dest="model", repeats=True)
     options = {known[name].dest: converted(path, name, value, known[name]) for name, value in file.options.items()}
-    return ConfigFile(options, file.frontend_args, file.engine_args, file.many)
+    return replace(file, options=options)
 
 
 def _chaos(flags: ServeFlags, engine_args: list[str]) -> Path | None:

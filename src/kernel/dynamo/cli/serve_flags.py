@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from dynamo.cli.usage import UsageError
-from dynamo.settings.choices import ROUTER_MODES
+from dynamo.settings.choices import FAILURE_KINDS, ROUTER_MODES
 from dynamo.settings.command import did_you_mean
 from dynamo.settings.readers import (
     SettingReader,
@@ -120,7 +120,8 @@ class ServeFlags:
         "`file.py:function` ([any Python callable](writing-a-backend.md#any-python-callable))",
         flag="--engine", shown="by the model")
     upstream: str | None = setting(None, None, placeholder("URL", text),
-        "Serve models of [another OpenAI-compatible server](upstream.md), such as `https://host/v1`", flag="--upstream")
+        "Serve models of [another OpenAI-compatible server](upstream.md), such as `https://host/v1`; beside a `MODEL`, too",
+        flag="--upstream")
     upstream_key_file: str | None = setting(None, None, placeholder("FILE", text), "A file with the key for it",
         flag="--upstream-key-file")
     upstream_ca_file: str | None = setting(None, None, placeholder("FILE", text),
@@ -130,6 +131,13 @@ class ServeFlags:
     served_names: tuple[str, ...] = setting((), None, placeholder("NAME[,ALIAS]", words),
         "The name that clients use for the model, and further ones; may be repeated", flag="--served-model-name",
         repeats=True, shown="the model's")
+    fallback: tuple[str, ...] = setting((), "DYN_FALLBACK", each(placeholder("MODEL=OTHER,...", text)),
+        "Models that serve [in place of one](upstream.md#fallbacks) that fails or waits; may be repeated", flag="--fallback",
+        repeats=True, is_read_later=True)
+    fallback_on: str | None = setting(None, "DYN_FALLBACK_ON", placeholder("KINDS", text), "Which failures count",
+        flag="--fallback-on", shown=",".join(FAILURE_KINDS), is_read_later=True)
+    fallback_after_ms: str | None = setting(None, "DYN_FALLBACK_AFTER_MS", placeholder("N", text),
+        "Without a first token by then the next model serves", flag="--fallback-after-ms", is_read_later=True)
     allow_download: bool = setting(False, None, switch,
         "Fetch a `MODEL` that is not here from the hub, as `hub:MODEL` does", flag="--allow-download", negative="")
     workers: WorkerRange = setting(WorkerRange(1, 1), None, _workers,
@@ -148,7 +156,8 @@ class ServeFlags:
     idle: float | None = setting(None, None, duration,
         "With many models: unload one that had no request for so long (`10m`)", flag="--idle", shown="never")
     pin: tuple[str, ...] = setting((), None, placeholder("MODEL", each(text)),
-        "With many models: load this one at once, and keep it; may be repeated", flag="--pin", shown="")
+        "With many models: load this one at once, and keep it; may be repeated", flag="--pin", shown="",
+        repeats=True)
     http_host: str = setting(DEFAULT_HOST, "DYN_HTTP_HOST", text,
         "Address the frontend listens on; `0.0.0.0` opens it to the network", flag=("--host", "--http-host"),
         dest="http_host")
@@ -192,7 +201,7 @@ class ServeFlags:
 
 # `dynamo serve --config FILE`: a TOML file in place of a long command line.
 
-TABLES: Final = ("frontend-args", "engine-args")
+TABLES: Final = ("frontend-args", "engine-args", "upstream-args")
 MANY: Final = ("models", "presets")  # tables of many models
 MAX_BYTES: Final = 1 << 20
 
@@ -204,14 +213,15 @@ class ConfigFile:
     options: Mapping[str, Any]  # by the name of the flag without its dashes: {"http-port": 9000}
     frontend_args: tuple[str, ...]
     engine_args: tuple[str, ...]
+    upstream_args: tuple[str, ...] = ()
     many: Mapping[str, Any] = field(default_factory=dict)  # the tables of many models
 
 
-def read_config(path: Path, known: Collection[str]) -> ConfigFile:
-    """Read a file whose top-level keys are flags of `dynamo serve` (`known`, without dashes).
+def read_config(path: Path, known: Collection[str], lists: Collection[str]) -> ConfigFile:
+    """Read a file whose top-level keys are flags of `dynamo serve` (`known`, without dashes). `lists`: those that repeat.
 
-    The tables `[frontend-args]` and `[engine-args]` hold flags of theirs: `key = value` becomes `--key value`, `true` becomes
-    `--key`, a list repeats the flag. Raises UsageError that names the file and the key.
+    The tables `[frontend-args]`, `[engine-args]` and `[upstream-args]` hold flags of theirs: `key = value` becomes
+    `--key value`, `true` becomes `--key`, a list repeats the flag. Raises UsageError that names the file and the key.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -230,12 +240,12 @@ def read_config(path: Path, known: Collection[str]) -> ConfigFile:
             raise UsageError(
                 f"--config {path}: there is no option {key!r}{did_you_mean(name, [*known, *TABLES, *MANY])}"
             )
-        if isinstance(value, dict | list):
+        if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
             raise UsageError(f"--config {path}: {key} must be a single value")
         options[name] = value
-    frontend, engine = (table_flags(path, table, found.get(table, {})) for table in TABLES)
+    frontend, engine, upstream = (table_flags(path, table, found.get(table, {})) for table in TABLES)
     many: dict[str, Any] = {key: found[key] for key in MANY if key in found}
-    return ConfigFile(options, frontend, engine, many)
+    return ConfigFile(options, frontend, engine, upstream, many)
 
 
 def table_flags(path: Path, table: str, entries: object) -> tuple[str, ...]:
@@ -257,13 +267,15 @@ def table_flags(path: Path, table: str, entries: object) -> tuple[str, ...]:
 
 def converted(path: Path, name: str, value: object, made: Setting) -> object:
     """Return the value of one key as its flag would give it. Raises UsageError."""
+    if isinstance(value, list):
+        return tuple(part for each in value for part in cast(Sequence[object], converted(path, name, each, made)))
     if made.read.is_switch or isinstance(value, bool):
         if not (made.read.is_switch and isinstance(value, bool)):
             wanted = "true or false" if made.read.is_switch else "a value, not true or false"
             raise UsageError(f"--config {path}: {name} must be {wanted}")
         return value
     try:
-        converted: object = made.read.parse(str(value))
+        found: object = made.read.parse(str(value))
     except ValueError as error:
         raise UsageError(f"--config {path}: {name}: {error}") from None
-    return converted
+    return found

@@ -73,6 +73,7 @@ def with_models(options: ServeOptions, named: Sequence[str], tables: Table, choo
         setup[name] = {"bytes": estimated_bytes(source.expanduser()), "pinned": is_pinned}
     check_memory(flags.memory, setup)
     presets = {name: preset(name, table, wanted) for name, table in tables.get("presets", {}).items()}
+    check_names(flags.upstream_models, flags.fallback if flags.store is None else (), {**wanted, **presets})
     ours, theirs = socket.socketpair()
     further = {"budget_bytes": flags.memory, "idle_seconds": flags.idle, "presets": presets}
     frontend = ("--residency-descriptor", str(theirs.fileno()), "--cold-start-wait-seconds", str(flags.cold_start_wait))
@@ -95,6 +96,16 @@ def pin_of(pin: str, wanted: Mapping[str, Table]) -> str:
         if pin in (name, one["model"]):
             return name
     raise UsageError(f"--pin {pin}: there is no such model{did_you_mean(pin, wanted)}; there are {', '.join(wanted)}")
+
+
+def check_names(upstream: Sequence[str], chains: Sequence[str], own: Mapping[str, object]) -> None:
+    """Raise UsageError for a model of another server with the name of one of `own`, and for a chain with an unknown name."""
+    theirs = [given.partition("=")[0] for given in upstream]
+    if twice := next((name for name in theirs if name in own), None):
+        raise UsageError(f"--model {twice}: a model or preset of this machine has that name; write OTHER={twice}")
+    for name in (name.strip() for chain in chains for name in chain.replace("=", ",").split(",")):
+        if name not in own and name not in theirs:
+            raise UsageError(f"--fallback: there is no model {name}{did_you_mean(name, [*own, *theirs])}")
 
 
 def check_keys(where: str, table: object, allowed: Sequence[str]) -> None:

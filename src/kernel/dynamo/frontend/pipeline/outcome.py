@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dynamo.frontend.pipeline.failures import FailureLabels
     from dynamo.frontend.pipeline.plan import Plan
     from dynamo.frontend.pipeline.reading import Resolved
-    from dynamo.protocol.inspector.views import ModelsInMemory
     from dynamo.frontend.pipeline.sink import OpenAnswer
+    from dynamo.protocol.inspector.views import ModelsInMemory
     from dynamo.protocol.openai.requests import Request
     from dynamo.protocol.vectors.requests import ResultRequest
 

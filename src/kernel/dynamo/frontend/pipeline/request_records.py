@@ -67,7 +67,7 @@ def end_record(
         if error is not None:
             fields["error"] = error
         fields["elapsed_ms"] = elapsed
-        if steps := exchange.fallbacks:
+        if steps := exchange.early_end.fallbacks:
             fields["served_by"], fields["tried"] = steps[-1].next_model, tried_models(steps)
         _add_stream_fields(fields, exchange)
         _completed.log(logging.INFO, fields)

@@ -307,9 +307,7 @@ class CacheView(Struct, kw_only=True):
     model: str
     role: str
     block_size: int
-    trust: str | None = (
-        None  # exact, degraded, predicted or none, as far as its blocks are known; None: no index keeps them
-    )
+    trust: str | None = None  # how far its blocks are known: exact, degraded, predicted or none; None: by no index
     blocks_known: int | None = None  # of it in the index; None: no index keeps them
     blocks_total: int | None = None  # on its device
     index_share: float | None = None  # its part of all blocks in the index, 0 to 1
@@ -317,9 +315,7 @@ class CacheView(Struct, kw_only=True):
     prompt_blocks_per_minute: float | None = None  # of the requests that ended within the last minute
     hit_blocks_per_minute: float | None = None  # of those, the ones that it had
     hit_share: float | None = None  # the second by the first, 0 to 1
-    history: list[
-        float
-    ] = []  # hit blocks per minute of the last five minutes, an entry each five seconds, the newest last
+    history: list[float] = []  # hit blocks per minute of five minutes, an entry each five seconds, the newest last
     evicted_blocks_per_minute: float | None = None  # that it removed, by its KV events; None: these are not followed
     gaps: int | None = None  # how often some of its KV events were missing, since this frontend follows them
     resyncs: int | None = None  # how often it had to send its whole state again since then

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo.settings.choices import FAILURE_KINDS
 from dynamo.settings.readers import SettingReader, each, milliseconds, off_at_zero
 from dynamo.settings.table import setting
 
-FAILURE_KINDS: Final = ("unavailable", "overloaded", "timeout", "failed")
 _CLUSTER: Final = "cluster"
 
 

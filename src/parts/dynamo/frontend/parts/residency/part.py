@@ -142,7 +142,8 @@ class ResidencyPart(Part):
         begin: Callable[[Request | ResultRequest], None],
         request: Request | ResultRequest,
     ) -> str:
-        """Return the model of a request once it is loaded. See `OnDemand`."""
+        """Return the model of a request once it is loaded. See `OnDemand`. Another model may be tried before."""
+        self._leave(exchange)
         name = request.model
         if (preset := self._presets.get(name)) is not None:
             name = preset["model"]
@@ -167,7 +168,11 @@ class ResidencyPart(Part):
         return name
 
     def ended(self, exchange: Exchange, outcome: Outcome) -> None:
-        if (ticket := exchange.of(TICKET)) is not None and ticket in (found := self._tickets[ticket.name].of(ticket)):
+        self._leave(exchange)
+
+    def _leave(self, exchange: Exchange) -> None:
+        ticket: ModelTicket | None = exchange.arrival.kept.pop(TICKET, None)
+        if ticket is not None and ticket in (found := self._tickets[ticket.name].of(ticket)):
             found.remove(ticket)
             self._residency.leave(ticket.name, exchange.now(), was_running=ticket.is_running)
             self._step()
