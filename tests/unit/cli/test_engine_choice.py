@@ -163,7 +163,7 @@ def test_a_repository_or_one_file_of_it_is_fetched(monkeypatch: pytest.MonkeyPat
     def ask(_name: str) -> str:
         raise GatedRepoError("401 Client Error. (Request ID: Root=1)\n\nCannot access gated repo")
 
-    hub.snapshot_download = ask  # type: ignore[attr-defined]
+    monkeypatch.setattr(hub, "snapshot_download", ask)
     with pytest.raises(UsageError, match="its owner asks for consent"):
         fetch_from_hub("owner/model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
