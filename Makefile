@@ -81,6 +81,9 @@ bench-native: $(VENV)/.dev ## the same cases against the native system, and the 
 bench-vllm: $(VENV)/.dev ## vLLM behind us against `vllm serve`, in turns, and KV routing against round-robin (set DYNAMO_VLLM_PYTHON; ARGS="--rounds 1")
 	@$(BIN)/python benchmarks/against_vllm.py $(ARGS)
 
+bench-models: $(VENV)/.dev ## SmolLM2 behind us against llama.cpp's own server, in turns: tokens per second and the first token (ARGS="--rounds 1")
+	@eval "$$(tools/engine_venvs.sh models)"; XDG_CACHE_HOME=$(CURDIR)/.engines/cache $(BIN)/python benchmarks/llamacpp.py $(ARGS)
+
 bench-routing: $(VENV)/.dev ## router modes and policies side by side in virtual time, against their bars (ARGS="--seeds 0-2 --jobs 2")
 	@mkdir -p bench-results
 	@$(BIN)/dynamo bench replay --json bench-results/routing.json --html bench-results/routing.html --svg bench-results/routing.svg $(ARGS)
@@ -133,4 +136,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-clients test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-clients test-engines test-models test-rust test-interop clean

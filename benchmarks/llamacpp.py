@@ -1,0 +1,150 @@
+"""`make bench-models`: SmolLM2 by llama.cpp behind our frontend and worker, against llama.cpp's own server on the same file.
+
+All run side by side with the same slots and threads, one of them loaded at a time, round after round, each round in another
+order. `text`: llama.cpp tokenizes and has the template, as `dynamo serve smollm2` has it; `tokens`: our frontend does.
+The first token is judged by how much later it comes, tokens per second by the ratio; the bars are for the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests"))
+
+from bench import machine, versions
+from cases import Figures, chat, driven, load, measured_load, prepared, streaming
+from model import words
+from stack import Stack, free_port, processes
+
+from support.real_models import BARE, CONTEXT, LLAMA, located, write_tokenizer
+
+START_SECONDS = 120.0
+SLOTS = 8
+WORDS = 16
+REQUESTS_PER_STREAM = 4
+LEAST_REQUESTS = 8  # of a load; of one stream's first tokens there must be a median
+RATIO_BAR = 0.98
+FIRST_TOKEN_BAR_MS = 2.0
+
+
+@contextlib.contextmanager
+def stacks(python: str, file: Path, folder: Path) -> Iterator[dict[str, Stack]]:
+    """Start llama.cpp's own server, and ours in both modes."""
+    tokenizer = write_tokenizer(file, folder / "tokenizer")
+    with contextlib.ExitStack() as held:
+        found = {}
+        for name, flags in (("bare", ()), ("text", ()), ("tokens", ("--tokenizer", str(tokenizer)))):
+            port, home = free_port(), folder / name
+            home.mkdir()
+            kept = {key: value for key, value in os.environ.items() if not key.startswith("DYN_")}
+            env = kept | {
+                "DYN_FILE_KV": str(home / "store"),
+                "DYN_TCP_RPC_HOST": "127.0.0.1",
+                "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+                "DYN_LOG": "info",
+            }
+            commands = bare(python, file, port) if name == "bare" else ours(python, file, port, *flags)
+            found[name] = held.enter_context(processes(commands, port, env, home, patience_seconds=START_SECONDS))
+        yield found
+
+
+def bare(python: str, file: Path, port: int) -> dict[str, list[str]]:
+    """The command of llama.cpp's own server, with the settings that a worker of ours gives it."""
+    threads = {"cpuparams.n_threads": 1, "cpuparams_batch.n_threads": 1, "n_threads_http": SLOTS + 4}
+    batch = {"n_ctx": CONTEXT * SLOTS, "n_parallel": SLOTS, "warmup": False, "verbosity": 1}
+    settings = json.dumps({"model.path": str(file), "port": port, **batch, **threads})
+    return {"server": [python, "-c", f"{BARE}\nimport signal; signal.pause()", settings]}
+
+
+def ours(python: str, file: Path, port: int, *flags: str) -> dict[str, list[str]]:
+    """The commands of worker and frontend."""
+    own = ["--model", str(file), "--served-model-name", "bench", "--discovery-backend", "file"]
+    size = ["--slots", str(SLOTS), "--threads", "1", "--context-length", str(CONTEXT)]
+    http = ["--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(port)]
+    return {
+        "worker": [python, "-m", "dynamo.llamacpp", *own, *size, *flags],
+        "frontend": [sys.executable, "-m", "dynamo.frontend", *http],
+    }
+
+
+def bodies(count: int, seed: int, tokens: int) -> list[dict[str, Any]]:
+    """Chat requests of 16 words, no two alike, each for exactly so many tokens."""
+    members = streaming(ignore_eos=True, temperature=0.0)
+    return [chat(" ".join(words(seed * 100_000 + number, WORDS)), tokens, **members) for number in range(count)]
+
+
+def measure(running: Stack, streams: int, seed: int, tokens: int) -> Figures:
+    """One load of so many streams."""
+    count = max(streams * REQUESTS_PER_STREAM, LEAST_REQUESTS)
+    return measured_load(running, prepared(running.port, bodies(count, seed, tokens)), streams)
+
+
+def show(streams: int, rounds: list[dict[str, Any]]) -> None:
+    """Print the medians of one load beside their bars, and of each round the ratio or the difference."""
+    values = {
+        (name, figure): [each[figure] for each in rounds if each["stack"] == name]
+        for name in ("bare", "text", "tokens")
+        for figure in ("tokens/s", "first token p50 ms")
+    }
+    rates, firsts = ([statistics.median(values["bare", figure])] for figure in ("tokens/s", "first token p50 ms"))
+    print(f"\n{streams} streams: llama.cpp's own server {rates[0]:.1f} tokens/s, first token {firsts[0]:.1f} ms")
+    for name in ("text", "tokens"):
+        rate, first = (statistics.median(values[name, figure]) for figure in ("tokens/s", "first token p50 ms"))
+        ratio, later = rate / rates[0], first - firsts[0]
+        ratios = [
+            mine / theirs for mine, theirs in zip(values[name, "tokens/s"], values["bare", "tokens/s"], strict=True)
+        ]
+        print(
+            f"  {name:7} {rate:7.1f} tokens/s, ratio {ratio:5.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) "
+            f">= {RATIO_BAR} {'pass' if ratio >= RATIO_BAR else 'MISS'}; "
+            f"first token {later:+.1f} ms <= +{FIRST_TOKEN_BAR_MS:.0f} {'pass' if later <= FIRST_TOKEN_BAR_MS else 'MISS'}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="times that each load is put on each server (default: 5)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8], help="default: 1 4 8")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer (default: 64)")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="where models.json goes")
+    arguments = parser.parse_args()
+    found = located(LLAMA, "smollm2")
+    if isinstance(found, str):
+        parser.error(found)
+    rounds: list[dict[str, Any]] = []
+    print(f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    with tempfile.TemporaryDirectory() as folder, stacks(*found, Path(folder)) as running:
+        for each in running.values():
+            driven(load(each.port, prepared(each.port, bodies(2 * SLOTS, 1, 8)), SLOTS))
+        for number in range(arguments.rounds):
+            for streams in arguments.streams:
+                names = list(running)[number % 3 :] + list(running)[: number % 3]
+                for name in names:
+                    figures = measure(running[name], streams, 10 + number * 1000 + streams, arguments.tokens)
+                    rounds.append({"round": number, "streams": streams, "stack": name, **figures})
+                    if figures["failed"]:
+                        print(
+                            f"{name}, {streams} streams: {figures['failed']:.0f} requests failed: its figures mean nothing"
+                        )
+    for streams in arguments.streams:
+        show(streams, [each for each in rounds if each["streams"] == streams])
+    print(f"load of the machine after: {os.getloadavg()[0]:.1f}")
+    results = {"machine": machine(), "versions": versions(), "rounds": rounds}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "models.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"every round is in {arguments.out / 'models.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
