@@ -34,7 +34,9 @@ class Reply:
     @property
     def events(self) -> list[Any]:
         """The data of a whole event stream; its `[DONE]` is checked and left out."""
-        lines = [line.removeprefix("data: ") for line in self.body.decode().splitlines() if line.startswith("data: ")]
+        # Not `splitlines`: a text may hold other ends of lines (U+2028), which are none of an event stream.
+        lines = self.body.decode().split("\n")
+        lines = [line.removeprefix("data: ").rstrip("\r") for line in lines if line.startswith("data: ")]
         assert lines[-1] == DONE, self.body
         return [json.loads(line) for line in lines[:-1]]
 
