@@ -29,7 +29,7 @@ SMALLEST: Final = {
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
 WITH_OUT: Final = frozenset({"bench", "soak"})  # they leave files, in the folder of `--out`
-HELP: Final = frozenset({"against_vllm", "native"})  # they measure what is not installed here
+HELP: Final = frozenset({"against_vllm", "llamacpp", "native"})  # they measure what is not installed here
 PARTS: Final = frozenset(
     ["cases", "engine", "fault_table", "floor", "model", "native_engine", "probe", "reference_worker", "stack"]
 )
