@@ -211,7 +211,10 @@ async def test_an_adapter_of_a_source_of_its_own_is_kept(tmp_path: Path, monkeyp
     assert not manager.is_cached("mine://x/y.z")
     assert (await manager.download_lora("mine://x/y.z"))["local_path"] == str(tmp_path / "mine__x_y_z")
     assert manager.is_cached("mine://x/y.z")
-    assert await manager.download_lora("mine://no") == {"status": "error", "message": "LoRA not found at mine://no"}
+    assert await manager.download_lora("mine://no") == {
+        "status": "error",
+        "message": "there is no adapter at mine://no",
+    }
 
 
 def test_there_is_one_manager_where_adapters_are_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:

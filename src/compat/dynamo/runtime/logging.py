@@ -50,7 +50,8 @@ def configure_logger(service_name: str | None, worker_id: int | None, level: int
 
 def construct_formatter_prefix(service_name: str | None, worker_id: int | None) -> str:
     """Return `service:worker`, without what is None."""
-    return f"{service_name or ''}{'' if worker_id is None else f':{worker_id}'}".strip()
+    named = "" if service_name is None else service_name.strip()
+    return named if worker_id is None else f"{named}:{worker_id}"
 
 
 def log_level_mapping(level: str) -> int:

@@ -106,17 +106,19 @@ class LoRAManager:
     async def download_lora(self, lora_uri: str) -> dict[str, Any]:
         """Fetch an adapter: {"status": "success", "local_path"}, or {"status": "error", "message"} for any failure."""
         try:
-            source = self._sources.get(lora_uri.partition("://")[0])
-            if source is None:
-                found = await self._downloader.download_if_needed(lora_uri)
-            elif await source.exists(lora_uri):
-                place = self._downloader.get_cache_path(self._downloader.uri_to_cache_key(lora_uri))
-                found = str(await source.download(lora_uri, Path(place)))
-            else:
-                return {"status": "error", "message": f"LoRA not found at {lora_uri}"}
+            return {"status": "success", "local_path": await self._fetched(lora_uri)}
         except Exception as error:  # the boundary: becomes the answer
             return {"status": "error", "message": str(error)}
-        return {"status": "success", "local_path": found}
+
+    async def _fetched(self, uri: str) -> str:
+        """Return the directory of an adapter. Raises InvalidArgument where there is none, and what its source raises."""
+        source = self._sources.get(uri.partition("://")[0])
+        if source is None:
+            return await self._downloader.download_if_needed(uri)
+        if not await source.exists(uri):
+            raise InvalidArgument(f"there is no adapter at {uri}")
+        place = self._downloader.get_cache_path(self._downloader.uri_to_cache_key(uri))
+        return str(await source.download(uri, Path(place)))
 
     def is_cached(self, lora_uri: str) -> bool:
         return self._downloader.is_cached(lora_uri)

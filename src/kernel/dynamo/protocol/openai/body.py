@@ -27,7 +27,9 @@ MAX_MESSAGES: Final = 8192  # of one conversation; each costs a template some mi
 MAX_CONTAINERS: Final = 1 << 18  # arrays and objects in one body: an empty one costs 60 bytes for 2 on the wire
 MAX_MEMBERS: Final = 1 << 15  # of all objects: decoding one takes 0.5 us, in one piece and with the interpreter lock
 MAX_ITEMS: Final = 1 << 18  # of all arrays, token ids for one: decoding one takes 0.05 us
-SLICE_BYTES: Final = 1 << 15  # of a body that are scanned in one go: the pieces of a larger one are megabytes of objects
+SLICE_BYTES: Final = (
+    1 << 15
+)  # of a body that are scanned in one go: the pieces of a larger one are megabytes of objects
 MAX_MENDED_BYTES: Final = LARGE_BYTES  # mending holds the interpreter lock for up to 20 ms for as much
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 DETAIL_LIMIT: Final = 512  # characters of a decoder's message we pass on: it may quote the client's own value
