@@ -20,7 +20,7 @@ SMALLEST: Final = {
     "dispatch": ["--repeats", "1"],
     "idle_sources": ["--sources", "1", "--seconds", "0.1"],
     "index": ["--quick"],
-    "inspector": ["--only", "viewer", "--streams", "4", "--turns", "1", "--seconds", "0.1", "--delay", "0.01"],
+    "inspector": ["--only", "viewer", "--streams", "4", "--turns", "1", "--seconds", "1", "--delay", "0.01"],
     "key_checks": [],
     "parsing": ["--rounds", "1"],
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],

@@ -139,7 +139,7 @@ def test_a_file_names_the_models_of_another_server_and_those_of_this_machine(tmp
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["demo", "--model", "big=theirs"], "describe another server: add --upstream URL"),
+        (["demo", "--model", "big=theirs"], "--model is for --upstream URL"),
         (["demo", *BESIDE, "--in-process"], "is a process of its own, and --in-process has one"),
         (["demo", "--fallback", "demo=big", "--in-process"], "--fallback"),
         (["a", "b", "--engine", "sample", "--upstream", "http://x/v1", "--model", "a"], "--model a: a model or preset of this"),
