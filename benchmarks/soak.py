@@ -289,11 +289,10 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 async def _sample(running: Stack, clients: Clients, every: int, samples: list[Sample]) -> None:
-    """A sample after every `every` requests, until cancelled."""
+    """A sample at once and after every `every` requests, until cancelled."""
     begun = time.monotonic()
     due = 0
     while True:
-        await asyncio.sleep(0.1)
         if clients.tally.done >= due:
             pids = {name: process.pid for name, process in running.processes.items()}
             samples.append(
@@ -305,16 +304,16 @@ async def _sample(running: Stack, clients: Clients, every: int, samples: list[Sa
                 )
             )
             due = clients.tally.done + every
-            if not sys.stderr.isatty():
-                continue
-            print(
-                f"\r{clients.tally.done:8d} requests  "
-                + "  ".join(f"{name} {samples[-1].rss[name] / 2**20:.1f} MB" for name in pids)
-                + f"  errors {clients.tally.errors}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            if sys.stderr.isatty():
+                print(
+                    f"\r{clients.tally.done:8d} requests  "
+                    + "  ".join(f"{name} {samples[-1].rss[name] / 2**20:.1f} MB" for name in pids)
+                    + f"  errors {clients.tally.errors}",
+                    end="",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        await asyncio.sleep(0.1)
 
 
 async def _load(running: Stack, clients: Clients, requests: int, streams: int) -> list[Sample]:
