@@ -12,6 +12,7 @@ import pytest
 
 from support.http_client import CHAT, Reply, ask, chat, script
 from support.patience import PATIENCE_SECONDS
+from support.ports import free_ports
 from support.processes import Frontend, Stack, Worker
 
 SENTENCE = "abcdefghijklmnopqrst"
@@ -160,6 +161,19 @@ async def test_the_command_waits_until_the_worker_is_safe_to_delete(
     code, _, err = await drain_command("--url", f"http://127.0.0.1:{only.system_port}")
     assert (code, "no answer from" in err) == (2, True)
     assert "which worker?" in (await drain_command())[2]
+
+
+async def test_a_worker_whose_status_port_is_open_to_a_network_is_drained_at_its_admin_port(
+    stack: Stack, frontend: Frontend, name: str
+) -> None:
+    """As in deploy/kubernetes/worker.yaml."""
+    admin = str(free_ports(1)[0])
+    only = stack.cluster.worker(f"{name}-a", name, DYN_SYSTEM_HOST="0.0.0.0", DYN_ADMIN_PORT=admin)
+    stack.cluster.wait_ready(frontend, only)
+    code, _, err = await drain_command(DYN_SYSTEM_PORT=str(only.system_port))
+    assert (code, "a worker takes this at its DYN_ADMIN_PORT" in err) == (2, True)
+    code, out, err = await drain_command(DYN_SYSTEM_PORT=str(only.system_port), DYN_ADMIN_PORT=admin)
+    assert (code, out.splitlines()[-1:], err) == (0, ["the worker is safe to delete"], "")
 
 
 async def test_deletions_when_it_is_safe_lose_nothing(stack: Stack, frontend: Frontend, name: str, tag: str) -> None:

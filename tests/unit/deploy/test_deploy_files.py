@@ -326,6 +326,8 @@ def test_nobody_is_killed_before_its_own_deadline() -> None:
     for name, container, pod in containers():
         *words, pause = container["lifecycle"]["preStop"]["exec"]["command"]
         assert words == (["sleep"] if "frontend" in name.lower() else ["dynamo", "drain", "--timeout"])
+        # The status port of a pod is open to the network, and serves no admin routes.
+        assert "frontend" in name.lower() or environment(container)["DYN_ADMIN_PORT"] > "0"
         needed = int(pause) + drain_seconds(environment(container)) + MARGIN_SECONDS
         assert pod["terminationGracePeriodSeconds"] >= needed, name
     for name, service in COMPOSE["services"].items():

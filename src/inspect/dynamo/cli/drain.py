@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final
 
 from dynamo.cli.api_client import ApiClient, ServerError
@@ -23,6 +24,7 @@ EXIT_NOT_IN_TIME: Final = 1
 EXIT_UNREACHABLE: Final = 2
 POLL_SECONDS: Final = 0.25
 
+_WHERE: Final = "a worker takes this at its DYN_ADMIN_PORT, or at DYN_SYSTEM_PORT while that is bound to loopback"
 _DESCRIPTION: Final = "Take a worker out of service, and wait until it can be deleted without a loss."
 _EPILOG: Final = """\
 The worker leaves discovery, serves what still comes for a moment, declines requests from then on, and runs those that it has to
@@ -35,7 +37,7 @@ exit status:
 
 example:
   dynamo drain --url http://127.0.0.1:9090 --timeout 600 && kill PID
-  as a preStop hook, where DYN_SYSTEM_PORT or DYN_ADMIN_PORT are set: command [dynamo, drain, --timeout, "600"]
+  as a preStop hook, where DYN_ADMIN_PORT is set: command [dynamo, drain, --timeout, "600"]
 """
 
 
@@ -70,7 +72,8 @@ def main(argv: list[str]) -> int:
             return EXIT_DONE
         return _wait(client, client.call("POST", "/engine/drain", {}), flags.timeout_seconds)
     except ServerError as error:
-        print(f"dynamo drain: {error}", file=sys.stderr)
+        hint = f"; {_WHERE}" if error.status == HTTPStatus.NOT_FOUND else ""
+        print(f"dynamo drain: {error}{hint}", file=sys.stderr)
         return EXIT_UNREACHABLE
 
 
@@ -105,4 +108,4 @@ def _running(status: Mapping[str, Any]) -> str:
     count = status["inflight_requests"]
     if not count and status["kv_transfers"] in ("pending", "unknown"):
         return f"no request runs; transfers from its memory: {status['kv_transfers']}"
-    return "1 request runs" if count == 1 else f"{count} requests run"
+    return {0: "no request runs", 1: "1 request runs"}.get(count, f"{count} requests run")

@@ -105,9 +105,7 @@ class FallbackStep(Struct, frozen=True):
 
     model: str
     next_model: str
-    reason: (
-        str  # the kind of failure, as `--fallback-on` and the metric name it; "refused": it does not take this request
-    )
+    reason: str  # the kind of failure, as `--fallback-on` names it; "refused": it does not take this request
     error: str  # the class of the error
     at: float  # loop time
     workers: tuple[int, ...] = ()  # that had the request, by instance id
