@@ -99,6 +99,18 @@ def test_an_unknown_endpoint_is_not_ready_and_cannot_become_so() -> None:
     assert (health.is_ready("x.y.z"), health.body()["endpoints"]) == (False, {})
 
 
+def test_an_endpoint_that_takes_no_requests_is_not_ready_whatever_is_observed_of_it() -> None:
+    health = HealthState(canary_enabled=True)
+    health.register("a.b.c", has_payload=True)
+    health.unregister("a.b.c")
+    health.set_ready("a.b.c", True)  # a request that still ran ended well, or a probe
+    health.set_ready("a.b.c", False, "the health check failed: late")
+    assert health.reason() == "a.b.c: it takes no requests now"
+    health.register("a.b.c", has_payload=True)
+    health.set_ready("a.b.c", True)
+    assert health.reason() is None
+
+
 # -- the canary
 
 

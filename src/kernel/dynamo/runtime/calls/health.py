@@ -26,6 +26,7 @@ class _Endpoint:
     is_ready: bool
     reason: str  # why it is not
     is_probed: bool  # by a canary
+    is_withdrawn: bool = False  # it takes no requests
 
 
 class HealthState:
@@ -72,14 +73,16 @@ class HealthState:
         self._endpoints[path] = _Endpoint(is_ready, reason, has_payload)
 
     def unregister(self, path: str) -> None:
-        """Mark an endpoint as taking no more requests; it stays listed as notready."""
+        """Mark an endpoint as taking no more requests; it stays listed as notready until it is registered again."""
         self.set_ready(path, False, "it takes no requests now")
+        if (endpoint := self._endpoints.get(path)) is not None:
+            endpoint.is_withdrawn = True
 
     def set_ready(self, path: str, ready: bool, reason: str = "it was reported so") -> None:
-        """Set an endpoint's readiness as a canary or real traffic observed it. An endpoint that is not registered is
-        ignored.
+        """Set an endpoint's readiness as a canary or real traffic observed it. An endpoint that is not registered, or no
+        longer, is ignored: the requests that it still has end well.
         """
-        if (endpoint := self._endpoints.get(path)) is not None:
+        if (endpoint := self._endpoints.get(path)) is not None and not endpoint.is_withdrawn:
             endpoint.is_ready, endpoint.reason = ready, f"{path}: {reason}"
 
     def add_trouble(self, trouble: Callable[[], str | None]) -> None:
