@@ -1,4 +1,4 @@
-"""How long the event loop is away."""
+"""How much this process computes while its event loop is away."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ __all__ = ["gaps_of_the_loop"]
 
 
 async def gaps_of_the_loop(stop: asyncio.Event) -> list[float]:
-    """Return how long the loop was away each time, beyond a millisecond, until `stop`."""
-    found, last = [], time.perf_counter()
+    """Return the CPU seconds of this process, all its threads, between two turns of the loop, each time until `stop`.
+
+    A callback that computes for a second makes a gap of a second, and so does a thread that holds the interpreter's lock
+    for one; what other programs on the machine take is in no gap.
+    """
+    found, last = [], time.process_time()
     while not stop.is_set():
         await asyncio.sleep(0.001)
-        now = time.perf_counter()
-        found.append(now - last - 0.001)
+        now = time.process_time()
+        found.append(now - last)
         last = now
     return found
