@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo.runtime.base.http_limits import HttpLimits, Rejection
+from dynamo.runtime.http import watch as watch_module
 from dynamo.runtime.http.connection import KNOWN_URL_BYTES
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION, PUSH_EXTENSION, RESPOND_EXTENSION
 from dynamo.runtime.http.head import status_line
@@ -359,3 +360,33 @@ async def test_usual_hosts_are_taken(host: str) -> None:
     async with serving(hello) as (service, _):
         head = f"GET / HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
         assert (await ask(service, head)).startswith(b"HTTP/1.1 200 ")
+
+
+async def _refused(service: HttpService, seconds: float) -> bytes:
+    """Return what a client reads that sends for so long beyond its refusal, and reads only then."""
+    reader, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
+    loop = asyncio.get_running_loop()
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: ")
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            until = loop.time() + seconds
+            while loop.time() < until:
+                writer.write(b"x" * 65536)
+                await writer.drain()
+            return await reader.read()
+    finally:
+        writer.transport.abort()
+
+
+async def test_a_refusal_waits_for_a_client_that_is_still_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "LINGER_SECONDS", 0.05)
+    async with serving(hello) as (service, _):
+        assert (await _refused(service, 0.5)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_client_that_never_stops_sending_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(watch_module, "LINGER_LIMIT_SECONDS", 0.2)
+    async with serving(hello) as (service, _):
+        with pytest.raises(ConnectionError):
+            await _refused(service, PATIENCE_SECONDS)

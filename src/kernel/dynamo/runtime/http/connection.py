@@ -119,6 +119,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
+            self._watch.drop()
             return
         if self._watch.phase is not _BODY and len(data) > FEED_BYTES:
             # In small steps, so that the limit is checked before a long header is assembled.
@@ -357,16 +358,15 @@ class HttpConnection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close as soon as the client has read what was written and left, or after `LINGER_SECONDS`."""
+        """Close when the client has read what was written and left, or has sent nothing for `LINGER_SECONDS`."""
         transport = self.transport
         if transport.is_closing() or self._watch.phase is _LEAVING:
             return
         self._is_refused = True
-        self._watch.enter(_LEAVING)
         self._gate.resume_reading()
         if transport.can_write_eof():
             transport.write_eof()
-        self._watch.arm()
+        self._watch.leave()
 
 
 def _has_one_host(headers: list[tuple[bytes, bytes]], version: str) -> bool:

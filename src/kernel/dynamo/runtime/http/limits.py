@@ -9,11 +9,11 @@ from dynamo.runtime.base.http_limits import Rejection
 
 LINGER_SECONDS: Final = 2.0
 """After a refusal the client may still be sending. Closing at once would make the kernel answer that with a reset, which
-throws away the refusal before it is read; so for this long what comes is read and dropped."""
+throws away the refusal before it is read; so what comes is read and dropped, until nothing has come for this long."""
 
-SPARE_CONNECTIONS: Final = (
-    64  # beyond the limit, for as many clients at once to get a refusal; the others are just closed
-)
+LINGER_LIMIT_SECONDS: Final = 30.0  # for a client that never stops sending
+
+SPARE_CONNECTIONS: Final = 64  # beyond the limit: as many clients at once get a refusal; the others are just closed
 
 
 class RenderRejection(Protocol):

@@ -7,7 +7,7 @@ import enum
 from typing import TYPE_CHECKING, Final, cast
 
 from dynamo.runtime.base.timers import due_of
-from dynamo.runtime.http.limits import LINGER_SECONDS
+from dynamo.runtime.http.limits import LINGER_LIMIT_SECONDS, LINGER_SECONDS
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
@@ -29,13 +29,13 @@ class Watch:
     """One timer, moved forward only when a deadline begins that is nearer than what it waits for: a request that arrives in
     one read moves nothing."""
 
-    __slots__ = ("_began", "_connection", "_loop", "_paused_at", "_timer", "_unread", "_unread_since", "phase")
+    __slots__ = ("_began", "_connection", "_end", "_loop", "_paused_at", "_timer", "_unread", "_unread_since", "phase")
 
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self.phase = ConnectionPhase.WAITING
-        self._began = self._unread_since = self._loop.time()
+        self._began = self._unread_since = self._end = self._loop.time()
         self._paused_at: float | None = None  # since when the client has not read enough
         self._unread = 0  # bytes in the write buffer at the last check
         self._timer: asyncio.TimerHandle | None = None
@@ -43,6 +43,16 @@ class Watch:
     def enter(self, phase: ConnectionPhase) -> None:
         self.phase = phase
         self._began = self._loop.time()
+
+    def leave(self) -> None:
+        """Begin to wait for a refused client to leave."""
+        self.enter(ConnectionPhase.LEAVING)
+        self._end = self._began + LINGER_LIMIT_SECONDS
+        self.arm()
+
+    def drop(self) -> None:
+        """Wait on: a refused client that is still sending reads the refusal after that."""
+        self._began = min(self._loop.time(), self._end - LINGER_SECONDS)
 
     def pause_writing(self) -> None:
         self._paused_at = self._loop.time()
