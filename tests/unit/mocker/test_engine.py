@@ -20,6 +20,7 @@ from dynamo.mocker.output import ReasoningShape, ResponseTrace
 from dynamo.placement.replica_events import BookedWorker, BookingEvent, decode_bookings
 from dynamo.runtime.calls.context import Context
 from dynamo.scheduling import HostTierOptions, SchedulerOptions
+from support.patience import PATIENCE_SECONDS
 from support.processes import until
 
 
@@ -311,14 +312,16 @@ def desk_of(engine: MockEngine) -> list[Any]:
 async def test_a_decode_worker_computes_a_prompt_that_nobody_computed() -> None:
     engine = MockEngine("m", options(role="decode"))
     await engine.start(0)
-    seconds = []
-    more: Any
-    for more in ({"prefill_result": {"disaggregated_params": {}}}, {}):
+
+    async def seconds_of(**more: Any) -> float:
         began = time.monotonic()
         await answer(engine, request(20, 1, **more))
-        seconds.append(time.monotonic() - began)
-    assert seconds[1] >= 0.016
-    assert seconds[0] < seconds[1]
+        return time.monotonic() - began
+
+    async with asyncio.timeout(PATIENCE_SECONDS):  # other programs on the machine may lengthen any one of them
+        while await seconds_of(prefill_result={"disaggregated_params": {}}) >= 0.016:
+            pass
+    assert await seconds_of() >= 0.016
     await engine.cleanup()
 
 
