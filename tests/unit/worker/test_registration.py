@@ -378,6 +378,19 @@ async def test_register_and_unregister(model_directory: Path) -> None:
     assert endpoint.cards == {}
 
 
+@pytest.mark.parametrize("kind", [ModelType.TensorBased, ModelType.Images, ModelType.Videos, ModelType.Realtime])
+async def test_nothing_of_a_model_is_read_for_an_api_without_a_tokenizer(
+    model_directory: Path, kind: ModelType
+) -> None:
+    (model_directory / "tokenizer.json").unlink()
+    endpoint, role = RecordingEndpoint(), WorkerType.Aggregated
+    with pytest.raises(InvalidArgument, match="neither tokenizer"):
+        await register_model(ModelInput.Tokens, kind | ModelType.Chat, endpoint, str(model_directory), worker_type=role)
+    await register_model(ModelInput.Tokens, kind, endpoint, str(model_directory), "m", worker_type=role)
+    card = decode_card(endpoint.cards[None])
+    assert (list(card.files()), card.context_length) == ([], 4096)
+
+
 async def test_a_status_server_offers_the_cards_files(model_directory: Path, tmp_path: Path) -> None:
     template = tmp_path / "config.json"  # the name of another artefact, from another directory
     template.write_text("{{ messages }}")

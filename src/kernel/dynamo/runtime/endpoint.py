@@ -92,17 +92,17 @@ class Endpoint:
 
     async def serve_endpoint(
         self,
-        handler: PythonHandler,
+        generator: PythonHandler,
         graceful_shutdown: bool = True,
         metrics_labels: MetricsLabels | None = None,
         health_check_payload: Mapping[str, object] | None = None,
     ) -> None:
-        """Serve with `async def handler(request[, context])` that yields; returns when the endpoint was shut down.
+        """Serve with `async def generator(request[, context])` that yields; returns when the endpoint was shut down.
 
         `graceful_shutdown` False: a shutdown of the runtime cuts the streams in flight instead of waiting for them.
         """
         served = await self.start_serving(
-            serve_python(handler, cancel_grace_seconds=self.runtime.settings.cancel_grace_seconds),
+            serve_python(generator, cancel_grace_seconds=self.runtime.settings.cancel_grace_seconds),
             metrics_labels=metrics_labels,
             health_check_payload=health_check_payload,
             graceful=graceful_shutdown,
@@ -113,16 +113,16 @@ class Endpoint:
             await served.close()
 
     async def serve_bidirectional_endpoint(
-        self, handler: PythonHandler, graceful_shutdown: bool = True, metrics_labels: MetricsLabels | None = None
+        self, generator: PythonHandler, graceful_shutdown: bool = True, metrics_labels: MetricsLabels | None = None
     ) -> None:
-        """Serve with `async def handler(requests[, context])` that yields; `requests` is iterated over with `async for`.
+        """Serve with `async def generator(requests[, context])` that yields; `requests` is iterated over with `async for`.
 
         Callers are native ones: on the native wire, over TCP or NATS. Any other request is an `InvalidArgument`. Returns
         when the endpoint was shut down.
         """
         grace = self.runtime.settings.cancel_grace_seconds
         served = await self.start_serving(
-            serve_python_stream(handler, cancel_grace_seconds=grace),
+            serve_python_stream(generator, cancel_grace_seconds=grace),
             metrics_labels=metrics_labels,
             graceful=graceful_shutdown,
             takes_stream=True,

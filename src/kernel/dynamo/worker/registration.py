@@ -69,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 RESERVED_TAINT_PREFIX: Final = "dynamo.topology/"  # written by the system itself
 MAX_TAINTS: Final = 256
+WITHOUT_TOKENIZER: Final = ModelType.TensorBased | ModelType.Images | ModelType.Videos | ModelType.Realtime
 BASE_SUFFIX: Final = "_base"  # where an adapter's slug would stand in the URL of a card's file
 
 Fetch = Callable[[str, bool], Awaitable[str]]
@@ -450,8 +451,8 @@ async def register_model(
     """Publish a model at an endpoint, so that frontends serve it.
 
     `model_path` is a directory, `hub:NAME` (fetched from the hub) or a mere name; `model_name` is what clients request
-    (default: the path as given). An adapter is registered with `lora_name` and `base_model_path` together, beside its base model. `ignore_weights` is
-    accepted for compatibility: a card never needs them. `worker_type` is required, and `needs` for every role but an
+    (default: the path as given). An adapter has `lora_name` and `base_model_path`, beside its base model. `ignore_weights`
+    is accepted for compatibility: a card never needs them. `worker_type` is required, and `needs` for every role but an
     aggregated worker's: what it cannot serve without, as alternatives (any of) of lists (all of). Raises InvalidArgument
     for bad arguments; where 1.6.1 raises ValueError, it is one, too.
     """
@@ -459,8 +460,8 @@ async def register_model(
     if (lora_name is None) != (base_model_path is None):
         raise RegistrationRefused("lora_name and base_model_path belong together: give both or neither")
     source = base_model_path if base_model_path is not None else model_path
-    takes_text = model_input is not ModelInput.Tokens
-    if takes_text:
+    # Neither text of a client nor the model's own tensors and media pass a tokenizer: nothing is fetched for them.
+    if model_input is not ModelInput.Tokens or (model_type and not model_type & ~WITHOUT_TOKENIZER):
         assets = await asyncio.to_thread(read_context_lengths, source)
     else:
         assets = (
