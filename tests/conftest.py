@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--forks") > 1:
         config.pluginmanager.register(ForkedRun(config.getoption("--forks")))
     os.environ["XDG_RUNTIME_DIR"] = folder.name  # also of the processes that tests start
+    # Other programs of a busy machine may hold any test for seconds; that is one line more in its log.
+    os.environ["DYN_LOOP_BLOCK_THRESHOLD_SECS"] = "60"
     config.add_cleanup(folder.cleanup)
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
