@@ -127,7 +127,7 @@ class OutputFields(Struct):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
-    formatted_prompt: str | None = None
+    formatted_prompt: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
 
