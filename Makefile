@@ -62,11 +62,12 @@ check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of
 house: $(VENV)/.dev ## the figures of the house beside their bars (ARGS="--list classes" names the places)
 	@$(BIN)/python tools/house.py $(ARGS)
 
-docs: $(VENV)/.dev ## write the tables of docs/metrics.md, settings.md, fields.md and tools-and-reasoning.md, and the dashboards of deploy/grafana, from the code
+docs: $(VENV)/.dev ## write the tables of docs/metrics.md, settings.md, fields.md, engines.md and tools-and-reasoning.md, and the dashboards of deploy/grafana, from the code
 	@$(BIN)/python tools/metrics_page.py
 	@$(BIN)/python tools/settings_page.py
 	@$(BIN)/python tools/formats_page.py
 	@$(BIN)/python tools/fields_page.py
+	@$(BIN)/python tools/engines_page.py
 	@$(BIN)/python tools/dashboards.py
 
 format: $(VENV)/.dev ## rewrite the code in the house style
