@@ -22,6 +22,7 @@ from dynamo.frontend.parts.scaling.signals import RoleSignal
 from dynamo.runtime.base.settings import SystemSettings
 from dynamo.runtime.discovery.kubernetes.records import GROUP, KIND, PLURAL, SELECTOR, VERSION
 from support.cases import each_case
+from support.operator_admission import admission_errors
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -43,6 +44,12 @@ MODELS = {
     "HorizontalPodAutoscaler": "V2HorizontalPodAutoscaler",
     "CustomResourceDefinition": "V1CustomResourceDefinition",
 }
+
+
+def components_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the components of an object of the native operator."""
+    spec: dict[str, Any] = found["spec"]
+    return spec["components"] if found["kind"] == "DynamoGraphDeployment" else [spec]
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
@@ -84,9 +91,9 @@ def check(value: Any, kind: str, where: str) -> None:
 def test_a_manifest_has_the_shape_of_the_api(found: dict[str, Any]) -> None:
     if found["kind"] == "Kustomization":
         assert {(DEPLOY / "kubernetes" / name).exists() for name in found["resources"]} == {True}
-    elif found["kind"] == "DynamoGraphDeployment":
-        jsonschema.validate(found, GRAPH_SCHEMA)
-        for component in found["spec"]["components"]:
+    elif found["kind"] in ("DynamoGraphDeployment", "DynamoComponentDeployment"):
+        assert admission_errors(found) == []  # each rule by itself: test_operator_objects.py
+        for component in components_of(found):
             check(component["podTemplate"], "V1PodTemplateSpec", component["name"])
     elif found["kind"] == "ScaledObject":
         jsonschema.validate(found, SCALED_OBJECT_SCHEMA)
@@ -162,39 +169,6 @@ def test_the_autoscalers_find_what_the_frontend_gives() -> None:
     assert metric["selector"]["matchLabels"].keys() <= set(family.labels)
 
 
-GRAPH_SCHEMA = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "nvidia.com/v1beta1"},
-        "kind": {"const": "DynamoGraphDeployment"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["components"],
-            "properties": {
-                "components": {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "additionalProperties": False,
-                        "required": ["name", "type", "podTemplate"],
-                        "properties": {
-                            "name": {"type": "string"},
-                            "type": {"enum": ["frontend", "worker", "prefill", "decode"]},
-                            "replicas": {"type": "integer", "minimum": 1},
-                            "podTemplate": {"type": "object"},
-                        },
-                    },
-                }
-            },
-        },
-    },
-}
-
 SERVICE_SCHEMA = {
     "type": "object",
     "additionalProperties": False,
@@ -244,9 +218,11 @@ def containers() -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     for name, found in of_kind("Deployment").items():
         pod = found["spec"]["template"]["spec"]
         yield name, pod["containers"][0], pod
-    for component in of_kind("DynamoGraphDeployment")["dynamo-sample"]["spec"]["components"]:
-        pod = component["podTemplate"]["spec"]
-        yield component["name"], pod["containers"][0], pod
+    for kind in ("DynamoGraphDeployment", "DynamoComponentDeployment"):
+        for found in of_kind(kind).values():
+            for component in components_of(found):
+                pod = component["podTemplate"]["spec"]
+                yield component["name"], pod["containers"][0], pod
 
 
 def environment(container: Mapping[str, Any]) -> dict[str, str]:
@@ -382,7 +358,13 @@ def test_every_file_is_used() -> None:
     }
     known = listed | {
         DEPLOY / "kubernetes" / name
-        for name in ("kustomization.yaml", "graph-deployment.yaml", "autoscale-hpa.yaml", "autoscale-keda.yaml")
+        for name in (
+            "kustomization.yaml",
+            "graph-deployment.yaml",
+            "component-deployment.yaml",
+            "autoscale-hpa.yaml",
+            "autoscale-keda.yaml",
+        )
     }
     known |= {DEPLOY / "Containerfile", DEPLOY / "docker-compose.yml"}
     known |= {
