@@ -1,7 +1,7 @@
 """`make bench-models`: SmolLM2 by llama.cpp behind our frontend and worker, against llama.cpp's own server on the same file.
 
 All run side by side with the same slots and threads, one of them loaded at a time, round after round, each round in another
-order. `text`: llama.cpp tokenizes and has the template, as `dynamo serve smollm2` has it; `tokens`: our frontend does.
+order. `text`: llama.cpp tokenizes and has the template, as with `--engine llamacpp-text`; `tokens`: our frontend does, as with `dynamo serve smollm2`.
 The first token is judged by how much later it comes, tokens per second by the ratio; the bars are for the medians.
 """
 
@@ -26,9 +26,11 @@ from cases import Figures, chat, driven, load, measured_load, prepared, streamin
 from model import words
 from stack import Stack, free_port, processes
 
-from support.real_models import BARE, CONTEXT, LLAMA, located, write_tokenizer
+from support.real_models import BARE, CONTEXT, LLAMA, located
 
 START_SECONDS = 120.0
+ENGINES = {"text": "text_engine:LlamaCppTextEngine", "tokens": "engine:LlamaCppEngine"}
+RUN = "from dynamo.llamacpp.{} import {} as Engine; from dynamo.worker.run import run; run(Engine)"
 SLOTS = 8
 WORDS = 16
 REQUESTS_PER_STREAM = 4
@@ -40,10 +42,9 @@ FIRST_TOKEN_BAR_MS = 2.0
 @contextlib.contextmanager
 def stacks(python: str, file: Path, folder: Path) -> Iterator[dict[str, Stack]]:
     """Start llama.cpp's own server, and ours in both modes."""
-    tokenizer = write_tokenizer(file, folder / "tokenizer")
     with contextlib.ExitStack() as held:
         found = {}
-        for name, flags in (("bare", ()), ("text", ()), ("tokens", ("--tokenizer", str(tokenizer)))):
+        for name in ("bare", "text", "tokens"):
             port, home = free_port(), folder / name
             home.mkdir()
             kept = {key: value for key, value in os.environ.items() if not key.startswith("DYN_")}
@@ -53,7 +54,7 @@ def stacks(python: str, file: Path, folder: Path) -> Iterator[dict[str, Stack]]:
                 "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
                 "DYN_LOG": "info",
             }
-            commands = bare(python, file, port) if name == "bare" else ours(python, file, port, *flags)
+            commands = bare(python, file, port) if name == "bare" else ours(python, file, port, ENGINES[name])
             found[name] = held.enter_context(processes(commands, port, env, home, patience_seconds=START_SECONDS))
         yield found
 
@@ -66,13 +67,13 @@ def bare(python: str, file: Path, port: int) -> dict[str, list[str]]:
     return {"server": [python, "-c", f"{BARE}\nimport signal; signal.pause()", settings]}
 
 
-def ours(python: str, file: Path, port: int, *flags: str) -> dict[str, list[str]]:
+def ours(python: str, file: Path, port: int, engine: str) -> dict[str, list[str]]:
     """The commands of worker and frontend."""
     own = ["--model", str(file), "--served-model-name", "bench", "--discovery-backend", "file"]
     size = ["--slots", str(SLOTS), "--threads", "1", "--context-length", str(CONTEXT)]
     http = ["--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(port)]
     return {
-        "worker": [python, "-m", "dynamo.llamacpp", *own, *size, *flags],
+        "worker": [python, "-c", RUN.format(*engine.split(":")), *own, *size],
         "frontend": [sys.executable, "-m", "dynamo.frontend", *http],
     }
 

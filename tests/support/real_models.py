@@ -1,4 +1,4 @@
-"""Real models that come as packages, for tests: where they are, llama.cpp's own server over one, and a tokenizer.json of one.
+"""Real models that come as packages, for tests: where they are, llama.cpp's own server over one.
 
 `make test-models` makes the environments, whose Pythons are named by DYNAMO_LLAMACPP_PYTHON and DYNAMO_TRANSFORMERS_PYTHON.
 """
@@ -26,13 +26,11 @@ __all__ = [
     "bare_llama",
     "located",
     "served_llama",
-    "write_tokenizer",
 ]
 
 PROMPTS: Final = int(os.environ.get("MODEL_PROMPTS") or 500)
 LLAMA: Final = "DYNAMO_LLAMACPP_PYTHON"
 TRANSFORMERS: Final = "DYNAMO_TRANSFORMERS_PYTHON"
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens, as GGUF numbers them
 LOCATE: Final = "import sys; from dynamo.cli.packaged_models import packaged; print(packaged(sys.argv[1]).locate())"
 BARE: Final = """
 import json, sys, xllamacpp
@@ -118,54 +116,19 @@ def bare_llama(python: str, file: Path, slots: int, **more: Any) -> Iterator[Ser
 
 
 @contextmanager
-def served(root: Path, python: str, model: str, *flags: str) -> Iterator[Server]:
+def served(root: Path, python: str, model: str, *flags: str, engine: str = "") -> Iterator[Server]:
     """`dynamo serve MODEL`. `flags`: those of the engine."""
     root.mkdir(parents=True)
-    named = ["--served-model-name", "real"]
-    with serve_command(root, model, "--http-port", "0", "--", *named, *flags, python=python) as command:
+    chosen, named = (["--engine", engine] if engine else []), ["--served-model-name", "real"]
+    argv = ["--http-port", "0", *chosen, "--", *named, *flags]
+    with serve_command(root, model, *argv, python=python) as command:
         command.wait_ready()
         yield Server(command.port, "real")
 
 
 @contextmanager
-def served_llama(root: Path, python: str, model: str, slots: int, *more: str) -> Iterator[Server]:
+def served_llama(root: Path, python: str, model: str, slots: int, *more: str, engine: str = "") -> Iterator[Server]:
     """`dynamo serve MODEL` with llama.cpp, with as many threads as `bare_llama`. `more`: flags of the engine."""
     flags = ["--slots", str(slots), "--context-length", str(CONTEXT), "--threads", "1"]
-    with served(root, python, model, *flags, *more) as server:
+    with served(root, python, model, *flags, *more, engine=engine) as server:
         yield server
-
-
-def write_tokenizer(file: Path, directory: Path) -> Path:
-    """Write the tokenizer and the template of SmolLM2's GGUF file in the Hugging Face layout, and return `directory`."""
-    import gguf
-
-    fields = gguf.GGUFReader(file).fields
-
-    def content(name: str) -> Any:
-        return fields[f"tokenizer.{name}"].contents()
-
-    assert content("ggml.pre") == "smollm"
-    texts, kinds = content("ggml.tokens"), content("ggml.token_type")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    added = [
-        {"id": number, "content": text, "special": kind == CONTROL}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for number, (text, kind) in enumerate(zip(texts, kinds, strict=True))
-        if kind in (CONTROL, USER_DEFINED)
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": added,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
-        },
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {t: n for n, t in enumerate(texts)}, "merges": content("ggml.merges")},
-    }
-    named = {f"{name}_token": texts[content(f"ggml.{name}_token_id")] for name in ("bos", "eos")}
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {"tokenizer_class": "GPT2Tokenizer", "chat_template": content("chat_template"), **named}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory

@@ -38,7 +38,7 @@ WEATHER: dict[str, Any] = {
 def serving(python: str, root: Path, *argv: str) -> Iterator[tuple[Process, OpenAI, str]]:
     """The command, a client of it, and the model's name; the command has to end well."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(root)}
     command = [python, "-m", "dynamo.cli.main", "serve", *argv, "--port", "0"]
     process = Process("serve", command, environment, root / "serve.log")
     try:
@@ -57,10 +57,9 @@ def ask(client: OpenAI, model: str, text: str = SUM, **more: Any) -> Any:
 
 
 @needs_llama
-def test_a_gguf_file_alone_is_served_by_its_own_template(tmp_path: Path) -> None:
+def test_a_gguf_file_is_served_by_its_own_template_where_that_is_asked_for(tmp_path: Path) -> None:
     file = write_gguf(FILES, tmp_path / "demo.gguf")
-    with serving(LLAMA, tmp_path, str(file)) as (process, client, model):
-        assert "engine llamacpp-text: a GGUF file alone" in process.log
+    with serving(LLAMA, tmp_path, str(file), "--engine", "llamacpp-text") as (_, client, model):
         assert model == "demo"
         answer = ask(client, model)
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("42", "stop")
@@ -86,6 +85,14 @@ def test_two_gguf_files_take_turns_under_a_budget_of_one(tmp_path: Path) -> None
             ("one", "loaded"), ("one", "unloaded"), ("two", "loaded"), ("two", "unloaded"), ("one", "loaded"),
         ]  # fmt: skip
         assert all(int(taken) <= 210 for taken in re.findall(r"and takes (\d+) MB", process.log))
+
+
+@needs_llama
+def test_a_gguf_file_alone_is_served_in_tokens(tmp_path: Path) -> None:
+    file = write_gguf(FILES, tmp_path / "demo.gguf")
+    with serving(LLAMA, tmp_path, str(file)) as (process, client, model):
+        assert "engine llamacpp: a GGUF file alone, whose own tokenizer and template are used" in process.log
+        assert ask(client, model).choices[0].message.content == "42"
 
 
 @needs_llama

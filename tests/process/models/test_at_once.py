@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from support.http_client import CHAT
-from support.real_models import PROMPTS, Answer, Server, bare_llama, served_llama, write_tokenizer
+from support.real_models import PROMPTS, Answer, Server, bare_llama, served_llama
 from support.real_prompts import SCHEMAS, THINGS, greedy_requests
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(1800)]
@@ -39,11 +39,10 @@ T = TypeVar("T")
 def served(smollm2: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     root = tmp_path_factory.mktemp("at-once")
     python, file = smollm2
-    tokenizer = write_tokenizer(file, root / "tokenizer")
     with ExitStack() as stack:
-        text = stack.enter_context(served_llama(root / "text", python, "smollm2", SLOTS))
-        flags = ("--tokenizer", str(tokenizer), "--dyn-tool-call-parser", "hermes")
-        tokens = stack.enter_context(served_llama(root / "tokens", python, str(file), SLOTS, *flags))
+        text = stack.enter_context(served_llama(root / "text", python, str(file), SLOTS, engine="llamacpp-text"))
+        flags = ("--dyn-tool-call-parser", "hermes")
+        tokens = stack.enter_context(served_llama(root / "tokens", python, "smollm2", SLOTS, *flags))
         yield {"text": text, "tokens": tokens}
 
 

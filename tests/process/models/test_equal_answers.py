@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 
 from support.http_client import CHAT, COMPLETIONS, Reply
-from support.real_models import PROMPTS, Answer, Server, bare_llama, served_llama, write_tokenizer
+from support.real_models import PROMPTS, Answer, Server, bare_llama, served_llama
 from support.real_prompts import greedy_requests
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(3600)]
@@ -32,14 +32,11 @@ def servers(smollm2: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory)
     """llama.cpp's own, and ours: llama.cpp tokenizes, or the frontend does."""
     root = tmp_path_factory.mktemp("equal")
     python, file = smollm2
-    tokenizer = write_tokenizer(file, root / "tokenizer")
     with ExitStack() as stack:
         yield {
             "bare": stack.enter_context(bare_llama(python, file, 1)),
-            "text": stack.enter_context(served_llama(root / "text", python, "smollm2", 1)),
-            "tokens": stack.enter_context(
-                served_llama(root / "tokens", python, str(file), 1, "--tokenizer", str(tokenizer))
-            ),
+            "text": stack.enter_context(served_llama(root / "text", python, str(file), 1, engine="llamacpp-text")),
+            "tokens": stack.enter_context(served_llama(root / "tokens", python, "smollm2", 1)),
         }
 
 

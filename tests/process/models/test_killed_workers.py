@@ -15,7 +15,7 @@ import pytest
 from dynamo.runtime.base.process_guard import descendants
 from support.engine_cluster import MODEL, EngineCase, ServedEngine, served_engine
 from support.processes import Worker
-from support.real_models import CONTEXT, LLAMA, bare_llama, write_tokenizer
+from support.real_models import CONTEXT, LLAMA, bare_llama
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(1800)]
 
@@ -28,14 +28,13 @@ BUSY: Final = "dynamo_component_inflight_requests"
 
 @dataclass(frozen=True)
 class RealCase(EngineCase):
-    """llama.cpp with a file, and a tokenizer beside it."""
+    """llama.cpp with a file."""
 
     file: Path = Path()
 
     def arguments(self, directory: Path) -> list[str]:
-        tokenizer = write_tokenizer(self.file, directory / "tokenizer")
         threads = ("--threads", "1", "--context-length", str(CONTEXT))
-        return ["--model", str(self.file), "--tokenizer", str(tokenizer), "--slots", "1", *threads]
+        return ["--model", str(self.file), "--slots", "1", *threads]
 
 
 @pytest.fixture(scope="module")

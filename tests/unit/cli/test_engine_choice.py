@@ -85,13 +85,16 @@ def test_a_directory_of_sentence_transformers_goes_to_transformers_for_vectors(m
     assert given.engine_args == ("--model-name", str(model), "--embedding-worker")
 
 
-def test_a_gguf_file_goes_to_llama_cpp(tmp_path: Path, install: Install) -> None:
+def test_a_gguf_file_goes_to_llama_cpp(tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
     with pytest.raises(UsageError, match=r"pip install .*xllamacpp"):
         choose_engine(file)
     install("xllamacpp")
-    assert choose_engine(file).engine == "llamacpp-text"
+    assert choose_engine(file).engine == "llamacpp-text"  # there is no tokenizer in it, or of an unknown rule
+    with monkeypatch.context() as known:
+        known.setattr("dynamo.llamacpp.gguf_tokenizer.has_known_tokenizer", {file: True}.__getitem__)
+        assert choose_engine(file).engine == "llamacpp"
     assert choose_engine(file, has_tokenizer_flag=True).engine == "llamacpp"
     (tmp_path / "tokenizer.json").touch()
     assert (choose_engine(file).engine, choose_engine(file).model) == ("llamacpp", str(file))

@@ -17,6 +17,7 @@ from dynamo.contract.config import DEFAULT_ENDPOINT_TYPES, WorkerConfig
 from dynamo.engines.adapter import positive, refuse_roles
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.gguf_header import GgufHeader, read_gguf_header
+from dynamo.llamacpp.gguf_tokenizer import tokenizer_of
 from dynamo.protocol.model_types import ModelInput
 from dynamo.settings.extras import install_command
 
@@ -31,9 +32,10 @@ UNKNOWN_CONTEXT: Final = 4096  # tokens, where neither flag nor file gives it
 LAST_TOKEN: Final = 3  # llama.cpp's number of the pooling
 VECTORS: Final = "embedding"
 _EPILOG: Final = """\
-A directory with the model's tokenizer.json (--tokenizer DIR, or the GGUF file's own directory) makes the frontend tokenize, with
-all that follows from it: tool calls, reasoning, stop strings, guided decoding. With the file alone llama.cpp does these by
-the template in the file, and chat and completions are served.
+The frontend tokenizes, with all that follows from it: tool calls, reasoning, stop strings, guided decoding, streams that go on
+when a worker dies. The tokenizer is that of --tokenizer DIR, else the tokenizer.json beside the GGUF file, else the file's own,
+where its rule is known here (docs/engines.md). Where there is none, llama.cpp tokenizes, and does the rest by the template in
+the file; --engine llamacpp-text of `dynamo serve` asks for that.
 """
 
 
@@ -109,8 +111,8 @@ def read_arguments(
     tokenizer = _tokenizer(args.tokenizer, file) if model_input is ModelInput.Tokens else None
     if tokenizer is None and model_input is ModelInput.Tokens:
         raise InvalidArgument(
-            f"there is no tokenizer.json beside {file}; give its directory with --tokenizer DIR, or serve text "
-            "(python -m dynamo.llamacpp does so by itself; --engine llamacpp-text)"
+            f"there is no tokenizer.json beside {file}, and the rule of its own is not known here; give the directory of "
+            "one with --tokenizer DIR, or serve text (python -m dynamo.llamacpp does so by itself; --engine llamacpp-text)"
         )
     if args.embedding_worker and tokenizer is None:
         raise InvalidArgument(
@@ -178,7 +180,7 @@ def _file(args: argparse.Namespace) -> Path:
 
 def _tokenizer(given: str | None, file: Path) -> Path | None:
     if given is None:
-        return tokenizer_beside(file)
+        return tokenizer_beside(file) or tokenizer_of(file)
     directory = Path(given).expanduser().absolute()
     if not (directory / "tokenizer.json").is_file():
         raise InvalidArgument(f"--tokenizer {given}: there is no tokenizer.json in this directory")
@@ -198,7 +200,7 @@ def _parser() -> BackendArgumentParser:
     add(
         "--tokenizer",
         metavar="DIR",
-        help="directory of the model's tokenizer.json (default: the file's, if it is there)",
+        help="directory of the model's tokenizer.json (default: the file's, if it is there, else the file's own tokenizer)",
     )
     add(
         "--context-length",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -17,6 +17,7 @@ MAX_ENTRIES: Final = 100_000  # of metadata; files have a few dozen
 MAX_KEY_BYTES: Final = 65_535  # a limit of the format
 MAX_TEXT_BYTES: Final = 16 * 2**20  # a chat template may have 20 kB
 MAX_ITEMS: Final = 50_000_000  # of one list; vocabularies have up to a million
+MAX_KEPT_ITEMS: Final = 2_000_000  # of a list that is read
 MAX_TENSORS: Final = 1_000_000
 MAX_DIMENSIONS: Final = 4
 ALIGNMENT: Final = 32  # where the file names none
@@ -83,14 +84,23 @@ def read_gguf_header(path: Path) -> GgufHeader:
     )
 
 
+def read_gguf_metadata(path: Path, *, lists: Collection[str] = ()) -> dict[str, Any]:
+    """Read the metadata of a file, of its lists those of these keys. Raises InvalidArgument as `read_gguf_header` does."""
+    try:
+        with path.open("rb") as file:
+            return _Reader(file, path).metadata(lists)
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 class _Reader:
-    """Walks the head of one open file. Lists are skipped: vocabularies are long, and nothing here needs them."""
+    """Walks the head of one open file. Lists that are not named are skipped: vocabularies are long."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
         self._tensors = 0
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self, lists: Collection[str] = ()) -> dict[str, Any]:
         if self._file.read(len(MAGIC)) != MAGIC:
             raise InvalidArgument(f"{self._path} is not a GGUF file")
         version = self._number("I")
@@ -103,7 +113,7 @@ class _Reader:
         found: dict[str, Any] = {}
         for _ in range(entries):
             key = self._text(MAX_KEY_BYTES)
-            found[key] = self._value(self._number("I"))
+            found[key] = self._value(self._number("I"), is_kept=key in lists)
         return found
 
     def end_of_tensors(self, alignment: Any) -> int:
@@ -121,14 +131,25 @@ class _Reader:
         step = alignment if isinstance(alignment, int) and alignment > 0 else ALIGNMENT
         return -(-self._file.tell() // step) * step + end if end else 0
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, *, is_kept: bool) -> Any:
         if kind in SCALARS:
             return self._number(SCALARS[kind])
         if kind == STRING:
             return self._text(MAX_TEXT_BYTES)
         if kind == ARRAY:
-            return self._skip_list()
+            return self._list() if is_kept else self._skip_list()
         raise self._broken(f"it holds a value of the unknown type {kind}")
+
+    def _list(self) -> list[Any]:
+        kind, items = self._number("I"), self._number("Q")
+        if items > MAX_KEPT_ITEMS:
+            raise self._broken(f"it claims a list of {items} items")
+        if kind == STRING:
+            return [self._text(MAX_KEY_BYTES) for _ in range(items)]
+        if kind not in SCALARS:
+            raise self._broken(f"it holds a list of the type {kind} where texts or numbers belong")
+        form = f"<{items}{SCALARS[kind]}"
+        return list(struct.unpack(form, self._bytes(struct.calcsize(form))))
 
     def _skip_list(self) -> None:
         kind, items = self._number("I"), self._number("Q")

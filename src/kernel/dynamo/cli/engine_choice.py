@@ -5,6 +5,7 @@ Nothing here imports an engine: whether a package is installed, and knows a mode
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -26,6 +27,7 @@ MAGIC: Final = ((b"GGUF", ".gguf"), (b"PK\x03\x04", ".zip"), (b"\x1f\x8b", ".gz"
 LAYOUT: Final = "a directory in the HuggingFace layout (config.json, tokenizer.json, *.safetensors)"
 PYTORCH: Final = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 ARCHIVES: Final = frozenset({".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".7z"})
+OF_FILES: Final = "dynamo.llamacpp.gguf_tokenizer"  # its `has_known_tokenizer(file)` is true where tokens can be served
 DESCRIPTIONS: Final = frozenset({"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"})
 
 
@@ -108,7 +110,9 @@ def choose_engine(model: Path | None, *, has_tokenizer_flag: bool = False) -> En
             raise UsageError(f"{file} is a GGUF file, for which llama.cpp is needed: {install_command('llamacpp')}")
         if has_tokenizer_flag or (file.parent / "tokenizer.json").is_file():
             return EngineChoice("llamacpp", "a GGUF file, with the model's tokenizer beside it", str(file))
-        return EngineChoice("llamacpp-text", "a GGUF file alone, whose own tokenizer and template are used", str(file))
+        if importlib.import_module(OF_FILES).has_known_tokenizer(file):
+            return EngineChoice("llamacpp", "a GGUF file alone, whose own tokenizer and template are used", str(file))
+        return EngineChoice("llamacpp-text", "a GGUF file alone, whose tokenizer only llama.cpp has", str(file))
     if model.is_file():
         raise UsageError(describe_model_file(model))
     architecture, kind = _architecture(model)
