@@ -26,9 +26,21 @@ cd rust
 cargo fmt --check
 (cd .. && "${PYTHON:-python3}" -m pytest -q tests/unit/docs/test_rust_sources.py)
 cargo clippy "${flags[@]}" --workspace --all-targets --all-features -- -D warnings
+tls=dynamo-backend-tls # a workspace of its own: it needs OpenSSL, and the others do not
+if (cd $tls && cargo fetch --quiet "${flags[@]}" 2> /dev/null) && pkg-config --exists openssl 2> /dev/null; then
+  (cd $tls && cargo fmt --check && cargo clippy "${flags[@]}" --all-targets -- -D warnings && cargo test "${flags[@]}")
+else
+  echo "test-rust: $tls is skipped: OpenSSL or its crates are not there. They come with:"
+  echo "  apt-get install libssl-dev pkg-config librust-openssl-dev librust-tokio-openssl-dev"
+  tls=
+fi
 if [ -n "${RUST_QUICK:-}" ]; then
   cargo test "${flags[@]}" --workspace --all-features --lib --bins
   exit 0
+fi
+if [ -n "$tls" ]; then
+  (cd $tls && cargo build "${flags[@]}" --examples)
+  export RUST_TLS_ENGINE=$target/debug/examples/tls-sample
 fi
 cargo test "${flags[@]}" --workspace --all-features
 cargo build "${flags[@]}" --workspace

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -92,8 +93,11 @@ class Answer:
 class NativeCaller:
     """Sends requests to one worker and awaits its answers."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(
+        self, address: str, *, calls: ssl.SSLContext | None = None, listens: ssl.SSLContext | None = None
+    ) -> None:
+        """`calls`, `listens`: TLS of its call, and of the listener for its answers."""
+        self.address, self._calls, self._listens = address, calls, listens
         self._awaited: dict[str, Answer] = {}
         self.request_streams: dict[str, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
         self._writers: list[asyncio.StreamWriter] = []
@@ -114,14 +118,14 @@ class NativeCaller:
             answer.connected.set_result((reader, writer))
 
     async def listen(self) -> None:
-        self._server = await asyncio.start_server(self._called_home, "127.0.0.1", 0, backlog=1024)
+        self._server = await asyncio.start_server(self._called_home, "127.0.0.1", 0, backlog=1024, ssl=self._listens)
         self.listening = self._server.sockets
         self.port = self.listening[0].getsockname()[1]
 
     async def open(self) -> None:
         await self.listen()
         host, _, port = self.address.rpartition(":")
-        self.reader, self.writer = await asyncio.open_connection(host, int(port))
+        self.reader, self.writer = await asyncio.open_connection(host, int(port), ssl=self._calls)
         self._writers.append(self.writer)
 
     async def close(self) -> None:
@@ -188,8 +192,10 @@ class NativeCaller:
 
 
 @asynccontextmanager
-async def native_caller(address: str) -> AsyncIterator[NativeCaller]:
-    caller = NativeCaller(address)
+async def native_caller(
+    address: str, *, calls: ssl.SSLContext | None = None, listens: ssl.SSLContext | None = None
+) -> AsyncIterator[NativeCaller]:
+    caller = NativeCaller(address, calls=calls, listens=listens)
     await caller.open()
     try:
         yield caller

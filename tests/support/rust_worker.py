@@ -15,6 +15,7 @@ from dynamo.runtime.calls.request_plane.base import Instance
 from support.processes import Process, get
 
 ENGINE = os.environ.get("RUST_SAMPLE_ENGINE", "")
+TLS_ENGINE = os.environ.get("RUST_TLS_ENGINE", "")
 RAW_ENGINE = str(Path(ENGINE).parent / "raw-engine")  # built beside it
 NEEDS_ENGINE = pytest.mark.skipif(not ENGINE, reason="no Rust worker: `make test-rust` builds one (RUST_SAMPLE_ENGINE)")
 
@@ -26,15 +27,23 @@ class RustWorker(Process):
     environment: Mapping[str, str] = {}
 
     @classmethod
-    def start(cls, root: Path, *flags: str, delay: str = "0.001", is_raw: bool = False, **env: str) -> RustWorker:
-        """Start the sample engine, or the raw engine of `rust/scripted-engine`."""
+    def start(
+        cls,
+        root: Path,
+        *flags: str,
+        delay: str = "0.001",
+        is_raw: bool = False,
+        has_tls: bool = False,
+        **env: str,
+    ) -> RustWorker:
+        """Start the sample engine, also as a program that has TLS, or the raw engine of `rust/scripted-engine`."""
         plain = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         own = {
             "DYN_FILE_KV": str(root / "store"),
             "DYN_SYSTEM_PORT": "0",
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
         }
-        argv = [RAW_ENGINE] if is_raw else [ENGINE, "--delay", delay]
+        argv = [RAW_ENGINE] if is_raw else [TLS_ENGINE if has_tls else ENGINE, "--delay", delay]
         worker = cls("rust", [*argv, *flags], plain | own | env, root / "rust.log")
         worker.store, worker.environment = root / "store", plain | own
         return worker

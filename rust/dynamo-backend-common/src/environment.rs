@@ -2,23 +2,12 @@
 
 use crate::config::WorkerConfig;
 use crate::error::DynamoError;
+use crate::plane::Security;
 use crate::settings;
 use crate::telemetry::ExportSettings;
 
 /// An address that only this machine reaches.
 pub(crate) const LOOPBACK: &str = "127.0.0.1";
-
-/// Settings of TLS, for listeners and for the answers of native callers.
-const TLS: [&str; 8] = [
-    "DYN_TCP_TLS_CERT_PATH",
-    "DYN_TCP_TLS_KEY_PATH",
-    "DYN_TCP_TLS_CA_CERT_PATH",
-    "DYN_TCP_TLS_INSECURE",
-    "DYN_TCP_TLS_SERVER_NAME",
-    "DYN_TCP_TLS_CLIENT_CERT_PATH",
-    "DYN_TCP_TLS_CLIENT_KEY_PATH",
-    "DYN_TCP_TLS_CLIENT_CA_CERT_PATH",
-];
 
 /// Refuses what the operator set and this SDK cannot do: going on without it would be worse than not starting.
 pub(crate) fn check(config: &WorkerConfig) -> Result<(), DynamoError> {
@@ -31,19 +20,7 @@ pub(crate) fn check(config: &WorkerConfig) -> Result<(), DynamoError> {
         let text = format!("event_plane {plane:?} is not built into the Rust SDK: use zmq");
         return Err(DynamoError::invalid(text));
     }
-    let asks_for_tls = |name: &str| match name {
-        "DYN_TCP_TLS_INSECURE" => settings::switch(name, false),
-        _ => settings::text(name).is_some(),
-    };
-    for name in TLS {
-        if asks_for_tls(name) {
-            let text = format!(
-                "{name} is set, and the Rust SDK has no TLS: unset it, and use DYN_TCP_SECRET_PATH on a trusted network or \
-                 a tunnel on another one"
-            );
-            return Err(DynamoError::invalid(text));
-        }
-    }
+    Security::check()?;
     ExportSettings::from_env()?;
     if settings::text("DYN_CHAOS").is_some() {
         let text = "DYN_CHAOS is set, and the Rust SDK injects no faults: unset it for this worker";

@@ -53,8 +53,8 @@
 //!
 //! # What is not built
 //!
-//! Discovery other than `file` and `etcd`, request and event planes other than `tcp` and `zmq`, TLS, fault injection: a setting that asks
-//! for one of these ends the start with an error that says so. LoRA adapters: a worker runs without them.
+//! Discovery other than `file` and `etcd`, request and event planes other than `tcp` and `zmq`, fault injection: a setting that
+//! asks for one of these ends the start with an error that says so. [TLS](tls) comes with a crate of its own. LoRA adapters: a worker runs without them.
 
 /// The page for writers of engines: its snippets are compiled and run as they stand there.
 #[cfg(doctest)]
@@ -97,6 +97,7 @@ mod status;
 pub mod telemetry;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod tls;
 mod wire;
 mod worker;
 

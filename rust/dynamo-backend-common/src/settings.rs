@@ -75,6 +75,8 @@ pub(crate) struct ListenerSettings {
     pub(crate) max_connections: usize,
     pub(crate) max_streams: usize,
     pub(crate) handshake: Duration,
+    pub(crate) max_handshakes: usize,
+    pub(crate) tls_handshake: Duration,
     pub(crate) message: Duration,
     pub(crate) silence: Duration,
     pub(crate) write_stall: Duration,
@@ -86,6 +88,8 @@ pub(crate) struct ListenerSettings {
 }
 
 const MEGABYTE: usize = 1024 * 1024;
+/// Far beyond what a process can hold.
+const MOST_HANDSHAKES: usize = 1 << 20;
 
 impl ListenerSettings {
     /// Reads `DYN_TCP_*` and the limits of requests.
@@ -111,6 +115,8 @@ impl ListenerSettings {
             max_connections: size("DYN_TCP_MAX_CONNECTIONS", 4096, 1),
             max_streams: size("DYN_TCP_MAX_STREAMS", 16_384, 1),
             handshake: seconds("DYN_TCP_HANDSHAKE_TIMEOUT_SECS", 10.0, 0.1),
+            max_handshakes: size("DYN_TCP_MAX_UNAUTHENTICATED", 256, 1).min(MOST_HANDSHAKES),
+            tls_handshake: seconds("DYN_TCP_TLS_HANDSHAKE_TIMEOUT_SECS", 3.0, 0.1),
             message: seconds("DYN_TCP_MESSAGE_TIMEOUT_SECS", 30.0, 0.1),
             silence: seconds("DYN_TCP_SILENCE_SECS", 90.0, 1.0),
             write_stall: seconds("DYN_TCP_WRITE_STALL_SECS", 60.0, 0.1),

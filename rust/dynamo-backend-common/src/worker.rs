@@ -320,9 +320,10 @@ impl Worker {
         }
         let server = Server::new(self.listener_settings(), self.metrics.listener().clone())?;
         let (listener, address) = server.bind(discovery.default_host()).await?;
-        if !address.ip().is_loopback() && server.secret.is_none() {
+        if !address.ip().is_loopback() && server.security.secret.is_none() && server.security.acceptor.is_none() {
             tracing::warn!(
-                "anybody who reaches this worker can send it requests: DYN_TCP_SECRET_PATH is not set (docs/security.md)"
+                "anybody who reaches this worker can send it requests: neither DYN_TCP_SECRET_PATH nor \
+                 DYN_TCP_TLS_CERT_PATH is set (docs/security.md)"
             );
         }
         let host = advertised(&address.ip().to_string(), address.port());

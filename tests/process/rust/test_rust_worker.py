@@ -274,8 +274,8 @@ async def test_the_shared_secret_is_asked_for(tmp_path: Path) -> None:
     [
         (["--discovery-backend", "kubernetes"], {}, "discovery_backend"),
         (["--request-plane", "nats"], {}, "request_plane"),
-        ([], {"DYN_TCP_TLS_CERT_PATH": "/tmp/cert"}, "DYN_TCP_TLS_CERT_PATH"),
-        ([], {"DYN_TCP_TLS_CA_CERT_PATH": "/tmp/ca"}, "DYN_TCP_TLS_CA_CERT_PATH"),
+        ([], {"DYN_TCP_TLS_CERT_PATH": "/tmp/cert"}, "DYN_TCP_TLS_CERT_PATH and DYN_TCP_TLS_KEY_PATH need each other"),
+        ([], {"DYN_TCP_TLS_CA_CERT_PATH": "/tmp/ca"}, "build it with the crate dynamo-backend-tls"),
         ([], {"DYN_TCP_TLS_INSECURE": "1"}, "DYN_TCP_TLS_INSECURE"),
         ([], {"DYN_CHAOS": "/tmp/plan.toml"}, "DYN_CHAOS"),
         ([], {"OTEL_EXPORT_ENABLED": "1", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "set it to http/protobuf"),

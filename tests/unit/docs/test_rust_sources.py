@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 RUST = Path(__file__).parents[3] / "rust"
-CRATES = tomllib.loads((RUST / "Cargo.toml").read_text())["workspace"]["members"]
+MEMBERS = tomllib.loads((RUST / "Cargo.toml").read_text())["workspace"]["members"]
+APART = "dynamo-backend-tls"  # a workspace of its own
+CRATES = [*MEMBERS, APART]
 
 GIVES_UP = re.compile(r"\.unwrap\(\)|\.expect\(|\b(?:panic|unreachable|todo|unimplemented|assert)!\(|\bunsafe\b")
 SCHEDULER, PLACES = "mocker/src/scheduler/mod.rs", "places are the scheduler's own numbers"
@@ -59,10 +61,18 @@ def test_no_lint_is_turned_off() -> None:
 
 def test_every_crate_has_the_lints_of_the_workspace() -> None:
     lints = tomllib.loads((RUST / "Cargo.toml").read_text())["workspace"]["lints"]
+    assert lints == tomllib.loads((RUST / APART / "Cargo.toml").read_text())["lints"]
     assert lints["rust"] == {"unsafe_code": "forbid", "missing_docs": "deny"}
     assert lints["clippy"] == {"unwrap_used": "deny", "expect_used": "deny", "panic": "deny"}
-    for crate in CRATES:
+    for crate in MEMBERS:
         assert tomllib.loads((RUST / crate / "Cargo.toml").read_text())["lints"] == {"workspace": True}
+
+
+def test_every_crate_has_the_version_of_the_workspace() -> None:
+    version = tomllib.loads((RUST / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    assert tomllib.loads((RUST / APART / "Cargo.toml").read_text())["package"]["version"] == version
+    page = (RUST.parent / "docs" / "writing-a-backend-in-rust.md").read_text()
+    assert page.count(f'name = "dynamo-backend-common"\nversion = "{version}"') == 1
 
 
 def test_no_file_is_too_long() -> None:

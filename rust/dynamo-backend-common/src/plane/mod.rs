@@ -3,11 +3,15 @@
 mod listener;
 mod mux;
 mod native;
+mod security;
 mod server;
 mod sink;
+mod socket;
 
+pub(crate) use security::Security;
 pub(crate) use server::{Call, Handler, Server, StreamPlace};
 pub(crate) use sink::Sink;
+pub(crate) use socket::{Incoming, Outgoing, Socket};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

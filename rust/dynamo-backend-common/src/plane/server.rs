@@ -14,13 +14,12 @@ use tokio::time::Instant;
 
 use super::mux::Connection;
 use super::native::CallHomePolicy;
-use super::{Sink, lock};
+use super::{Security, Sink, lock};
 use crate::context::{AsyncEngineContext, Controller, GenerateContext};
 use crate::error::{BackendError, DynamoError, ErrorType};
 use crate::flag::Flag;
 use crate::metrics::ListenerMetrics;
 use crate::settings::ListenerSettings;
-use crate::wire::secret::SharedSecret;
 
 /// One request that was admitted.
 #[derive(Debug)]
@@ -115,7 +114,9 @@ impl Drop for ConnectionPlace {
 /// What all connections share.
 pub(crate) struct Server {
     pub(crate) settings: ListenerSettings,
-    pub(crate) secret: Option<SharedSecret>,
+    pub(crate) security: Security,
+    /// Places for TLS handshakes that have not ended.
+    pub(crate) handshakes: Semaphore,
     pub(crate) metrics: ListenerMetrics,
     /// Set when the streams that still run are to end with `EngineShutdown`.
     pub(crate) cut: Flag,
@@ -140,14 +141,16 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn new(settings: ListenerSettings, metrics: ListenerMetrics) -> Result<Arc<Self>, DynamoError> {
-        let secret = settings.secret_path.as_deref().map(SharedSecret::read).transpose()?;
+        let security = Security::new(&settings)?;
+        let handshakes = Semaphore::new(settings.max_handshakes);
         let call_home = CallHomePolicy::new(&settings.call_home_networks)?;
         let places = Arc::new(Semaphore::new(settings.run_limit));
         metrics.run_limit.set(settings.run_limit as f64);
         metrics.queue_limit.set(settings.queue_limit as f64);
         Ok(Arc::new(Self {
             settings,
-            secret,
+            security,
+            handshakes,
             metrics,
             cut: Flag::default(),
             leaving: Flag::default(),

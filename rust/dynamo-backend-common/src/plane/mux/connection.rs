@@ -6,15 +6,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use tokio::io::AsyncReadExt;
-use tokio::net::TcpStream;
-use tokio::net::tcp::OwnedReadHalf;
 
 use super::MuxSink;
 use super::outgoing::Outgoing;
 use super::sink::StreamState;
 use crate::context::{AsyncEngineContext, Controller, GenerateContext};
 use crate::error::{DynamoError, ErrorType};
-use crate::plane::{Call, Server, Sink, lock};
+use crate::plane::{Call, Incoming, Server, Sink, Socket, lock};
 use crate::wire::frames::{
     self, END_FLAG, Frame, FrameDecoder, Hello, INITIAL_CREDITS, Open, ProtocolError, VERSION, broken, kind,
 };
@@ -93,10 +91,8 @@ struct Reader {
 }
 
 /// Serves one connection until it is lost. `first` are bytes of it that were read already.
-pub(crate) async fn serve(server: Arc<Server>, socket: TcpStream, first: &[u8]) {
-    // Fails for a socket that is closed already; reading finds that out.
-    let _ = socket.set_nodelay(true);
-    let (incoming, outgoing) = socket.into_split();
+pub(crate) async fn serve(server: Arc<Server>, socket: Socket, first: &[u8]) {
+    let (incoming, outgoing) = socket.split();
     let connection = Arc::new(Connection::default());
     let number = server.add_connection(Arc::clone(&connection));
     let stall = server.settings.write_stall;
@@ -104,7 +100,7 @@ pub(crate) async fn serve(server: Arc<Server>, socket: TcpStream, first: &[u8]) 
         let connection = Arc::clone(&connection);
         async move { connection.outgoing.write_to(outgoing, stall).await }
     });
-    let has_secret = server.secret.is_some();
+    let has_secret = server.security.secret.is_some();
     let mut reader = Reader {
         server: Arc::clone(&server),
         connection: Arc::clone(&connection),
@@ -132,7 +128,7 @@ pub(crate) async fn serve(server: Arc<Server>, socket: TcpStream, first: &[u8]) 
 }
 
 impl Reader {
-    async fn run(&mut self, mut incoming: OwnedReadHalf, first: &[u8]) -> Result<(), ProtocolError> {
+    async fn run(&mut self, mut incoming: Incoming, first: &[u8]) -> Result<(), ProtocolError> {
         let server = Arc::clone(&self.server);
         let settings = &server.settings;
         let connection = Arc::clone(&self.connection);
@@ -253,7 +249,7 @@ impl Reader {
             agent: "dynamo-backend-common".into(),
             ..Hello::default()
         };
-        if let Some(secret) = &self.server.secret {
+        if let Some(secret) = &self.server.security.secret {
             let Some(nonce) = hello.auth else {
                 let text =
                     format!("this worker asks for the shared secret, and the caller has none ({})", secret::SETTING);
@@ -275,7 +271,7 @@ impl Reader {
     }
 
     fn on_stranger(&mut self, frame: &Frame<'_>) -> Result<bool, ProtocolError> {
-        match (frame.kind, &self.server.secret) {
+        match (frame.kind, &self.server.security.secret) {
             (kind::ERROR, _) => return Ok(false),
             (kind::AUTH, Some(secret)) => {
                 if !secret.is_known(frame.payload, &self.nonces.0, &self.nonces.1) {

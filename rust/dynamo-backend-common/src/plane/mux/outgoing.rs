@@ -131,7 +131,8 @@ impl Outgoing {
             while self.take(&mut control, &mut items) {
                 let write = async {
                     socket.write_all(&control).await?;
-                    socket.write_all(&items).await
+                    socket.write_all(&items).await?;
+                    socket.flush().await // a plain socket has nothing to flush
                 };
                 let written = tokio::select! {
                     biased;

@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
@@ -14,7 +13,7 @@ use super::stream::{NativeSink, Stream};
 use super::{GOODBYE, OVERLOADED, UNAVAILABLE, policy};
 use crate::context::{Controller, GenerateContext};
 use crate::error::{DynamoError, ErrorType};
-use crate::plane::{Call, Server, Sink};
+use crate::plane::{Call, Server, Sink, Socket};
 use crate::telemetry::TRACE_HEADERS;
 use crate::wire::frames::ProtocolError;
 use crate::wire::native::frames::{self, ACCEPTED, RequestDecoder, RequestFrame};
@@ -41,10 +40,7 @@ struct Caller {
 }
 
 /// Serves one request connection until it is lost. `first` are bytes of it that were read already.
-pub(crate) async fn serve(server: Arc<Server>, mut socket: TcpStream, first: &[u8]) {
-    // Fails for a socket that is closed already; reading finds that out.
-    let _ = socket.set_nodelay(true);
-    let Ok(address) = socket.peer_addr().map(|address| address.ip()) else { return };
+pub(crate) async fn serve(server: Arc<Server>, mut socket: Socket, address: IpAddr, first: &[u8]) {
     let dials = Arc::new(Semaphore::new(DIALS_AT_ONCE));
     let mut caller = Caller { server, address, dials, held: 0 };
     if let Err(text) = caller.run(&mut socket, first).await {
@@ -62,7 +58,7 @@ pub(crate) async fn serve(server: Arc<Server>, mut socket: TcpStream, first: &[u
 
 impl Caller {
     /// Serves requests until the caller leaves; the error is what it is told before its connection is closed.
-    async fn run(&mut self, socket: &mut TcpStream, first: &[u8]) -> Result<(), String> {
+    async fn run(&mut self, socket: &mut Socket, first: &[u8]) -> Result<(), String> {
         let server = Arc::clone(&self.server);
         let settings = &server.settings;
         let mut decoder = RequestDecoder::new(settings.max_message_bytes);
@@ -72,7 +68,11 @@ impl Caller {
         loop {
             let (acks, failure) = self.serve_all(&mut decoder);
             if !acks.is_empty() {
-                let written = tokio::time::timeout(settings.write_stall, socket.write_all(&acks)).await;
+                let write = async {
+                    socket.write_all(&acks).await?;
+                    socket.flush().await
+                };
+                let written = tokio::time::timeout(settings.write_stall, write).await;
                 if !matches!(written, Ok(Ok(()))) {
                     return Ok(()); // a caller that reads no ACK gets no more requests served
                 }

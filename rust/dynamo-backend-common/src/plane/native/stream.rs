@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{Notify, Semaphore};
 
 use super::GOODBYE;
@@ -14,7 +13,7 @@ use crate::context::{AsyncEngineContext, Controller};
 use crate::error::DynamoError;
 use crate::flag::Flag;
 use crate::output::LLMEngineOutput;
-use crate::plane::{Server, StreamPlace, lock};
+use crate::plane::{Incoming, Outgoing, Server, Socket, StreamPlace, lock};
 use crate::wire::native::frames::{self, ControlWord, Home, TwoPartDecoder};
 use crate::wire::native::items::{self, Codec};
 
@@ -102,7 +101,7 @@ impl Stream {
         self.controller.kill();
     }
 
-    async fn dial(&self, server: &Server, home: &Home, dials: &Semaphore) -> std::io::Result<TcpStream> {
+    async fn dial(&self, server: &Server, home: &Home, dials: &Semaphore) -> std::io::Result<Socket> {
         // The semaphore is never closed: without a permit there is only no limit.
         let _held = dials.acquire().await.ok();
         let connect = TcpStream::connect((home.host.as_str(), home.port));
@@ -110,12 +109,14 @@ impl Stream {
             .await
             .map_err(|_| std::io::Error::from(std::io::ErrorKind::TimedOut))??;
         socket.set_nodelay(true)?;
-        Ok(socket)
+        let Some(connector) = &server.security.connector else { return Ok(Socket::Plain(socket)) };
+        let begun = tokio::time::timeout(server.settings.tls_handshake, connector.connect(&home.host, socket)).await;
+        begun.unwrap_or_else(|late| Err(late.into())).map(Socket::Tls)
     }
 
     /// Sends the answer and returns whether its caller stayed until the end.
-    async fn send(&self, server: &Server, socket: TcpStream, subject: &str) -> bool {
-        let (incoming, outgoing) = socket.into_split();
+    async fn send(&self, server: &Server, socket: Socket, subject: &str) -> bool {
+        let (incoming, outgoing) = socket.split();
         let listen = self.listen(incoming);
         let write = self.write(outgoing, frames::greeting(subject), server.settings.write_stall);
         tokio::pin!(listen);
@@ -149,7 +150,7 @@ impl Stream {
     }
 
     /// Obeys the words of the caller, and returns once it is gone or wants nothing more.
-    async fn listen(&self, mut incoming: OwnedReadHalf) {
+    async fn listen(&self, mut incoming: Incoming) {
         let mut decoder = TwoPartDecoder::new(0);
         let mut buffer = [0; READ_BYTES];
         loop {
@@ -172,12 +173,16 @@ impl Stream {
         }
     }
 
-    async fn write(&self, mut socket: OwnedWriteHalf, mut out: Vec<u8>, stall: Duration) -> Written {
+    async fn write(&self, mut socket: Outgoing, mut out: Vec<u8>, stall: Duration) -> Written {
         loop {
             // Nearly always the socket takes all of it at once, without a timer.
-            let sent = socket.try_write(&out).unwrap_or(0);
+            let sent = socket.write_now(&out);
             if sent < out.len() {
-                match tokio::time::timeout(stall, socket.write_all(&out[sent..])).await {
+                let rest = async {
+                    socket.write_all(&out[sent..]).await?;
+                    socket.flush().await
+                };
+                match tokio::time::timeout(stall, rest).await {
                     Ok(Ok(())) => {}
                     Ok(Err(_)) => return Written::Broken,
                     Err(_) => return Written::Stalled,
