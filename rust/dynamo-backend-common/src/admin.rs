@@ -370,6 +370,7 @@ mod tests {
         instance: Arc<Instance>,
         store: Arc<Store>,
         engine: Arc<Engine>,
+        health: Health,
     }
 
     impl Rig {
@@ -378,12 +379,14 @@ mod tests {
             server.register("p", Arc::new(Nothing));
             let (store, engine) = (Arc::<Store>::default(), Arc::<Engine>::default());
             let (key, health) = ("k".to_owned(), Health::new(ListenerMetrics::default()));
-            let instance = Instance::new(Arc::clone(&store) as Arc<dyn Discovery>, key.clone(), key, health);
+            health.serving("p", true);
+            health.answered();
+            let instance = Instance::new(Arc::clone(&store) as Arc<dyn Discovery>, key.clone(), key, health.clone());
             instance.publish().await.expect("published");
             let hooks: Arc<dyn LLMEngine> = engine.clone();
             let grace = Duration::from_secs(5);
             let admin = Admin::new(Arc::clone(&server), Arc::clone(&instance), hooks, mode, grace);
-            Self { admin, server, instance, store, engine }
+            Self { admin, server, instance, store, engine, health }
         }
 
         async fn call(&self, name: &str) -> Result<Value, String> {
@@ -392,7 +395,9 @@ mod tests {
 
         /// Returns state, transfers and whether callers find the worker.
         fn facts(&self) -> (String, String, bool) {
+            self.health.answered(); // a probe, or the end of a request
             let status = self.admin.status();
+            assert_eq!(status["discovery_registered"], self.health.body().0);
             assert_eq!(status["discovery_registered"], self.store.holds.load(Ordering::SeqCst));
             assert_eq!(status["safe_to_delete"], status["state"] == "drained");
             let text = |name: &str| status[name].as_str().expect("a text").to_owned();

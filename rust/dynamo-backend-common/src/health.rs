@@ -20,8 +20,30 @@ use crate::settings;
 #[derive(Debug)]
 struct State {
     reason: Option<&'static str>,
+    /// Its record is out of discovery: it takes no requests, however those end that it still has.
+    is_withdrawn: bool,
+    has_canary: bool,
     endpoint: Option<String>,
     last_answer: Instant,
+}
+
+impl State {
+    /// Begins anew, as an endpoint that serves from now on.
+    fn begin(&mut self) {
+        self.last_answer = Instant::now();
+        if self.reason != Some(LEAVING) {
+            self.reason = self.has_canary.then_some(UNSEEN);
+        }
+    }
+
+    /// Returns why the endpoint is not ready.
+    fn reason(&self) -> Option<&'static str> {
+        match self.reason {
+            Some(LEAVING) => Some(LEAVING),
+            _ if self.is_withdrawn => Some(PAUSED),
+            reason => reason,
+        }
+    }
 }
 
 /// The readiness of a worker. Clones share it.
@@ -43,7 +65,13 @@ impl Health {
     /// `listener` is where requests are counted that run or wait.
     pub(crate) fn new(listener: ListenerMetrics) -> Self {
         let began = Instant::now();
-        let state = State { reason: Some(STARTING), endpoint: None, last_answer: began };
+        let state = State {
+            reason: Some(STARTING),
+            is_withdrawn: false,
+            has_canary: false,
+            endpoint: None,
+            last_answer: began,
+        };
         let progress = Progress::new(settings::float("DYN_HEALTH_PROGRESS_TIMEOUT_SECS", 300.0, 0.0));
         Self { began, state: Arc::new(Mutex::new(state)), progress, listener }
     }
@@ -57,17 +85,15 @@ impl Health {
     pub(crate) fn serving(&self, endpoint: &str, has_canary: bool) {
         let mut state = lock(&self.state);
         state.endpoint = Some(endpoint.to_owned());
-        state.last_answer = Instant::now();
-        if state.reason != Some(LEAVING) {
-            state.reason = has_canary.then_some(UNSEEN);
-        }
+        state.has_canary = has_canary;
+        state.begin();
     }
 
-    /// Reports the endpoint as out of service, or as back.
-    pub(crate) fn pause(&self, is_paused: bool) {
+    /// Reports the endpoint as out of service, or as back: ready, or as soon as the canary has seen it answer.
+    pub(crate) fn withdraw(&self, is_withdrawn: bool) {
         let mut state = lock(&self.state);
-        if state.reason != Some(LEAVING) {
-            state.reason = is_paused.then_some(PAUSED);
+        if std::mem::replace(&mut state.is_withdrawn, is_withdrawn) && !is_withdrawn {
+            state.begin();
         }
     }
 
@@ -98,9 +124,10 @@ impl Health {
     /// Returns the answer of `/health`, and whether it is a good one.
     pub(crate) fn body(&self) -> (bool, Value) {
         let state = lock(&self.state);
-        let reason = match state.reason {
+        let own = state.reason();
+        let reason = match own {
             Some(LEAVING) => Some(LEAVING.to_owned()),
-            reason => self.progress.trouble().or(reason.map(str::to_owned)),
+            own => self.progress.trouble().or(own.map(str::to_owned)),
         };
         let is_ready = reason.is_none();
         let word = if is_ready { "ready" } else { "notready" };
@@ -111,7 +138,7 @@ impl Health {
             "endpoints": {},
         });
         if let Some(endpoint) = &state.endpoint {
-            body["endpoints"][endpoint] = json!(if state.reason.is_none() { "ready" } else { "notready" });
+            body["endpoints"][endpoint] = json!(if own.is_none() { "ready" } else { "notready" });
         }
         if let Some(reason) = reason {
             body["reason"] = json!(reason);
@@ -212,5 +239,46 @@ async fn probe(engine: &Engine, payload: &Value, context: GenerateContext) -> Re
         Some(Err(error)) => Err(error.to_string()),
         Some(Ok(Some(FinishReason::Error(text)))) => Err(text),
         Some(Ok(_)) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reason(health: &Health) -> Value {
+        let (is_ready, body) = health.body();
+        assert_eq!((is_ready, &body["endpoints"]["generate"]), (body.get("reason").is_none(), &body["status"]));
+        body["reason"].clone()
+    }
+
+    #[test]
+    fn an_endpoint_that_takes_no_requests_is_not_ready_whatever_is_observed_of_it() {
+        let health = Health::new(ListenerMetrics::default());
+        health.serving("generate", true);
+        assert_eq!(reason(&health), UNSEEN);
+        health.answered();
+        assert_eq!(reason(&health), Value::Null);
+        health.withdraw(true);
+        for is_well in [true, false, true] {
+            health.judge(is_well); // the end of a request that still ran, or a probe
+            assert_eq!(reason(&health), PAUSED);
+        }
+        health.withdraw(false);
+        assert_eq!(reason(&health), UNSEEN);
+        health.withdraw(false);
+        health.judge(true);
+        assert_eq!(reason(&health), Value::Null);
+    }
+
+    #[test]
+    fn a_worker_that_leaves_does_not_come_back() {
+        let health = Health::new(ListenerMetrics::default());
+        health.serving("generate", false);
+        health.begin_shutdown();
+        health.withdraw(true);
+        health.withdraw(false);
+        health.answered();
+        assert_eq!(reason(&health), LEAVING);
     }
 }

@@ -114,6 +114,7 @@ impl Instance {
             discovery::delete(&self.discovery, self.key.clone()).await?;
         }
         self.is_registered.store(is_there, Ordering::SeqCst);
+        self.health.withdraw(!is_there);
         Ok(())
     }
 
@@ -137,7 +138,6 @@ impl Instance {
                     "engine control {name}: the instance could not be unregistered, try again ({error})"
                 )));
             }
-            self.health.pause(true);
             return engine.engine_control(name, body).await;
         }
         if RESUMING.contains(&name) {
@@ -157,8 +157,6 @@ impl Instance {
             if self.refusal().is_some() {
                 // The worker began to leave while the record was written.
                 self.write(false).await?;
-            } else {
-                self.health.pause(false);
             }
             return Ok(answer);
         }

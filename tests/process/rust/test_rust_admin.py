@@ -77,13 +77,40 @@ async def test_a_drained_worker_is_empty_and_comes_back(worker: RustWorker, clie
     await until(lambda: call(worker, "status")["state"] == "drained", lambda: f"a drain; log:\n{worker.log}")
     assert call(worker, "status")["safe_to_delete"] is True
     assert "worker drained and is safe to delete" in worker.log
-    assert worker.get("/health")[0] == 200  # the process is well
+    assert worker.get("/health")[0] == 503  # as with a worker in Python: it takes no requests
 
     assert call(worker, "resume") == SERVING
     assert (await read_all(await client.open(worker.instance(), body(2), Context())))[-1].finish_reason == "length"
     call(worker, "drain")
     worker.signal(signal.SIGTERM)
     assert await worker.ended() == 0
+
+
+async def test_with_a_canary_a_drained_worker_is_ready_again_when_it_is_back_and_not_before(tmp_path: Path) -> None:
+    env = {
+        "DYN_HEALTH_CHECK_ENABLED": "1",
+        "DYN_HEALTH_CHECK_PAYLOAD": json.dumps(body(1)),
+        "DYN_CANARY_WAIT_TIME": "0.02",
+    }
+    worker, client = RustWorker.start(tmp_path, **env), MuxClient()
+    try:
+        instance = worker.instance()
+        await until(lambda: worker.get("/health")[0] == 200, lambda: worker.log)
+        running = Context()
+        stream = await client.open(instance, body(10**6), running)
+        await stream.next_batch()
+        call(worker, "drain")
+        running.stop_generating()
+        await read_all(stream)
+        await until(lambda: call(worker, "status")["state"] == "drained", lambda: worker.log)
+        for _ in range(20):  # probes come between
+            status, answer = worker.get("/health")
+            assert (status, json.loads(answer)["reason"]) == (503, "it takes no requests now")
+        call(worker, "resume")
+        await until(lambda: worker.get("/health")[0] == 200, lambda: worker.log)
+    finally:
+        await client.close()
+        worker.close()
 
 
 async def test_what_is_not_of_the_api_is_declined(worker: RustWorker) -> None:
