@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import ssl
@@ -21,6 +22,7 @@ from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 from support.certificates import Authority
 from support.http_client import ask
 from support.native_caller import native_caller
+from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, until, wait
 from support.rust_worker import TLS_ENGINE, RustWorker, body
 from support.streams import read_all
@@ -128,21 +130,22 @@ async def test_native_callers_are_answered_over_tls(worker: RustWorker, plane: P
 
 async def test_files_that_change_serve_the_next_connection(worker: RustWorker, plane: Plane, tmp_path: Path) -> None:
     instance = worker.instance()
-    async with plane.caller() as early:
+    async with asyncio.timeout(PATIENCE_SECONDS), plane.caller() as early:
         await read_all(await early.open(instance, body(1), Context()))
         plane.authority.spoil(plane.cert)
-        await asyncio.sleep(1.1)  # files are looked at once a second
         cert, key = plane.authority.issue("127.0.0.1")
-        async with plane.caller(tls_client_cert_path=cert, tls_client_key_path=key) as client:
-            await read_all(await client.open(instance, body(1), Context()))
-        worker.wait_log("cannot be used; the old ones stay in service")
+        shown = {"tls_client_cert_path": cert, "tls_client_key_path": key}
+        while "cannot be used; the old ones stay in service" not in worker.log:  # connections look once a second
+            async with plane.caller(**shown) as client:
+                await read_all(await client.open(instance, body(1), Context()))
         later = Authority(tmp_path / "later")
         later.issue_to(plane.cert, plane.key, "127.0.0.1")
-        await asyncio.sleep(1.1)
-        trusting = {"tls_ca_cert_path": later.path, "tls_client_cert_path": cert, "tls_client_key_path": key}
-        async with plane.caller(**trusting) as client:
+        while "have changed; new connections use them" not in worker.log:
+            async with plane.caller(**shown) as client:
+                with contextlib.suppress(CannotConnect):  # it does not know the new authority
+                    await read_all(await client.open(instance, body(1), Context()))
+        async with plane.caller(**shown | {"tls_ca_cert_path": later.path}) as client:
             await read_all(await client.open(instance, body(1), Context()))
-        worker.wait_log("have changed; new connections use them")
         await read_all(await early.open(instance, body(1), Context()))  # what is open stays
         await leave(worker)
 
