@@ -87,7 +87,7 @@ async def test_a_drained_worker_is_empty_and_comes_back(worker: RustWorker, clie
 
 
 async def test_with_a_canary_a_drained_worker_is_ready_again_when_it_is_back_and_not_before(tmp_path: Path) -> None:
-    env = {
+    env: dict[str, Any] = {
         "DYN_HEALTH_CHECK_ENABLED": "1",
         "DYN_HEALTH_CHECK_PAYLOAD": json.dumps(body(1)),
         "DYN_CANARY_WAIT_TIME": "0.02",
