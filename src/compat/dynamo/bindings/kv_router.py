@@ -23,7 +23,7 @@ from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.block_chains import BlockChains, DumpedIndex
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.index import PrefixIndex
-from dynamo.kv.native_bindings import media_of_blocks
+from dynamo.kv.media_routing import media_of_blocks
 from dynamo.placement.kv_query import KvOverrides, KvQuery
 from dynamo.placement.kv_state import Selection
 from dynamo.router.kv import router as library

@@ -114,6 +114,7 @@ class GenerateRequest(TypedDict, total=False):
     extra_args: dict[str, Any]  # what has no member of its own: members of `nvext`, the native token routes
     agent_context: dict[str, Any]  # which session and step of an agent sent it
     request_timestamp_ms: float  # arrival, set by the client
+    kv_hint: dict[str, Any]  # from which other worker the engine may fetch blocks of the prompt
     migration_link: dict[str, str]  # framework's own
     _HEALTH_CHECK: bool  # True on canaries, absent elsewhere
 

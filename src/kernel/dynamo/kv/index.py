@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import Final, TypeAlias
 
 import msgspec
@@ -61,7 +61,7 @@ Place: TypeAlias = tuple[str, str]
 class _RankBlocks:
     """The blocks of one rank in one place."""
 
-    __slots__ = ("bit", "capacity", "count", "holders", "names", "repeated")
+    __slots__ = ("bit", "by_block", "capacity", "count", "holders", "names", "repeated")
 
     def __init__(self, bit: RankMask, holders: BlockHolders, capacity: int) -> None:
         self.bit = bit
@@ -71,6 +71,7 @@ class _RankBlocks:
         # The engine's name -> sequence hash; None while every name is the sequence hash, as with most engines.
         self.names: dict[int, int] | None = None
         self.repeated: dict[int, int] = {}  # sequence hash -> how many further names it has
+        self.by_block: dict[int, int] | None = None  # sequence hash -> a name, once a fetch from here was considered
 
     def sequence_hash(self, name: int) -> int | None:
         """Return the sequence hash of a block; None for a block that the rank does not hold."""
@@ -90,6 +91,8 @@ class _RankBlocks:
         own = self.names
         if own is None:
             own = self.names = {block: block for block in self.holders.blocks_of(self.bit)}
+        if self.by_block is not None:
+            self.by_block.update(zip(sequence, named, strict=True))
         if own.keys().isdisjoint(named) and self.holders.add_unheld(self.bit, sequence, parent):
             own |= named  # as nearly every event is
             self.count = len(own)
@@ -133,6 +136,14 @@ class _RankBlocks:
             ((block, block) for block in self.holders.blocks_of(self.bit)) if self.names is None else self.names.items()
         )
 
+    def names_of(self, sequence: Sequence[int]) -> list[int]:
+        """Return the engine's names of blocks that are held, up to the first one without a known name."""
+        if self.names is None:
+            return list(sequence)
+        if self.by_block is None:
+            self.by_block = {block: name for name, block in self.names.items()}
+        return list(takewhile(lambda name: name is not None, map(self.by_block.get, sequence)))  # type: ignore[arg-type]
+
     def _store_again(self, own: dict[int, int], name: int, block: int) -> None:
         """Book one block of which the name or the content may be known already."""
         before = own.get(name)
@@ -148,6 +159,9 @@ class _RankBlocks:
 
     def _release(self, sequence: list[int]) -> list[int]:
         """Return those of the blocks that have lost their last name."""
+        if self.by_block is not None:
+            for block in sequence:
+                self.by_block.pop(block, None)
         if not self.repeated:
             return sequence
         gone: list[int] = []
@@ -277,6 +291,11 @@ class PrefixIndex:
     def sequence_hash(self, rank: WorkerRank, name: int) -> int | None:
         """Return the sequence hash of a block that a rank holds, by the engine's name; None for an unknown name."""
         return self._sequence_hash(rank, name)
+
+    def engine_names(self, rank: WorkerRank, sequence: Sequence[int]) -> list[int]:
+        """Return the engine's names of blocks that a rank holds on its device, up to the first one without a known name."""
+        held = self._device.ranks.get(rank)
+        return [] if held is None else held.names_of(sequence)
 
     def dump(self) -> list[RouterEvent]:
         """Return events that make an index of this package hold the same blocks, the same for the same blocks.

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from dynamo.kv.hashing import media_pad_token, to_unsigned, with_pad_tokens
-from dynamo.kv.native_bindings import media_of_blocks
 
 MEMBER = "mm_routing_info"
 
@@ -63,6 +62,21 @@ def padded_blocks(
         start, end = number * block_size, (number + 1) * block_size
         padded[start:end] = with_pad_tokens(padded[start:end], placeholders, objects)
     return padded
+
+
+def media_of_blocks(
+    block_mm_infos: Sequence[Mapping[str, Sequence[Mapping[str, int]]] | None] | None,
+) -> dict[int, list[int]]:
+    """Return the media hashes by block number. `block_mm_infos` has for each block None or `{"mm_objects": [{"mm_hash": int}]}`; raises ValueError for another form."""
+    media: dict[int, list[int]] = {}
+    for number, info in enumerate(block_mm_infos or ()):
+        if info is None:
+            continue
+        try:
+            media[number] = [entry["mm_hash"] for entry in info["mm_objects"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"block_mm_infos[{number}] must be {{'mm_objects': [{{'mm_hash': int}}]}}") from error
+    return media
 
 
 class ExpandedPrompt(NamedTuple):

@@ -57,6 +57,14 @@ class Trust(StrEnum):
     NONE = "none"  # nothing is known
 
 
+class FetchTerms(msgspec.Struct, frozen=True):
+    """What a card declares of fetches of blocks from one worker to another."""
+
+    worker_type: str  # aggregated, prefill or decode: only workers of one type fetch from each other
+    control_endpoint: str | None = None  # where the blocks of the rank are fetched; None: nowhere
+    takes_hints: bool = False  # its engine can fetch
+
+
 class RankInfo(msgspec.Struct, frozen=True):
     """One rank by its model card and the load reports. Everything may be unknown."""
 
@@ -67,6 +75,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     topology: Mapping[str, str] = {}  # domain to value, such as {"zone": "a"}
     is_busy: bool = False  # over a busy threshold
     trust: Trust = Trust.EXACT
+    fetches: FetchTerms | None = None  # None: the worker takes no part in them
 
 
 class KvOverrides(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True):

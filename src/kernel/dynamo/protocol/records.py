@@ -135,6 +135,12 @@ CHAT_TEMPLATES: Final = "chat_templates"
 requests with tools."""
 MAX_CHAT_TEMPLATES: Final = 16  # the models that have some have two or three
 
+TAKES_FETCH_HINTS: Final = "router_hint"
+FETCH_WORKER_TYPE: Final = "router_hint_worker_type"
+FETCH_ENDPOINTS: Final = "router_hint_source_control_endpoints"
+"""The entries of an engine's `runtime_data` about blocks that its workers fetch from each other: true where it takes hints;
+`aggregated`, `prefill` or `decode`; and where each rank gives its blocks, {"data-parallel rank": "tcp://host:port"}."""
+
 RESUMES_GUIDED: Final = "resumes_guided_decoding"
 """The entry of an engine's `runtime_data` that declares: for a request that lost its worker it brings the grammar up to
 date with what was generated, the tokens behind `Context.prompt_tokens`. An engine that does not would begin the

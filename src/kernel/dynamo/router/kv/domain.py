@@ -13,6 +13,7 @@ from dynamo.placement.kv_query import RankInfo, Trust
 from dynamo.placement.kv_state import Selection
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelCard
+from dynamo.router.kv.fetch_hints import fetch_terms
 from dynamo.router.kv.indexes import EventlessGuesses
 from dynamo.router.kv.metrics import KvMetrics
 from dynamo.router.kv.placement import KvPlacement
@@ -198,6 +199,7 @@ class KvDomain:
             taints=frozenset(runtime.taints) | topology_taints(runtime),
             topology=runtime.topology_domains,
             trust=self._trust(rank, card),
+            fetches=fetch_terms(runtime.runtime_data, rank.dp_rank),
         )
 
 

@@ -35,6 +35,7 @@ from dynamo.placement.kv_state import KvPolicy, Selection
 from dynamo.placement.policies.least_loaded import fewest_in_flight
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.kv.decisions import DecisionLog
+from dynamo.router.kv.fetch_hints import fetch_hint
 from dynamo.router.kv.router import KvRouter
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream
@@ -342,8 +343,9 @@ class KvPlacement:
         if self._decisions is not None:
             self._decisions.record(request_id, body.get("model") or "", selection)
         routing: RoutingHints = {**(body.get("routing") or {}), "dp_rank": selection.rank.dp_rank}
+        hint = fetch_hint(router, selection)
         try:
-            stream = await worker.client.open(worker.instance, {**body, "routing": routing}, context)
+            stream = await worker.client.open(worker.instance, {**body, "routing": routing, **hint}, context)
         except BaseException:
             router.free(request_id, clock())
             raise

@@ -27,6 +27,7 @@ from dynamo.router.dispatch.course import (
     may_be_taken,
 )
 from dynamo.router.dispatch.drive import ITEMS, OPENED, drive
+from dynamo.router.kv.fetch_hints import fetch_hint
 from dynamo.router.kv.sessions import SessionHold, session_id_of
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, ResponseStream, StreamItem
@@ -169,9 +170,9 @@ class RoutedAnswer:
         routing = self.request.body.get("routing")
         hints = {**(routing if isinstance(routing, dict) else {}), "dp_rank": rank.dp_rank}
         try:
-            instance = endpoint.client.named(rank.worker_id)
+            instance, fetch = endpoint.client.named(rank.worker_id), fetch_hint(endpoint.router, selection)
             self._stream = await endpoint.client.open(
-                instance, {**self.request.body, "routing": hints}, self.request.context
+                instance, {**self.request.body, "routing": hints, **fetch}, self.request.context
             )
         except BaseException:
             self._unbook()

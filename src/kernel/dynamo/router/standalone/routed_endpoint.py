@@ -37,6 +37,7 @@ from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelCard, ModelRuntimeConfig, decode_model_record
 from dynamo.router.kv.domains import router_options
+from dynamo.router.kv.fetch_hints import fetch_terms
 from dynamo.router.kv.pre_dispatch import PreDispatchGate, gate_for_endpoint
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.settings import KvRouterSettings
@@ -294,7 +295,8 @@ def ranks_of(
             topology=runtime.topology_domains,
         )
         for rank in (WorkerRank(instance_id, dp_rank) for dp_rank in runtime.ranks):
-            found[rank] = msgspec.structs.replace(info, trust=trusts.get(rank, Trust.NONE))
+            terms = fetch_terms(runtime.runtime_data, rank.dp_rank)
+            found[rank] = msgspec.structs.replace(info, trust=trusts.get(rank, Trust.NONE), fetches=terms)
     return found
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.kv.hashing import block_hashes
+from dynamo.kv.media_routing import media_of_blocks
 from dynamo.kv.overlap import WorkerRank
 
 _HASHES: Final = 2**64
@@ -44,21 +45,6 @@ def compute_block_hash_for_seq(
         eagle=bool(is_eagle),
         mm_hashes=media_of_blocks(block_mm_infos),
     )
-
-
-def media_of_blocks(
-    block_mm_infos: Sequence[Mapping[str, Sequence[Mapping[str, int]]] | None] | None,
-) -> dict[int, list[int]]:
-    """Return the media hashes by block number. Raises ValueError for another form than `compute_block_hash_for_seq` takes."""
-    media: dict[int, list[int]] = {}
-    for number, info in enumerate(block_mm_infos or ()):
-        if info is None:
-            continue
-        try:
-            media[number] = [entry["mm_hash"] for entry in info["mm_objects"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"block_mm_infos[{number}] must be {{'mm_objects': [{{'mm_hash': int}}]}}") from error
-    return media
 
 
 class OverlapScores:
