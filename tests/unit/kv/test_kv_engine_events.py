@@ -8,6 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.kv.engine_events import BadPayload, Cleared, EngineBatch, Removed, Stored, read_payload
+from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
+from dynamo.kv.hashing import sequence_hashes
+from dynamo.kv.index import PrefixIndex
+from dynamo.kv.overlap import Overlap
 from support.cases import each_case
 
 
@@ -47,19 +51,48 @@ def test_removed_and_cleared() -> None:
     [
         (None, "device"),
         ("", "device"),
-        ("gpu", "device"),
+        ("GPU", "device"),
         ("DEVICE", "device"),
+        ("CPU", "host_pinned"),
         ("CPU_PINNED", "host_pinned"),
         ("CPU_TIER1", "host_pinned"),
         ("CPU_TIER2", "disk"),
+        ("STORAGE", "disk"),
+        ("DISK", "disk"),
         ("NVME", "disk"),
+        ("REMOTE", "external"),
+        ("EXTERNAL", "external"),
         ("SHARED", "external"),
+        ("NETWORK", "external"),
     ],
 )
 def test_media_are_tiers(medium: str | None, tier: str) -> None:
-    (event,) = read(MAP | {"medium": medium}).events
-    assert isinstance(event, Stored)
-    assert event.tier == tier
+    """What is read of an engine's event, and what a router that gets it counts: each tier lies behind the one before."""
+    for locality in ({}, {"locality": None}, {"locality": "LOCAL"}):
+        (event,) = read(MAP | {"medium": medium} | locality).events
+        assert isinstance(event, Stored)
+        assert event.tier == tier
+    index = PrefixIndex()
+    blocks = [HeldBlock(name, name) for name in (1, 2)]
+    assert index.apply(RouterEvent(7, KvChange(0, BlockUpdate(stored=BlocksAdded(blocks))), tier)) == "ok"
+    (overlap,) = index.find(sequence_hashes([1, 2])).values()
+    counted = {"device": Overlap(device=2), "host_pinned": Overlap(host=2)}
+    assert overlap == counted.get(tier, Overlap(disk=2))
+
+
+@each_case(
+    "where",
+    [
+        *({"medium": medium} for medium in ("gpu", "cpu", "storage", "FS", "OBJ", "TAPE", 7)),
+        *({"medium": medium, "locality": "REMOTE"} for medium in (None, "GPU", "CPU", "STORAGE", "REMOTE", "SHARED")),
+        *({"medium": "STORAGE", "locality": locality} for locality in ("local", "remote", "NEAR", 7)),
+    ],
+)
+def test_blocks_that_lie_elsewhere_are_dropped(where: dict[str, Any]) -> None:
+    """The locality REMOTE drops an event; the medium REMOTE does not."""
+    for event in (MAP, {"type": "BlockRemoved", "block_hashes": [7]}):
+        batch = read(event | where)
+        assert (batch.events, batch.filtered, batch.issues) == ([], 1, [])
 
 
 @pytest.mark.parametrize(

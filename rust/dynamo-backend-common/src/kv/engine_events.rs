@@ -109,7 +109,7 @@ impl PayloadReader {
         let is_beside = tier.is_some() && self.is_beside(kind, &members);
         let is_local = match members.get("locality") {
             None => true,
-            Some(place) => matches!(place.text(), Some("" | "local" | "LOCAL")),
+            Some(place) => matches!(place.text(), Some("" | "LOCAL")),
         };
         let Some(tier) = tier.filter(|_| !is_beside && is_local) else {
             batch.filtered += 1;
@@ -188,10 +188,10 @@ impl<'a> Members<'a> {
     }
 }
 
-/// Returns the storage tier; `None` for an unknown medium.
+/// Returns the storage tier; `None` for an unknown medium. Media are in capitals: `gpu` is unknown.
 fn tier(medium: Option<&Raw>) -> Option<StorageTier> {
     let Some(medium) = medium else { return Some(StorageTier::Device) };
-    Some(match medium.text()?.to_ascii_uppercase().as_str() {
+    Some(match medium.text()? {
         "" | "GPU" | "DEVICE" => StorageTier::Device,
         "CPU" | "CPU_PINNED" | "CPU_TIER1" => StorageTier::HostPinned,
         "CPU_TIER2" | "DISK" | "NVME" | "STORAGE" => StorageTier::Disk,

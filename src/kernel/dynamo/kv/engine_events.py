@@ -135,7 +135,7 @@ def _read_event(raw: object, batch: EngineBatch, side_groups: set[int]) -> None:
     if tier is None or _is_beside(kind, members, side_groups):
         batch.filtered += 1
         return
-    if members.get("locality") not in (None, "", "local", "LOCAL"):
+    if members.get("locality") not in (None, "", "LOCAL"):
         batch.filtered += 1
         return
     hashes = [_hash(value) for value in _list(members, "block_hashes")]
@@ -198,8 +198,8 @@ def _members(raw: object) -> Mapping[str, object]:
 
 
 def _tier(medium: object) -> str | None:
-    """Return the storage tier; None for an unknown medium."""
-    return "device" if medium is None else _TIERS.get(medium.upper()) if isinstance(medium, str) else None
+    """Return the storage tier; None for an unknown medium. Media are in capitals; `gpu` is unknown."""
+    return "device" if medium is None else _TIERS.get(medium) if isinstance(medium, str) else None
 
 
 def _list(members: Mapping[str, object], name: str) -> list[object]:
