@@ -129,7 +129,7 @@ FACADES = {
     "dynamo.common.configuration.config_base": "dynamo.contract.flag_declarations",
     "dynamo.common.configuration.utils": "dynamo.contract.flag_declarations",
     "dynamo.common.constants": "itself",
-    "dynamo.common.lora": "dynamo.common.lora.manager",
+    "dynamo.common.lora": "many rooms",
     "dynamo.common.model_taints": "dynamo.worker.taint_route",
     "dynamo.common.token_budget": "dynamo.contract.token_budget",
     "dynamo.common.utils": "dynamo.contract.requests",
@@ -147,7 +147,7 @@ FACADES = {
     "dynamo.llm": "many rooms",
     "dynamo.llm.exceptions": "dynamo.errors",
 }
-LIGHT = "_version engine_monitor forward_pass_metrics lora.manager metadata_upload model_fetch native_offloading rl"
+LIGHT = "_version engine_monitor forward_pass_metrics lora.downloader lora.manager lora.once_lock metadata_upload model_fetch native_offloading rl"
 FACADES |= dict.fromkeys([f"dynamo.common.{name}" for name in LIGHT.split()], "itself")
 
 

@@ -1,118 +1,144 @@
-"""The routes of a worker that a trainer calls, and the endpoint `rl` over which a frontend lists them (`/v1/rl/workers`)."""
+"""A worker for reinforcement learning: its admin routes, and the endpoint `rl` at which a frontend reads their names.
+
+registry = RLRouteRegistry(runtime, world_size=8)
+register_rl_routes(runtime, registry, {"pause_generation": pause}, enable_dispatch=True)
+await runtime.endpoint("ns.backend.rl").serve_endpoint(registry.dispatch_stream)
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from dynamo.contract import flag_declarations
 from dynamo.runtime import DistributedRuntime
 
 __all__ = [
-    "RLAdminValidationError", "RLRouteHandler", "RLRouteRegistry", "env_bool", "first_endpoint_response",
-    "register_rl_routes", "require_lora_load_request", "require_lora_unload_request",
+    "RLAdminValidationError", "RLRouteRegistry", "env_bool", "first_endpoint_response", "register_rl_routes",
+    "require_lora_load_request", "require_lora_unload_request",
 ]  # fmt: skip
 
-RLRouteHandler = Callable[[Any], Awaitable[dict[str, Any]]]
+Route = Callable[[Any], Awaitable[dict[str, Any]]]
+
+LISTING: Final = "routes"  # the one method of the endpoint `rl`
 
 
 class RLAdminValidationError(ValueError):
-    """A request of a trainer is not valid; the message is for the trainer."""
+    """The body of an admin request is wrong; holds what is to be mended."""
 
 
 def env_bool(name: str, default: bool = False) -> bool:
-    """Read a variable, as `dynamo.common.utils.env.env_bool`."""
+    """Return whether a variable is set to a yes. See `dynamo.common.utils.env.env_bool`."""
     return flag_declarations.env_bool(name, default=default)
 
 
+# -- the list of routes ------------------------------------------------------------------------------------------------
+
+
 class RLRouteRegistry:
-    """Lists the routes of a worker: `endpoint.serve_endpoint(registry.dispatch_stream)` at the endpoint `rl`."""
+    """The routes that a frontend reads. The routes themselves are served by the runtime, at `/engine/NAME`."""
 
     def __init__(
         self, runtime: DistributedRuntime, *, logger_: logging.Logger | None = None, world_size: int | None = None
     ) -> None:
-        """`world_size`: the processes of the engine. Raises ValueError unless it is a positive integer."""
-        if world_size is not None and (type(world_size) is not int or world_size < 1):
+        """`world_size`: how many processes the engine has. Raises ValueError unless it is a positive integer."""
+        if world_size is not None and (
+            isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1
+        ):
             raise ValueError(f"world_size must be a positive integer, got {world_size!r}")
-        self._runtime, self._logger, self._world_size = runtime, logger_ or logging.getLogger(__name__), world_size
-        self.routes: dict[str, RLRouteHandler] = {}  # one for each that the engine's code names
+        self._runtime = runtime
+        self._log = logger_ or logging.getLogger(__name__)
+        self._world_size = world_size
+        self._by_name: dict[str, Route] = {}  # bounded by what the engine's code adds
 
-    def add_route(self, name: str, handler: RLRouteHandler) -> None:
-        """List a route; a second one of a name replaces the first."""
-        self.routes[name] = handler
+    def add_route(self, name: str, handler: Route) -> None:
+        """Add one route, or replace the one of that name."""
+        self.add_routes({name: handler})
 
-    def add_routes(self, routes: Mapping[str, RLRouteHandler]) -> None:
-        """List several routes."""
-        self.routes.update(routes)
+    def add_routes(self, routes: Mapping[str, Route]) -> None:
+        """Add routes by their names."""
+        self._by_name |= routes
 
     def describe(self) -> dict[str, Any]:
-        """Return the names of the routes, and where they are."""
-        found = {"system_url": self._runtime.system_status_server_url(), "world_size": self._world_size}
-        known = {name: value for name, value in found.items() if value is not None}
-        return {"status": "ok", "routes": sorted(self.routes), **known}
+        """Return what a frontend reads: the names of the routes, and, where they are known, where and how many processes."""
+        answer: dict[str, Any] = {"status": "ok", "routes": sorted(self._by_name)}
+        if (url := self._runtime.system_status_server_url()) is not None:
+            answer["system_url"] = url
+        if self._world_size is not None:
+            answer["world_size"] = self._world_size
+        return answer
 
     async def dispatch(self, request: Any) -> dict[str, Any]:
-        """Answer one request of a frontend. What is wrong with it is an answer with the status `error`."""
-        if not request or not isinstance(request, Mapping):
-            message = "rl_dispatch: request required"
-        elif not isinstance(request.get("method"), str):
-            message = "rl_dispatch: missing 'method' (str)"
-        elif not isinstance(request.get("kwargs") or {}, Mapping):
-            message = "rl_dispatch: 'kwargs' must be an object"
-        elif request["method"] != "routes":
-            message = "rl request-plane endpoint only supports method='routes'"
-        else:
+        """Answer a request at the endpoint `rl`. One that is wrong has an answer, too: status `error` with a message."""
+        wrong = _mistake(request)
+        if wrong is None:
             return self.describe()
-        self._logger.warning("%s", message)
-        return {"status": "error", "message": message}
+        self._log.warning("a request at the endpoint rl is refused: %s", wrong)
+        return {"status": "error", "message": wrong}
 
     async def dispatch_stream(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """Answer one request as an endpoint does: with a stream of one item."""
+        """Answer as `dispatch` does, in the form of an endpoint's handler."""
         yield await self.dispatch(request)
 
 
-async def first_endpoint_response(
-    endpoint_handler: Callable[[dict[str, Any]], AsyncGenerator[dict[str, Any] | None, None]], body: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the first item of an endpoint's answer, else the status `ok`; the rest of the answer is left."""
-    async with aclosing(endpoint_handler(body)) as items:
-        return await anext(items, None) or {"status": "ok"}
+def _mistake(request: Any) -> str | None:
+    """Return what is wrong with a request at the endpoint `rl`; None: nothing."""
+    if not isinstance(request, Mapping) or not request:
+        return "rl_dispatch: request required"
+    method, arguments = request.get("method"), request.get("kwargs")
+    if not isinstance(method, str):
+        return "rl_dispatch: missing 'method' (str)"
+    if arguments is not None and not isinstance(arguments, Mapping):
+        return "rl_dispatch: 'kwargs' must be an object"
+    return None if method == LISTING else f"rl request-plane endpoint only supports method='{LISTING}'"
 
 
 def register_rl_routes(
-    runtime: DistributedRuntime,
-    registry: RLRouteRegistry,
-    routes: Mapping[str, RLRouteHandler],
-    *,
-    enable_dispatch: bool,
+    runtime: DistributedRuntime, registry: RLRouteRegistry, routes: Mapping[str, Route], *, enable_dispatch: bool
 ) -> None:
-    """Serve `POST /engine/NAME` for each route; with `enable_dispatch` the registry lists them."""
-    for name, handler in routes.items():
-        runtime.register_engine_route(name, handler)
+    """Serve routes as `POST /engine/NAME`. `enable_dispatch`: frontends are to find them, so the registry has them as well."""
+    for name in routes:
+        runtime.register_engine_route(name, routes[name])
     if enable_dispatch:
         registry.add_routes(routes)
 
 
+# -- what handlers need ------------------------------------------------------------------------------------------------
+
+
+async def first_endpoint_response(
+    handler: Callable[[dict[str, Any]], AsyncGenerator[dict[str, Any] | None, None]], body: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the first item of what a handler yields for `body`, and end the handler; without an item the status `ok`."""
+    answer = handler(body)
+    try:
+        async for item in answer:
+            if item is not None:
+                return item
+            break
+    finally:
+        await answer.aclose()
+    return {"status": "ok"}
+
+
 def require_lora_load_request(request: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return name and URI of the adapter to load. Raises RLAdminValidationError naming the member."""
-    name = require_lora_unload_request(request, "'lora_name' and 'source.uri'")
-    source = (request or {}).get("source")
-    if not isinstance(source, Mapping):
-        raise RLAdminValidationError("'source' object is required in request")
-    return name, _text(source, "uri", "source.uri")
+    """Return (`lora_name`, `source.uri`) of a request to load an adapter. Raises RLAdminValidationError."""
+    return _required(request, "lora_name"), _required(request, "source", "uri")
 
 
-def require_lora_unload_request(request: Mapping[str, Any] | None, _members: str = "'lora_name'") -> str:
-    """Return the name of the adapter to unload. Raises RLAdminValidationError naming the member."""
-    if not isinstance(request, Mapping):
-        raise RLAdminValidationError(f"Request is required with {_members}")
-    return _text(request, "lora_name", "lora_name")
+def require_lora_unload_request(request: Mapping[str, Any] | None) -> str:
+    """Return `lora_name` of a request to unload an adapter. Raises RLAdminValidationError."""
+    return _required(request, "lora_name")
 
 
-def _text(found: Mapping[str, Any], name: str, path: str) -> str:
-    value = found.get(name)
-    if not isinstance(value, str) or not value:
-        raise RLAdminValidationError(f"'{path}' is required and must be a string")
-    return value
+def _required(request: Mapping[str, Any] | None, *path: str) -> str:
+    """Return the text at a path of members. Raises RLAdminValidationError that names how far the request has it."""
+    found: Any = request
+    for depth, name in enumerate(path):
+        if not isinstance(found, Mapping):
+            raise RLAdminValidationError(f"{'.'.join(path[:depth]) or 'the body'} must be an object with {name!r}")
+        found = found.get(name)
+    if not isinstance(found, str) or not found:
+        raise RLAdminValidationError(f"{'.'.join(path)} must be a text that is not empty, got {found!r}")
+    return found

@@ -1,137 +1,94 @@
-"""Finds adapters for an engine that loads them itself; the routes of a worker (docs/adapters.md) need none of this."""
+"""Adapters by their URI: from the addresses that are known, and from sources that an engine adds."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-import re
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
+from dynamo.common.lora.downloader import LoRADownloader, check_whole
+from dynamo.common.lora.once_lock import OnceLock
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.settings import SystemSettings
-from dynamo.settings.readers import folder
-from dynamo.settings.table import declared, setting_of
-from dynamo.worker.adapters import adapter_directory
+from dynamo.settings.table import setting_of
 
-__all__ = ["LoRADownloader", "LoRAInfo", "LoRAManager", "LoRASourceProtocol", "OnceLock", "get_lora_manager"]
+__all__ = ["LoRAInfo", "LoRAManager", "LoRASourceProtocol", "get_lora_manager"]
 
-CACHE: Final = declared(
-    "DYN_LORA_PATH", folder, "Where `dynamo.common.lora` keeps adapters of sources that an engine registers",
-    unset=Path("~/.cache/dynamo_loras"), shown="`~/.cache/dynamo_loras`",
-)  # fmt: skip
-WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "model.lora_weights.npy")
-
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
-class OnceLock(Generic[T]):
-    """A value that is made once, at the first use. One that could not be made is tried again."""
+class LoRAInfo(NamedTuple):
+    """An adapter as an engine knows it: its number, and its directory."""
 
-    def __init__(self) -> None:
-        self._lock, self._made = threading.Lock(), list[T]()
-
-    def get(self) -> T | None:
-        return self._made[0] if self._made else None
-
-    def get_or_init(self, init: Callable[[], T]) -> T:
-        """Return the value, which `init()` makes."""
-        with self._lock:
-            if not self._made:
-                self._made.append(init())
-            return self._made[0]
-
-
-@dataclass(frozen=True)
-class LoRAInfo:
     id: int
     path: str
 
 
 class LoRASourceProtocol(Protocol):
-    """Where adapters of one scheme come from."""
+    """Gives the adapters of one URI scheme."""
 
-    async def download(self, lora_uri: str, dest_path: Path) -> Path:
-        """Put an adapter at `dest_path`; return where it is."""
+    async def exists(self, uri: str) -> bool:
+        """Return whether there is such an adapter."""
+        ...
 
-    async def exists(self, lora_uri: str) -> bool: ...
-
-
-class LoRADownloader:
-    """Finds adapters by `file:///...`, where they are used in place, and `hf://ORGANISATION/NAME[@REVISION]`."""
-
-    def __init__(self, cache_path: str | Path | None = None) -> None:
-        """`cache_path` None: DYN_LORA_PATH."""
-        self._cache = Path(cache_path or CACHE.value(os.environ)).expanduser()
-
-    async def download_if_needed(self, lora_uri: str) -> str:
-        """Return the directory of an adapter. Raises InvalidArgument for another address, and where there is no adapter."""
-        found = await adapter_directory({"source": {"uri": lora_uri}})
-        if not _is_adapter(found):
-            raise InvalidArgument(
-                f"{found} is not an adapter: it needs adapter_config.json and one of {', '.join(WEIGHTS)}"
-            )
-        return str(found)
-
-    def get_cache_path(self, cache_key: str) -> str:
-        return str(self._cache / cache_key)
-
-    def is_cached(self, lora_uri: str) -> bool:
-        """Return whether an adapter is whole at its place, or in this cache. That of the hub's client does not count."""
-        if lora_uri.startswith("file://"):
-            return _is_adapter(Path(lora_uri.removeprefix("file://")))
-        return self.validate_cached(self.uri_to_cache_key(lora_uri))
-
-    def validate_cached(self, cache_key: str) -> bool:
-        return _is_adapter(self._cache / cache_key)
-
-    @staticmethod
-    def uri_to_cache_key(uri: str) -> str:
-        return re.sub(r"[/\\.]", "_", uri.replace("://", "__"))
+    async def download(self, uri: str, dest: Path) -> Path:
+        """Write an adapter to `dest`, a directory that need not exist yet; return its directory."""
+        ...
 
 
 class LoRAManager:
-    """Fetches adapters, also from sources that an engine registers."""
+    """Gives the directory of an adapter. What a registered source gave is kept in the cache, and not downloaded again."""
+
+    __slots__ = ("_by_scheme", "_cache", "_turn")
 
     def __init__(self, cache_path: Path | None = None) -> None:
-        self._downloader = LoRADownloader(cache_path)
-        self._sources: dict[str, LoRASourceProtocol] = {}  # one for each that the engine's code names
+        """`cache_path`: as of `LoRADownloader`."""
+        self._cache = LoRADownloader(cache_path)
+        self._by_scheme: dict[str, LoRASourceProtocol] = {}  # bounded by what the engine's code registers
+        self._turn = asyncio.Lock()  # two downloads of one adapter would write the same files
 
     def register_custom_source(self, scheme: str, source: LoRASourceProtocol) -> None:
-        """Fetch what begins with `scheme://` from `source`."""
-        self._sources[scheme] = source
+        """Let a source give every adapter whose URI begins with `scheme://`, also one of a known scheme."""
+        self._by_scheme[scheme] = source
 
-    async def download_lora(self, lora_uri: str) -> dict[str, Any]:
-        """Fetch an adapter: {"status": "success", "local_path"}, or {"status": "error", "message"} for any failure."""
+    def is_cached(self, uri: str) -> bool:
+        """Return whether an adapter is on this machine. See `LoRADownloader.is_cached`."""
+        return self._cache.is_cached(uri)
+
+    async def download_lora(self, uri: str) -> dict[str, Any]:
+        """Return `{"status": "success", "local_path": directory}`; of a failure `{"status": "error", "message": reason}`."""
+        source = self._by_scheme.get(uri.split("://", 1)[0])
         try:
-            return {"status": "success", "local_path": await self._fetched(lora_uri)}
-        except Exception as error:  # the boundary: becomes the answer
-            return {"status": "error", "message": str(error)}
+            if source is None:
+                directory = await self._cache.download_if_needed(uri)
+            else:
+                async with self._turn:
+                    directory = await self._from_source(source, uri)
+        except Exception as error:  # of a source that is not ours: the answer is the boundary
+            logger.warning("the adapter %s cannot be had: %s", uri, error)
+            return {"status": "error", "message": str(error) or type(error).__name__}
+        return {"status": "success", "local_path": directory}
 
-    async def _fetched(self, uri: str) -> str:
-        """Return the directory of an adapter. Raises InvalidArgument where there is none, and what its source raises."""
-        source = self._sources.get(uri.partition("://")[0])
-        if source is None:
-            return await self._downloader.download_if_needed(uri)
+    async def _from_source(self, source: LoRASourceProtocol, uri: str) -> str:
+        """Return the directory of an adapter of a registered source. Raises what the source raises, and InvalidArgument."""
+        key = self._cache.uri_to_cache_key(uri)
+        place = self._cache.get_cache_path(key)
+        if self._cache.validate_cached(key):
+            return place
         if not await source.exists(uri):
-            raise InvalidArgument(f"there is no adapter at {uri}")
-        place = self._downloader.get_cache_path(self._downloader.uri_to_cache_key(uri))
-        return str(await source.download(uri, Path(place)))
-
-    def is_cached(self, lora_uri: str) -> bool:
-        return self._downloader.is_cached(lora_uri)
+            raise InvalidArgument(f"its source has no adapter {uri}")
+        found = await source.download(uri, Path(place))
+        await asyncio.to_thread(check_whole, found)
+        return os.fspath(found)
 
 
-_manager: Final[OnceLock[LoRAManager]] = OnceLock()
+_OF_THIS_PROCESS: Final[OnceLock[LoRAManager]] = OnceLock()
 
 
 def get_lora_manager() -> LoRAManager | None:
-    """Return the manager of this process; None unless DYN_LORA_ENABLED is set."""
-    is_enabled = setting_of(SystemSettings, "lora_enabled").value(os.environ)
-    return _manager.get_or_init(LoRAManager) if is_enabled else None
-
-
-def _is_adapter(directory: Path) -> bool:
-    return (directory / "adapter_config.json").is_file() and any((directory / name).is_file() for name in WEIGHTS)
+    """Return the one manager of this process; None where DYN_LORA_ENABLED does not switch adapters on."""
+    if not setting_of(SystemSettings, "lora_enabled").value(os.environ):
+        return None
+    return _OF_THIS_PROCESS.get_or_init(LoRAManager)
