@@ -65,6 +65,7 @@ def served(directory: Path, missing: str = "") -> dict[str, object]:
         "vllm_routes",
         "ollama",
         "fallbacks",
+        "route_extensions",
     ],
 )
 def test_a_frontend_without_the_folder_of_a_part_serves(tmp_path: Path, part: str) -> None:

@@ -12,6 +12,7 @@ from dynamo.contract.request_fields import with_engine_data
 from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
 from dynamo.llm import exceptions
 from dynamo.llm.exceptions import *  # noqa: F403
+from dynamo.protocol.frontend_routes import FrontendExtensionContext, FrontendResponse, FrontendRoute
 from dynamo.protocol.lora import lora_name_to_id
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 __getattr__ = partial(load_name, __name__)
 
 __all__ = [
-    "Client", "Context", "ContextMetadata", "DistributedRuntime", "Endpoint", "KvEventPublisher", "LoRADownloader",
+    "Client", "Context", "ContextMetadata", "DistributedRuntime", "Endpoint", "FrontendExtensionContext",
+    "FrontendResponse", "FrontendRoute", "KvEventPublisher", "LoRADownloader",
     "MediaDecoder", "MediaFetcher", "ModelInput", "ModelRuntimeConfig", "ModelType", "OverlapScores",
     "PyAsyncRequestStream", "RadixTree", "RouterMode", "SpanProxy", "WorkerMetricsPublisher", "WorkerType", "backend",
     "compute_block_hash_for_seq", "fetch_model", "get_reasoning_parser_names", "get_tool_parser_names", "log_message",

@@ -8,6 +8,7 @@ from dynamo.common.lora import LoRADownloader
 from dynamo.contract.request_fields import with_engine_data
 from dynamo.errors import HttpError, RouterQueueLimitExceeded
 from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
+from dynamo.protocol.frontend_routes import FrontendExtensionContext, FrontendResponse, FrontendRoute
 from dynamo.protocol.lora import lora_name_to_id
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
@@ -27,6 +28,7 @@ fetch_llm = fetch_model
 __getattr__ = partial(load_name, __name__)
 
 __all__ = [
+    "FrontendExtensionContext", "FrontendResponse", "FrontendRoute",
     "HttpError", "KvEventPublisher", "LoRADownloader", "MediaDecoder", "MediaFetcher", "ModelInput",
     "ModelRuntimeConfig", "ModelType", "OverlapScores", "RadixTree", "RouterMode", "RouterQueueLimitExceeded",
     "WorkerMetricsPublisher", "WorkerType", "compute_block_hash_for_seq", "fetch_llm", "fetch_model", "lora_name_to_id",

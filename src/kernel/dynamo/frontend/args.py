@@ -222,7 +222,7 @@ REFUSED: Final = (
     *_flags(
         Status.REFUSED,
         """
-    --model-name --model-path --grpc-metrics-port --frontend-route-extension
+    --model-name --model-path --grpc-metrics-port
     --router-prefill-load-model
     --router-tracking-key-file --router-tracking-key-id --tool-call-parser --reasoning-parser
     """,

@@ -9,6 +9,7 @@ from typing import Final, Self
 
 from dynamo.frontend.base.settings.batches import BatchesSettings
 from dynamo.frontend.base.settings.media import MediaSettings
+from dynamo.frontend.base.settings.route_extensions import RouteExtensionSettings
 from dynamo.frontend.base.settings.stored_responses import (
     StoredResponseSettings,
 )
@@ -36,7 +37,7 @@ DUMP_CONFIG_TO: Final = declared(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontendSettings(BatchesSettings, StoredResponseSettings, HttpSettings, FromEnvironment):
+class FrontendSettings(BatchesSettings, StoredResponseSettings, RouteExtensionSettings, HttpSettings, FromEnvironment):
     """All settings of a frontend: those of its rooms, each of which reads its own record, and of its parts."""
 
     # fmt: off

@@ -66,6 +66,10 @@ def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: SharedLi
         from dynamo.frontend.parts.ollama.part import OllamaPart
 
         found.append(OllamaPart(kernel))
+    if _has("route_extensions", bool(settings.route_extensions)):
+        from dynamo.frontend.parts.route_extensions.part import RouteExtensions
+
+        found.append(RouteExtensions(settings.route_extensions, kernel))
     scaling, residency = _open_scaling(settings, kernel), _open_residency(settings, kernel)
     batches = _open_batches(settings, kernel, keys)
     found += [part for part in (scaling, residency, batches) if part is not None]
