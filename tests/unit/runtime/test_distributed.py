@@ -32,7 +32,7 @@ from dynamo.errors import (
     WorkerUnavailable,
     rule_of,
 )
-from dynamo.runtime import Client, Context, DistributedRuntime, Endpoint, UnaryClient, serve_unary_endpoint
+from dynamo.runtime import Client, Context, DistributedRuntime, UnaryClient, serve_unary_endpoint
 from dynamo.runtime.base.settings import RuntimeSettings
 from dynamo.runtime.calls.handler import serve_python
 from dynamo.runtime.calls.request_plane.base import ResponseSink
@@ -1050,12 +1050,6 @@ async def test_the_detached_runtime_is_the_only_open_one(mem_runtime: Distribute
     async with DistributedRuntime(None, "mem", "mem"):
         with pytest.raises(RuntimeError, match="2 runtimes"):
             DistributedRuntime.detached()
-
-
-async def test_what_is_not_built_is_an_error_that_names_the_docs(mem_runtime: DistributedRuntime) -> None:
-    endpoint: Endpoint = mem_runtime.endpoint(PATH)
-    with pytest.raises(NotImplementedError, match=r"docs/"):
-        endpoint.first_token_source(None)
 
 
 async def test_metrics_count_requests_by_endpoint_and_user_labels(open_runtime: Open) -> None:

@@ -5,6 +5,7 @@ For code that was written against them. New code uses `dynamo.router`.
 """
 
 from dynamo.bindings.config import KvRouterConfig, LoadThresholdConfig, RouterConfig, TaintConstraints
+from dynamo.bindings.first_token import FirstTokenSource
 from dynamo.bindings.forward_pass import FpmDirectPublisher, FpmEventRelay, FpmEventSubscriber
 from dynamo.bindings.indexers import ApproxKvIndexer, KvIndexer
 from dynamo.bindings.kv_router import ChunkStream, EndpointKvRouter
@@ -13,6 +14,6 @@ KvRouter = EndpointKvRouter
 RoutingConstraints = TaintConstraints
 
 __all__ = [
-    "ApproxKvIndexer", "ChunkStream", "FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber", "KvIndexer",
+    "ApproxKvIndexer", "ChunkStream", "FirstTokenSource", "FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber", "KvIndexer",
     "KvRouter", "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints",
 ]  # fmt: skip

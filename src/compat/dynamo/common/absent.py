@@ -13,7 +13,7 @@ from typing import Any, Final
 __all__ = ["LATE", "absent", "load_name"]
 
 LATE: Final = (
-    "ApproxKvIndexer", "FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber", "KvIndexer", "KvRouter",
+    "ApproxKvIndexer", "FirstTokenSource", "FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber", "KvIndexer", "KvRouter",
     "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints",
 )  # fmt: skip
 """What is loaded at first use: an engine's worker needs none of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -132,12 +133,9 @@ class Endpoint:
         finally:
             await served.close()
 
-    def first_token_source(self, worker_type: object) -> object:
-        """Raise an error: not built in this version."""
-        raise NotImplementedError(
-            "first-token sources belong to disaggregated serving, which is not built in this version; "
-            "see 'Known limits' in docs/architecture.md"
-        )
+    async def first_token_source(self, worker_type: object) -> Any:
+        """Return what reports first tokens to routers (`FirstTokenSource`); None for workers that make no tokens."""
+        return await import_module("dynamo.bindings.first_token").open_source(self, worker_type)
 
     async def start_serving(
         self,

@@ -185,8 +185,15 @@ class Context:
             signal()
 
     def on_first_token(self, callback: Callable[[], None] | None) -> None:
-        """Framework use: what `notify_first_token` triggers, once."""
-        self._first_token = callback
+        """Framework use: what `notify_first_token` triggers, once, after what was set before; None: nothing."""
+        before = self._first_token
+
+        def both() -> None:
+            for each in (before, callback):
+                if each is not None:
+                    each()
+
+        self._first_token = None if callback is None else both
 
     # -- identity ------------------------------------------------------------------------------------------------
 
