@@ -14,6 +14,7 @@ from dynamo.kv.events import BlocksAdded, BlocksDropped, BlockUpdate, HeldBlock,
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
+from dynamo.llm import KvRouter, KvRouterConfig
 from dynamo.placement.kv_query import FetchTerms, KvQuery
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.kv.fetch_hints import fetch_terms
@@ -21,7 +22,7 @@ from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
 from support.cases import each_case
-from support.frontend_cluster import Cluster, ScriptedWorker, cluster
+from support.frontend_cluster import Cluster, ScriptedWorker, cluster, memory_runtime
 from support.patience import PATIENCE_SECONDS
 
 BLOCK = 4
@@ -86,6 +87,23 @@ async def test_a_worker_that_can_fetch_gets_the_longest_prefix_of_another_one(ho
     assert "kv_hint" not in await sent_to(house, sources[0])
     for each in held:
         await each.close()
+
+
+async def test_a_router_before_one_endpoint_names_the_source_too(house: Cluster) -> None:
+    target = await add(house, **CAPABLE, **{TYPE: "decode"})
+    source = await add(house, **{TYPE: "decode", ENDPOINTS: {"0": SOURCE}})
+    held = await hold(house, source, range(100, 108))
+    async with memory_runtime() as runtime:
+        router = KvRouter(runtime.endpoint("ns.backend.generate"), BLOCK, KvRouterConfig())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (await router.best_worker(PROMPT))[2] < 8:  # its events are read
+                await asyncio.sleep(0.005)
+        answer = await router.generate(PROMPT, "m", worker_id=target.endpoint.connection_id())
+        async for _ in answer:
+            pass
+        (action,) = target.requests[-1]["kv_hint"]["actions"]
+        assert action["payload"] == {"source_control_endpoint": SOURCE, "block_hashes": list(range(100, 108))}
+    await held.close()
 
 
 async def test_who_is_no_source(house: Cluster) -> None:
