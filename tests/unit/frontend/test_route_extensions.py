@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -108,7 +108,7 @@ async def test_an_extension_that_cannot_be_served_ends_the_start(
 async def test_an_extension_that_is_not_there_ends_the_start(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=f"^--frontend-route-extension {name}: "):
+    with pytest.raises(InvalidArgument, match=f"^route extension {name}: "):
         async with cluster(tmp_path_factory.mktemp("frontend"), route_extensions=(name,)):
             pass
 
@@ -122,7 +122,7 @@ async def test_an_extension_that_is_not_there_ends_the_start(
         (lambda: FrontendRoute("GET", "/x y", get), ValueError, "frontend route path must be static"),
         (lambda: FrontendRoute("GET", "/x", get_later), ValueError, "handler must be synchronous; async def handlers are not supported"),
         (lambda: FrontendRoute("GET", "/x", Later()), ValueError, "handler must be synchronous"),
-        (lambda: FrontendRoute("GET", "/x", "get"), TypeError, "FrontendRoute handler must be callable"),  # type: ignore[arg-type]
+        (lambda: FrontendRoute("GET", "/x", cast(Any, "get")), TypeError, "FrontendRoute handler must be callable"),
         (lambda: FrontendResponse(1000, None), ValueError, "status_code must be an integer from 100 to 999, got 1000"),
         (lambda: FrontendResponse(99, None), ValueError, "status_code must be an integer from 100 to 999, got 99"),
     ],

@@ -52,7 +52,7 @@ class LoRADownloader:
     def is_cached(self, uri: str) -> bool:
         """Return whether an adapter can be loaded without a download, as far as it can be seen here.
 
-        The cache of the hub's client is not looked into.
+        What the cache of the hub's client has does not count.
         """
         parts = urlsplit(uri)
         return (

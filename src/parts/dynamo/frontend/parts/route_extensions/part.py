@@ -95,9 +95,7 @@ class RouteExtensions(Part):
         for name in names:
             for route in _routes_of(name, context):
                 if any(route.path == other.path for other in self._routes):
-                    raise InvalidArgument(
-                        f"--frontend-route-extension {name}: {route.path} is served by two extensions"
-                    )
+                    raise InvalidArgument(f"route extension {name}: {route.path} is served by two extensions")
                 self._routes.append(
                     GuardedRoute(route.path, _Handled(route, name), route.method, access=Access.ANY_KEY)
                 )
@@ -127,7 +125,7 @@ class RouteExtensions(Part):
                 continue
             for extension in self._routes:
                 if route.path_regex.match(extension.path):
-                    raise InvalidArgument(f"--frontend-route-extension: {extension.path} is a path of the frontend")
+                    raise InvalidArgument(f"route extension: {extension.path} is a path of the frontend")
         return app
 
 
@@ -137,12 +135,10 @@ def _routes_of(name: str, context: FrontendExtensionContext) -> list[FrontendRou
     except InvalidArgument:
         raise
     except Exception as error:  # of code that is not ours
-        raise InvalidArgument(f"--frontend-route-extension {name}: {type(error).__name__}: {error}") from error
+        raise InvalidArgument(f"route extension {name}: {type(error).__name__}: {error}") from error
     for route in routes:
         if not isinstance(route, FrontendRoute):
-            raise InvalidArgument(
-                f"--frontend-route-extension {name}: expected FrontendRoute, got {type(route).__name__}"
-            )
+            raise InvalidArgument(f"route extension {name}: expected FrontendRoute, got {type(route).__name__}")
     return routes
 
 
@@ -157,6 +153,6 @@ def _extension(name: str) -> Extension:
         found = next(iter(named)).load() if named else None
     if not callable(found):
         where = f"the module {module}" if colon else f"the entry points {ENTRY_POINTS}"
-        raise InvalidArgument(f"--frontend-route-extension {name}: no function of this name in {where}")
+        raise InvalidArgument(f"route extension {name}: no function of this name in {where}")
     extension: Extension = found
     return extension
