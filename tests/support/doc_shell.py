@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -88,10 +89,18 @@ class Shell:
                     server.wait()
 
 
-def follow(page: Page, shell: Shell, cwd: Path) -> None:
+def follow(page: Page, shell: Shell, cwd: Path) -> list[str]:
+    """Do what a page says. Return the programs of other projects whose blocks were left out, as they are not installed here."""
+    missing = []
     for block in page.blocks:
         where = f"{page.name}:{block.line}"
         kind, _, detail = block.mark.partition(": ")
+        if kind.startswith("run with "):
+            program = kind.removeprefix("run with ")
+            if shutil.which(program) is None:
+                missing.append(program)
+                continue
+            kind = "run"
         if kind == "file":
             path = cwd / detail
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,3 +123,4 @@ def follow(page: Page, shell: Shell, cwd: Path) -> None:
                     assert detail, f"{where}: say why it is not run"
                 case _:
                     raise AssertionError(f"{where}: a bash block needs a mark above it (run, start, not run)")
+    return missing

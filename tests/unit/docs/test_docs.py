@@ -43,7 +43,7 @@ COMMANDS = (
 )
 
 
-MARKS = re.compile(r"(run|start|start afresh|fresh)(: .+)?|(not run|file): .+")
+MARKS = re.compile(r"(run|run with \w+|start|start afresh|fresh)(: .+)?|(not run|file): .+")
 
 
 @each_case("path", PAGES, ids=lambda path: path.name)
