@@ -366,7 +366,7 @@ def test_every_file_is_used() -> None:
             "autoscale-keda.yaml",
         )
     }
-    known |= {DEPLOY / "Containerfile", DEPLOY / "docker-compose.yml"}
+    known |= {DEPLOY / f"Containerfile{role}" for role in ("", ".backend", ".rust")} | {DEPLOY / "docker-compose.yml"}
     known |= {
         DEPLOY / "grafana" / name for name in ("frontend.json", "workers.json", "alerts.yaml", "alerts_test.yaml")
     }
