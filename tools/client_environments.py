@@ -26,6 +26,7 @@ CLIENTS: Final = {
     "pydantic_ai": ("pydantic-ai-slim[openai,anthropic]",),
     "instructor": ("instructor[anthropic]",),
     "ollama": ("ollama",),
+    "aiperf": ("aiperf",),  # 1.2 GB
 }
 """Requirements by the name of the environment, which is that of the script that calls the library."""
 
