@@ -152,10 +152,13 @@ def accepts(engine: Engine, request: Request) -> bool:
     return True
 
 
-def operations(engine: Engine) -> list[str]:
-    """Return the names of the engine's controls and updates, which need no engine that runs."""
+def operations(engine: Engine) -> frozenset[str] | None:
+    """Return the names of the engine's controls and updates; None where only an engine that has started declares them."""
     declared = engine.kind.__new__(engine.kind)
-    return sorted({*declared.supported_controls(), *declared.supported_updates()})
+    try:
+        return frozenset({*declared.supported_controls(), *declared.supported_updates()})
+    except AttributeError:  # they read what `start` sets
+        return None
 
 
 def table() -> str:
@@ -169,10 +172,16 @@ def table() -> str:
         lines.append([label, *("yes" if one else "" for one in has)])
     declared = {engine.name: operations(engine) for engine in ENGINES}
     lines += [
-        [f"control `{operation}`", *("yes" if operation in declared[name] else "" for name in names)]
-        for operation in sorted({each for found in declared.values() for each in found})
+        [f"control `{operation}`", *(_declares(declared[name], operation) for name in names)]
+        for operation in sorted({each for found in declared.values() for each in found or ()})
     ]
     return "".join(_line(cells) for cells in lines)
+
+
+def _declares(declared: frozenset[str] | None, operation: str) -> str:
+    if declared is None:
+        return "see its section"
+    return "yes" if operation in declared else ""
 
 
 def _line(cells: Iterable[str]) -> str:

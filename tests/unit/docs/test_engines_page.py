@@ -8,6 +8,7 @@ import engines_page
 import pytest
 
 from dynamo.errors import InvalidArgument
+from dynamo.reference.engine import ReferenceEngine
 
 
 def test_the_matrix_is_that_of_the_engines() -> None:
@@ -35,3 +36,15 @@ def test_what_an_engine_refuses_it_refuses_by_name(engine: engines_page.Engine) 
         with pytest.raises(InvalidArgument) as caught:
             engine.read({"token_ids": [1, 2, 3], **request})
         assert any(name in str(caught.value) for name in fields(request) - {"sampling_options"}), str(caught.value)
+
+
+def test_controls_that_only_a_started_engine_declares_are_not_called_absent() -> None:
+    class Late(ReferenceEngine):
+        started: set[str]
+
+        def supported_controls(self) -> set[str]:
+            return self.started
+
+    late = engines_page.Engine("late", Late, lambda request: request)
+    assert engines_page.operations(late) is None
+    assert engines_page._declares(None, "sleep") == "see its section"
