@@ -65,11 +65,11 @@ pub struct CommonArgs {
     #[arg(long, env = "DYN_DISCOVERY_BACKEND")]
     pub discovery_backend: Option<String>,
 
-    /// How requests travel (tcp)
+    /// How requests travel (tcp, nats)
     #[arg(long, env = "DYN_REQUEST_PLANE")]
     pub request_plane: Option<String>,
 
-    /// How events travel (zmq)
+    /// How events travel (zmq, nats)
     #[arg(long, env = "DYN_EVENT_PLANE")]
     pub event_plane: Option<String>,
 }

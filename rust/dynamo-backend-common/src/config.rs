@@ -185,9 +185,9 @@ pub enum StructuralTagSchema {
 pub struct RuntimeConfig {
     /// `file` (one machine).
     pub discovery_backend: Option<String>,
-    /// `tcp`.
+    /// `tcp` or `nats`.
     pub request_plane: Option<String>,
-    /// `zmq`.
+    /// `zmq` or `nats`.
     pub event_plane: Option<String>,
 }
 

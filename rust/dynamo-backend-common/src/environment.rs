@@ -9,17 +9,47 @@ use crate::telemetry::ExportSettings;
 /// An address that only this machine reaches.
 pub(crate) const LOOPBACK: &str = "127.0.0.1";
 
+/// Which planes of a worker go over NATS.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Planes {
+    pub(crate) requests_over_nats: bool,
+    pub(crate) events_over_nats: bool,
+}
+
+impl Planes {
+    /// Fails for a plane that is not built.
+    pub(crate) fn of(config: &WorkerConfig) -> Result<Self, DynamoError> {
+        let is_nats = |name: &str, own: &Option<String>, variable: &str, other: &str| {
+            let chosen = own.clone().or_else(|| settings::text(variable));
+            match chosen.as_deref() {
+                Some("nats") => Ok(true),
+                Some(plane) if plane != other => {
+                    let text = format!("{name} {plane:?} is not built into the Rust SDK: use {other} or nats");
+                    Err(DynamoError::invalid(text))
+                }
+                _ => Ok(false),
+            }
+        };
+        let runtime = &config.runtime;
+        Ok(Self {
+            requests_over_nats: is_nats("request_plane", &runtime.request_plane, "DYN_REQUEST_PLANE", "tcp")?,
+            events_over_nats: is_nats("event_plane", &runtime.event_plane, "DYN_EVENT_PLANE", "zmq")?,
+        })
+    }
+
+    /// Returns the flag that needs NATS.
+    pub(crate) fn wanted_by(self) -> Option<&'static str> {
+        if self.requests_over_nats {
+            Some("--request-plane nats (DYN_REQUEST_PLANE)")
+        } else {
+            self.events_over_nats.then_some("--event-plane nats (DYN_EVENT_PLANE)")
+        }
+    }
+}
+
 /// Refuses what the operator set and this SDK cannot do: going on without it would be worse than not starting.
 pub(crate) fn check(config: &WorkerConfig) -> Result<(), DynamoError> {
-    let chosen = |own: &Option<String>, name: &str| own.clone().or_else(|| settings::text(name));
-    if let Some(plane) = chosen(&config.runtime.request_plane, "DYN_REQUEST_PLANE").filter(|plane| plane != "tcp") {
-        let text = format!("request_plane {plane:?} is not built into the Rust SDK: use tcp");
-        return Err(DynamoError::invalid(text));
-    }
-    if let Some(plane) = chosen(&config.runtime.event_plane, "DYN_EVENT_PLANE").filter(|plane| plane != "zmq") {
-        let text = format!("event_plane {plane:?} is not built into the Rust SDK: use zmq");
-        return Err(DynamoError::invalid(text));
-    }
+    Planes::of(config)?;
     Security::check()?;
     ExportSettings::from_env()?;
     if settings::text("DYN_CHAOS").is_some() {

@@ -1,4 +1,5 @@
-//! The event plane: a publisher per topic, to which subscribers connect over ZMTP 3.0 (the wire of ZeroMQ).
+//! The event plane: a publisher per topic. Subscribers connect to it over ZMTP 3.0 (the wire of ZeroMQ), or its messages
+//! leave over NATS.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, broadcast, mpsc};
 
 use crate::error::{DynamoError, ErrorType};
+use crate::nats::{self, NatsConnection};
 use crate::wire::msgpack::{put_bin, put_str, put_uint};
 
 /// Messages that a subscriber may fall behind; then it loses the oldest ones, which the numbers tell it.
@@ -31,7 +33,18 @@ pub(crate) struct EventPublisher {
     id: u64,
     topic: &'static str,
     sequence: AtomicU64,
-    sender: broadcast::Sender<Arc<Vec<u8>>>,
+    outlet: Outlet,
+}
+
+/// Where the messages leave.
+#[derive(Debug)]
+enum Outlet {
+    /// To whoever is connected.
+    Zmq(broadcast::Sender<Arc<Vec<u8>>>),
+    Nats {
+        connection: Arc<NatsConnection>,
+        subject: String,
+    },
 }
 
 impl EventPublisher {
@@ -43,11 +56,26 @@ impl EventPublisher {
         };
         let listener = TcpListener::bind((host, 0)).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let id = crate::random::worker_id().map_err(failed)?;
         let (sender, _) = broadcast::channel(CAPACITY);
-        let publisher = Arc::new(Self { id, topic, sequence: AtomicU64::new(0), sender });
-        tokio::spawn(accept(listener, publisher.sender.clone(), topic));
+        let publisher = Self::new(topic, Outlet::Zmq(sender.clone())).map_err(failed)?;
+        tokio::spawn(accept(listener, sender, topic));
         Ok((publisher, address))
+    }
+
+    /// Returns a publisher over NATS; `prefix` is the subject of its scope.
+    pub(crate) fn over_nats(
+        connection: Arc<NatsConnection>,
+        prefix: &str,
+        topic: &'static str,
+    ) -> Result<Arc<Self>, DynamoError> {
+        let outlet = Outlet::Nats { connection, subject: nats::subject(&[prefix, topic]) };
+        Self::new(topic, outlet)
+            .map_err(|error| DynamoError::builder().message("the system has no random numbers").cause(error).build())
+    }
+
+    fn new(topic: &'static str, outlet: Outlet) -> std::io::Result<Arc<Self>> {
+        let id = crate::random::worker_id()?;
+        Ok(Arc::new(Self { id, topic, sequence: AtomicU64::new(0), outlet }))
     }
 
     /// Returns the id under which the publisher is known.
@@ -59,12 +87,15 @@ impl EventPublisher {
     pub(crate) fn publish(&self, payload: &[u8]) {
         let sequence = self.sequence.fetch_add(1, Ordering::SeqCst);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let parts = self.parts(sequence, now.as_millis() as u64, payload);
-        // Fails where nobody subscribes, which is an ordinary state.
-        let _ = self.sender.send(Arc::new(message(&parts)));
+        let envelope = self.envelope(sequence, now.as_millis() as u64, payload);
+        match &self.outlet {
+            // Fails without a subscriber, which is an ordinary state.
+            Outlet::Zmq(sender) => drop(sender.send(Arc::new(message(&self.parts(sequence, &envelope))))),
+            Outlet::Nats { connection, subject } => connection.publish(subject, &envelope),
+        }
     }
 
-    fn parts(&self, sequence: u64, published_at: u64, payload: &[u8]) -> [Vec<u8>; 4] {
+    fn envelope(&self, sequence: u64, published_at: u64, payload: &[u8]) -> Vec<u8> {
         let mut envelope = vec![0x85];
         put_str(&mut envelope, "publisher_id");
         put_uint(&mut envelope, self.id);
@@ -76,9 +107,13 @@ impl EventPublisher {
         put_str(&mut envelope, self.topic);
         put_str(&mut envelope, "payload");
         put_bin(&mut envelope, payload);
+        envelope
+    }
+
+    fn parts(&self, sequence: u64, envelope: &[u8]) -> [Vec<u8>; 4] {
         let mut frame = vec![1];
         frame.extend_from_slice(&(envelope.len() as u32).to_be_bytes());
-        frame.extend_from_slice(&envelope);
+        frame.extend_from_slice(envelope);
         [self.topic.into(), self.id.to_be_bytes().into(), sequence.to_be_bytes().into(), frame]
     }
 }

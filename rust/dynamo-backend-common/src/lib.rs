@@ -53,7 +53,7 @@
 //!
 //! # What is not built
 //!
-//! Discovery other than `file` and `etcd`, request and event planes other than `tcp` and `zmq`, fault injection: a setting that
+//! Discovery other than `file` and `etcd`, request planes other than `tcp` and `nats`, event planes other than `zmq` and `nats`, fault injection: a setting that
 //! asks for one of these ends the start with an error that says so. [TLS](tls) comes with a crate of its own. LoRA adapters: a worker runs without them.
 
 /// The page for writers of engines: its snippets are compiled and run as they stand there.
@@ -81,6 +81,7 @@ pub mod kv;
 mod load;
 mod logging;
 mod metrics;
+mod nats;
 mod output;
 mod place;
 mod plane;

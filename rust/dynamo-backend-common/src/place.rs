@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::config::WorkerConfig;
+use crate::nats;
 
 /// One endpoint of one worker.
 #[derive(Clone, Debug)]
@@ -53,12 +54,26 @@ impl Place {
         record
     }
 
-    /// Returns the record by which callers find the endpoint; `host` is HOST:PORT of its listener.
-    pub(crate) fn instance_record(&self, host: &str) -> Value {
-        self.record(json!({
-            "type": "Endpoint", "transport": {"tcp": format!("{host}/{}", self.route())}, "device_type": device_type(),
-            "request_plane_codec": "msgpack", "mux": crate::wire::frames::VERSION,
-        }))
+    /// Returns the record by which callers find the endpoint, at `transport`; `mux` is the version of that wire there.
+    pub(crate) fn instance_record(&self, transport: Value, mux: Option<u64>) -> Value {
+        let mut members = json!({
+            "type": "Endpoint", "transport": transport, "device_type": device_type(), "request_plane_codec": "msgpack",
+        });
+        if let Some(version) = mux {
+            members["mux"] = json!(version);
+        }
+        self.record(members)
+    }
+
+    /// Returns the subject of requests over NATS.
+    pub(crate) fn request_subject(&self) -> String {
+        let scope = format!("{}_{}", self.namespace, self.component).to_lowercase();
+        let plain =
+            |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit() || matches!(letter, '_' | '-');
+        let slug: String = scope.chars().map(|letter| if plain(letter) { letter } else { '_' }).collect();
+        let slug = slug.trim_start_matches('_');
+        let slug = if slug.is_empty() { "dynamo" } else { slug };
+        nats::subject(&[slug, &format!("{}-{:x}", self.endpoint, self.worker_id)])
     }
 
     pub(crate) fn model_record(&self, card: &Value) -> Value {
@@ -75,6 +90,11 @@ impl Place {
         json!({"kind": "endpoint", "endpoint": self.names()})
     }
 
+    /// Returns the beginning of the subjects of events over NATS.
+    pub(crate) fn subject_prefix(&self) -> String {
+        format!("namespace.{}.component.{}.endpoint.{}", self.namespace, self.component, self.endpoint)
+    }
+
     fn event_key(&self, bucket: &str, topic: &str, publisher_id: u64) -> String {
         let parts =
             ["namespace", &self.namespace, "component", &self.component, "endpoint", &self.endpoint, "topic", topic];
@@ -82,11 +102,11 @@ impl Place {
         format!("v1/{bucket}/{}/{publisher_id:x}", parts.join("/"))
     }
 
-    /// Returns the key and the record by which subscribers find a publisher at `address`.
-    pub(crate) fn event_channel(&self, topic: &str, publisher_id: u64, address: &str) -> (String, Value) {
+    /// Returns the key and the record by which subscribers find a publisher.
+    pub(crate) fn event_channel(&self, topic: &str, publisher_id: u64, transport: &Value) -> (String, Value) {
         let record = json!({
             "type": "EventChannel", "scope": self.scope(), "topic": topic, "instance_id": publisher_id,
-            "transport": {"kind": "Zmq", "config": {"endpoint": format!("tcp://{address}")}},
+            "transport": transport,
         });
         (self.event_key("event_channels", topic, publisher_id), record)
     }
@@ -142,11 +162,25 @@ mod tests {
         let place = Place::new(&config, 0x1f);
         assert_eq!(place.instance_key(), "v1/instances/dynamo/a.b/generate/1f");
         assert_eq!(place.route(), "1f/dynamo/a.b/generate");
-        let (key, record) = place.event_channel("kv_metrics", 7, "h:1");
+        let (key, record) = place.event_channel("kv_metrics", 7, &json!({"kind": "Zmq"}));
         assert_eq!(key, "v1/event_channels/namespace/dynamo/component/a%2Eb/endpoint/generate/topic/kv_metrics/7");
-        assert_eq!(record["transport"]["config"]["endpoint"], "tcp://h:1");
+        assert_eq!(record["transport"]["kind"], "Zmq");
         let (key, record) = place.event_source("kv-events", 7, 1, json!({"type": "Endpoint", "instance_id": 31}));
         assert!(key.starts_with("v1/event_sources/"));
         assert_eq!(record["metadata"]["recovery_target"], json!({"instance_id": 31}));
+    }
+
+    #[test]
+    fn a_subject_is_the_slug_of_the_names_and_the_endpoint_of_one_instance() {
+        for (namespace, component, endpoint, worker_id, subject) in [
+            ("wirens", "pyw", "gen", 0x2040_a1f8_376e_9f29, "wirens_pyw.gen-2040a1f8376e9f29"),
+            ("My.Space", "Comp", "ep", 1, "my_space_comp.ep-1"),
+            ("_a", "b", "ep", 1, "a_b.ep-1"),
+        ] {
+            let config =
+                WorkerConfig { namespace: namespace.into(), component: component.into(), ..WorkerConfig::default() };
+            let place = Place { endpoint: endpoint.into(), ..Place::new(&config, worker_id) };
+            assert_eq!(place.request_subject(), subject);
+        }
     }
 }

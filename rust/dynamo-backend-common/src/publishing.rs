@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use serde_json::json;
 use tokio::task::JoinHandle;
 
 use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
@@ -17,8 +18,9 @@ use crate::kv::zmq::EngineSubscription;
 use crate::kv::{KvEventPublisher, KvEventSource, publisher};
 use crate::load::{self, Load};
 use crate::metrics::{ComponentSnapshot, EngineMetrics};
+use crate::nats::NatsConnection;
 use crate::place::Place;
-use crate::plane::Server;
+use crate::plane::Front;
 use crate::settings;
 
 /// Receives the publisher of snapshots.
@@ -53,13 +55,15 @@ impl SnapshotPublisher {
 pub(crate) struct Publishing {
     place: Place,
     discovery: Arc<dyn Discovery>,
+    /// Over which events leave; `None`: subscribers connect to each publisher.
+    nats: Option<Arc<NatsConnection>>,
     publishers: Vec<KvEventPublisher>,
     tasks: Vec<JoinHandle<()>>,
 }
 
 impl Publishing {
-    pub(crate) fn new(place: Place, discovery: Arc<dyn Discovery>) -> Self {
-        Self { place, discovery, publishers: Vec::new(), tasks: Vec::new() }
+    pub(crate) fn new(place: Place, discovery: Arc<dyn Discovery>, nats: Option<Arc<NatsConnection>>) -> Self {
+        Self { place, discovery, nats, publishers: Vec::new(), tasks: Vec::new() }
     }
 
     /// Begins to report the load of an engine with KV blocks; `None` for another one.
@@ -120,12 +124,12 @@ impl Publishing {
         Ok(())
     }
 
-    /// Lets routers query missed KV events, once the worker serves at `host`.
-    pub(crate) async fn serve_recovery(&self, server: &Arc<Server>, host: &str) -> Result<(), DynamoError> {
+    /// Lets routers query missed KV events, once the worker serves.
+    pub(crate) async fn serve_recovery(&self, front: &Front) -> Result<(), DynamoError> {
         for publisher in &self.publishers {
             let place = self.place.beside(recovery::endpoint_name(publisher.id()));
-            server.register(&place.route(), Arc::new(Recovery(publisher.clone())));
-            let target = place.instance_record(host);
+            front.serve(&place, Arc::new(Recovery(publisher.clone()))).await?;
+            let target = front.record(&place);
             discovery::put(&self.discovery, place.instance_key(), target.to_string()).await?;
             let rank = publisher.rank().dp_rank;
             let (key, record) = self.place.event_source(publisher::TOPIC, publisher.id(), rank, target);
@@ -134,12 +138,23 @@ impl Publishing {
         Ok(())
     }
 
-    /// Listens for subscribers of a topic and makes it known.
+    /// Makes the publisher of a topic, and makes it known.
     async fn open(&self, topic: &'static str) -> Result<Arc<EventPublisher>, DynamoError> {
-        let host = settings::text("DYN_EVENT_PLANE_HOST").unwrap_or_else(|| self.discovery.default_host().to_owned());
-        let (events, address) = EventPublisher::listen(&host, topic).await?;
-        let address = advertised(&address.ip().to_string(), address.port());
-        let (key, record) = self.place.event_channel(topic, events.id(), &address);
+        let (events, transport) = match &self.nats {
+            Some(connection) => {
+                let prefix = self.place.subject_prefix();
+                let events = EventPublisher::over_nats(Arc::clone(connection), &prefix, topic)?;
+                (events, json!({"kind": "Nats", "config": {"subject_prefix": prefix}}))
+            }
+            None => {
+                let host = settings::text("DYN_EVENT_PLANE_HOST");
+                let host = host.unwrap_or_else(|| self.discovery.default_host().to_owned());
+                let (events, address) = EventPublisher::listen(&host, topic).await?;
+                let address = advertised(&address.ip().to_string(), address.port());
+                (events, json!({"kind": "Zmq", "config": {"endpoint": format!("tcp://{address}")}}))
+            }
+        };
+        let (key, record) = self.place.event_channel(topic, events.id(), &transport);
         discovery::put(&self.discovery, key, record.to_string()).await?;
         Ok(events)
     }

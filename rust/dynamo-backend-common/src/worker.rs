@@ -21,15 +21,16 @@ use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
 use crate::deadline::Deadline;
 use crate::discovery::{self, Discovery};
 use crate::engine::{LLMEngine, MetricsCtx};
-use crate::environment::{self, LOOPBACK, advertised};
+use crate::environment::{self, LOOPBACK, Planes, advertised};
 use crate::error::{BackendError, DynamoError, ErrorType};
 use crate::flag::Flag;
 use crate::health::{self, Health};
 use crate::instance::{self, Instance};
 use crate::load::Load;
 use crate::metrics::EngineMetrics;
+use crate::nats::NatsConnection;
 use crate::place::{Place, encode_path};
-use crate::plane::{Server, lock};
+use crate::plane::{Front, Server, lock};
 use crate::publishing::{Publishing, SnapshotPublisher};
 use crate::raw::{Engine, RawEngine};
 use crate::serving::Serving;
@@ -115,6 +116,7 @@ struct Parts {
     model_key: Option<String>,
     publishing: Option<Publishing>,
     admin: Option<Arc<Admin>>,
+    nats: Option<Arc<NatsConnection>>,
     tasks: Vec<JoinHandle<()>>,
 }
 
@@ -169,6 +171,10 @@ impl Worker {
         self.config.check(matches!(self.serving, Engine::Raw(_)))?;
         environment::check(&self.config)?;
         self.listen_to_signals()?;
+        let nats = match Planes::of(&self.config)?.wanted_by() {
+            Some(flag) => Some(NatsConnection::open(flag).await?),
+            None => None,
+        };
         let worker_id = crate::random::worker_id()
             .map_err(|error| DynamoError::builder().message("the system has no random numbers").cause(error).build())?;
         let backend = self.config.runtime.discovery_backend.clone();
@@ -181,7 +187,7 @@ impl Worker {
             discovery::close(discovery).await;
             return Ok(());
         }
-        let mut parts = Parts::default();
+        let mut parts = Parts { nats, ..Parts::default() };
         let outcome = self.live(worker_id, &discovery, status.as_ref(), &mut parts).await;
         self.clean_up().await;
         if let Some(server) = &parts.server {
@@ -197,6 +203,9 @@ impl Worker {
             tracing::warn!("leaving discovery failed, its records will expire: {error}");
         }
         discovery::close(discovery).await;
+        if let Some(nats) = parts.nats.take() {
+            nats.close().await;
+        }
         outcome
     }
 
@@ -311,7 +320,9 @@ impl Worker {
         let config = &self.config;
         let served_name = card::served_name(config, engine);
         let place = Place::new(config, worker_id);
-        let mut publishing = Publishing::new(place.clone(), Arc::clone(discovery));
+        let planes = Planes::of(config)?;
+        let over_nats = |is_chosen: bool| parts.nats.clone().filter(|_| is_chosen);
+        let mut publishing = Publishing::new(place.clone(), Arc::clone(discovery), over_nats(planes.events_over_nats));
         let load = if config.enable_kv_routing { publishing.report_load(config, engine).await? } else { None };
         self.set_up_metrics(worker_id, engine, &served_name, load_seconds, load.clone()).await?;
         if config.enable_kv_routing {
@@ -319,32 +330,26 @@ impl Worker {
             publishing.connect(sources, engine.kv_cache_block_size, &self.metrics).await?;
         }
         let server = Server::new(self.listener_settings(), self.metrics.listener().clone())?;
-        let (listener, address) = server.bind(discovery.default_host()).await?;
-        if !address.ip().is_loopback() && server.security.secret.is_none() && server.security.acceptor.is_none() {
-            tracing::warn!(
-                "anybody who reaches this worker can send it requests: neither DYN_TCP_SECRET_PATH nor \
-                 DYN_TCP_TLS_CERT_PATH is set (docs/security.md)"
-            );
-        }
-        let host = advertised(&address.ip().to_string(), address.port());
+        let nats = over_nats(planes.requests_over_nats);
+        let (front, listener) = Front::open(server, nats, discovery.default_host()).await?;
         let card = self.build_card(engine, status).await?;
-        self.engine.on_endpoint_ready(&format!("{host}/{}", place.route())).await?;
+        self.engine.on_endpoint_ready(&front.address(&place)).await?;
         let model_key = place.model_key();
         parts.model_key = Some(model_key.clone());
         discovery::put(discovery, model_key, place.model_record(&card).to_string())
             .await
             .map_err(|error| DynamoError::builder().message(format!("model attach: {error}")).cause(error).build())?;
 
-        let record = place.instance_record(&host).to_string();
+        let record = front.record(&place).to_string();
         let instance = Instance::new(Arc::clone(discovery), place.instance_key(), record, self.health.clone());
         if let Some((status, _)) = status {
             status.set_control(instance::controls(&self.engine, &instance)?);
         }
         let (namespace, component, endpoint) = (&config.namespace, &config.component, &config.endpoint);
         tracing::info!("Serving {served_name} on {namespace}.{component}.{endpoint}");
-        self.serve(Arc::clone(&server), listener, &place.route(), load, parts).await;
+        self.serve(&front, listener, &place, load, parts).await?;
         if config.has_local_indexer() {
-            publishing.serve_recovery(&server, &host).await?;
+            publishing.serve_recovery(&front).await?;
         }
         parts.publishing = Some(publishing);
         instance
@@ -352,6 +357,7 @@ impl Worker {
             .await
             .map_err(|error| DynamoError::builder().message(format!("serve: {error}")).cause(error).build())?;
         let (engine, mode) = (Arc::clone(&self.engine), config.disaggregation_mode);
+        let server = Arc::clone(front.server());
         let admin = Admin::new(server, Arc::clone(&instance), engine, mode, self.stop.times.grace);
         if let Some((status, _)) = status {
             status.set_admin(Arc::clone(&admin));
@@ -445,36 +451,38 @@ impl Worker {
 
     async fn serve(
         &self,
-        server: Arc<Server>,
-        listener: tokio::net::TcpListener,
-        route: &str,
+        front: &Front,
+        listener: Option<tokio::net::TcpListener>,
+        place: &Place,
         load: Option<Arc<Load>>,
         parts: &mut Parts,
-    ) {
+    ) -> Result<(), DynamoError> {
+        let server = Arc::clone(front.server());
+        parts.server = Some(Arc::clone(&server));
         let payload = health::payload(self.config.health_check_payload.as_ref(), &*self.engine).await;
         let payload = payload.filter(|_| settings::switch("DYN_HEALTH_CHECK_ENABLED", false));
         let health = self.health.clone();
         health.serving(&self.config.endpoint, payload.is_some());
         let answered = self.health.clone();
         parts.tasks.push(tokio::spawn(Arc::clone(self.health.progress()).watch()));
-        server.register(
-            route,
-            Arc::new(Serving {
-                serving: self.serving.clone(),
-                engine: Arc::clone(&self.engine),
-                mode: self.config.disaggregation_mode,
-                metrics: Arc::clone(self.metrics.requests()),
-                server: Arc::clone(&server),
-                progress: Arc::clone(self.health.progress()),
-                load,
-                answered: Arc::new(move || answered.answered()),
-            }),
-        );
-        parts.tasks.push(tokio::spawn(Arc::clone(&server).accept(listener)));
+        let serving = Serving {
+            serving: self.serving.clone(),
+            engine: Arc::clone(&self.engine),
+            mode: self.config.disaggregation_mode,
+            metrics: Arc::clone(self.metrics.requests()),
+            server: Arc::clone(&server),
+            progress: Arc::clone(self.health.progress()),
+            load,
+            answered: Arc::new(move || answered.answered()),
+        };
+        front.serve(place, Arc::new(serving)).await?;
+        if let Some(listener) = listener {
+            parts.tasks.push(tokio::spawn(server.accept(listener)));
+        }
         if let Some(payload) = payload {
             parts.tasks.push(tokio::spawn(health::canary(self.serving.clone(), payload, health)));
         }
-        parts.server = Some(server);
+        Ok(())
     }
 
     // -- down ----------------------------------------------------------------------------------------------------

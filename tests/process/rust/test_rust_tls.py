@@ -22,6 +22,7 @@ from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 from support.certificates import Authority
 from support.http_client import ask
 from support.native_caller import native_caller
+from support.nats_server import nats_server
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, until, wait
 from support.rust_worker import TLS_ENGINE, RustWorker, body
@@ -158,6 +159,34 @@ def test_a_file_that_cannot_be_used_ends_the_start(tmp_path: Path, plane: Plane,
         assert f"{name}: cannot read /nowhere" in worker.log
     finally:
         worker.close()
+
+
+async def test_nats_is_reached_over_mutual_tls(tmp_path: Path, plane: Plane) -> None:
+    authority = plane.authority.path
+    tls = ("--tls", "--tlscert", plane.cert, "--tlskey", plane.key, "--tlscacert", authority, "--tlsverify")
+    env: dict[str, Any] = {"NATS_TLS_CA_CERT_PATH": authority, "NATS_STARTUP_CONNECT_TIMEOUT_SECONDS": "0.5"}
+    shown = {"NATS_TLS_CLIENT_CERT_PATH": plane.cert, "NATS_TLS_CLIENT_KEY_PATH": plane.key}
+    with nats_server(*tls) as broker:
+        flags = ("--request-plane", "nats")
+        plain = RustWorker.start(tmp_path, *flags, NATS_SERVER=broker.url)
+        try:
+            assert plain.exit_code() == 1
+            assert "it requires TLS: set NATS_TLS_CA_CERT_PATH" in plain.log
+        finally:
+            plain.close()
+        stranger = RustWorker.start(tmp_path, *flags, has_tls=True, NATS_SERVER=broker.url, **env)
+        try:
+            assert stranger.exit_code() == 1
+            assert f"NATS at {broker.url} cannot be used" in stranger.log
+        finally:
+            stranger.close()
+        env["NATS_STARTUP_CONNECT_TIMEOUT_SECONDS"] = "60"
+        worker = RustWorker.start(tmp_path, *flags, has_tls=True, NATS_SERVER=broker.url, **env | shown)
+        try:
+            assert "nats_tcp" in worker.instance().transport
+            await leave(worker)
+        finally:
+            worker.close()
 
 
 async def test_a_cluster_serves_with_mutual_tls_and_the_secret(tmp_path: Path, plane: Plane) -> None:

@@ -273,7 +273,8 @@ async def test_the_shared_secret_is_asked_for(tmp_path: Path) -> None:
     ("flags", "env", "text"),
     [
         (["--discovery-backend", "kubernetes"], {}, "discovery_backend"),
-        (["--request-plane", "nats"], {}, "request_plane"),
+        (["--request-plane", "mem"], {}, 'request_plane "mem" is not built into the Rust SDK: use tcp or nats'),
+        (["--event-plane", "mem"], {}, 'event_plane "mem" is not built into the Rust SDK: use zmq or nats'),
         ([], {"DYN_TCP_TLS_CERT_PATH": "/tmp/cert"}, "DYN_TCP_TLS_CERT_PATH and DYN_TCP_TLS_KEY_PATH need each other"),
         ([], {"DYN_TCP_TLS_CA_CERT_PATH": "/tmp/ca"}, "build it with the crate dynamo-backend-tls"),
         ([], {"DYN_TCP_TLS_INSECURE": "1"}, "DYN_TCP_TLS_INSECURE"),

@@ -1,5 +1,6 @@
 //! The request plane: a listener, its connections, and the sinks that requests answer through.
 
+mod front;
 mod listener;
 mod mux;
 mod native;
@@ -8,7 +9,8 @@ mod server;
 mod sink;
 mod socket;
 
-pub(crate) use security::Security;
+pub(crate) use front::Front;
+pub(crate) use security::{Security, provider as tls_provider};
 pub(crate) use server::{Call, Handler, Server, StreamPlace};
 pub(crate) use sink::Sink;
 pub(crate) use socket::{Incoming, Outgoing, Socket};

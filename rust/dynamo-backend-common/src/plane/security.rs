@@ -55,7 +55,7 @@ impl Security {
     }
 }
 
-fn provider(named: &str) -> Result<&'static dyn TlsProvider, DynamoError> {
+pub(crate) fn provider(named: &str) -> Result<&'static dyn TlsProvider, DynamoError> {
     tls::provider().ok_or_else(|| {
         DynamoError::invalid(format!(
             "{named} is set, and this program has no TLS: build it with the crate dynamo-backend-tls, whose install() its main \

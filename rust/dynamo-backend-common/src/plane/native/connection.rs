@@ -1,4 +1,5 @@
-//! One request connection of a native caller: frames in, ACKs out in the same order.
+//! One request connection of a native caller: frames in, ACKs out in the same order. And how a request begins, of such a
+//! connection or of NATS.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -21,7 +22,7 @@ use crate::wire::native::items::Codec;
 
 const READ_BYTES: usize = 64 * 1024;
 /// Answer connections that are being opened for one request connection; further ones wait.
-const DIALS_AT_ONCE: usize = 64;
+pub(super) const DIALS_AT_ONCE: usize = 64;
 /// A header of our own callers: the prompt's length as the client sent it, of a request that has moved.
 const PROMPT_TOKENS_HEADER: &str = "x-dynamo-prompt-tokens";
 
@@ -30,11 +31,17 @@ const OBJECT_BYTES: usize = 240;
 const ARRAY_BYTES: usize = 72;
 const VALUE_BYTES: usize = 60;
 
+/// Where requests begin.
+pub(super) struct Intake {
+    pub(super) server: Arc<Server>,
+    /// Of the caller; `None`: NATS does not say who it is.
+    pub(super) address: Option<IpAddr>,
+    pub(super) dials: Arc<Semaphore>,
+}
+
 /// One caller.
 struct Caller {
-    server: Arc<Server>,
-    address: IpAddr,
-    dials: Arc<Semaphore>,
+    intake: Intake,
     /// Bytes of the half frame, as the server counts them.
     held: usize,
 }
@@ -42,10 +49,11 @@ struct Caller {
 /// Serves one request connection until it is lost. `first` are bytes of it that were read already.
 pub(crate) async fn serve(server: Arc<Server>, mut socket: Socket, address: IpAddr, first: &[u8]) {
     let dials = Arc::new(Semaphore::new(DIALS_AT_ONCE));
-    let mut caller = Caller { server, address, dials, held: 0 };
+    let intake = Intake { server: Arc::clone(&server), address: Some(address), dials };
+    let mut caller = Caller { intake, held: 0 };
     if let Err(text) = caller.run(&mut socket, first).await {
         tracing::warn!("closing a native request connection: {text}");
-        caller.server.metrics.refused.add(1);
+        server.metrics.refused.add(1);
         let goodbye = async {
             socket.write_all(&frames::ack(&text)).await?;
             socket.shutdown().await
@@ -53,13 +61,13 @@ pub(crate) async fn serve(server: Arc<Server>, mut socket: Socket, address: IpAd
         // A caller that reads nothing any more misses why.
         let _ = tokio::time::timeout(GOODBYE, goodbye).await;
     }
-    caller.server.give_back_pending(caller.held);
+    server.give_back_pending(caller.held);
 }
 
 impl Caller {
     /// Serves requests until the caller leaves; the error is what it is told before its connection is closed.
     async fn run(&mut self, socket: &mut Socket, first: &[u8]) -> Result<(), String> {
-        let server = Arc::clone(&self.server);
+        let server = Arc::clone(&self.intake.server);
         let settings = &server.settings;
         let mut decoder = RequestDecoder::new(settings.max_message_bytes);
         decoder.feed(first);
@@ -114,7 +122,7 @@ impl Caller {
         let mut acks = Vec::new();
         loop {
             match decoder.next() {
-                Ok(Some(frame)) => match self.begin(&frame) {
+                Ok(Some(frame)) => match self.intake.begin(&frame) {
                     Ok(()) => acks.extend_from_slice(&ACCEPTED),
                     Err(text) => acks.extend_from_slice(&frames::ack(&text)),
                 },
@@ -127,8 +135,9 @@ impl Caller {
     /// Keeps account of a frame that is still arriving.
     fn hold(&mut self, bytes: usize) -> Result<(), String> {
         let before = std::mem::take(&mut self.held);
-        self.server.give_back_pending(before);
-        if bytes > self.server.settings.connection_pending_bytes || !self.server.take_pending(bytes) {
+        let server = &self.intake.server;
+        server.give_back_pending(before);
+        if bytes > server.settings.connection_pending_bytes || !server.take_pending(bytes) {
             return Err(format!(
                 "{OVERLOADED} the requests under way exceed DYN_TCP_PENDING_BODIES_LIMIT_MB (of one connection: \
                  DYN_TCP_CONNECTION_BODIES_LIMIT_MB)"
@@ -137,9 +146,12 @@ impl Caller {
         self.held = bytes;
         Ok(())
     }
+}
 
-    /// Starts one request; the error is the text of the ACK that declines it.
-    fn begin(&self, frame: &RequestFrame<'_>) -> Result<(), String> {
+impl Intake {
+    /// Starts one request; the error is the text of the ACK that declines it. Over NATS only the text of a malformed one is
+    /// read, so that the others are declined where their answer is awaited.
+    pub(super) fn begin(&self, frame: &RequestFrame<'_>) -> Result<(), String> {
         let server = &self.server;
         let malformed = |error: ProtocolError| {
             tracing::warn!("declined a native request for {:?}: {error}", frame.path);
@@ -151,7 +163,7 @@ impl Caller {
         if !server.call_home.permits(host, self.address) {
             server.metrics.refused.add(1);
             let setting = policy::SETTING;
-            let caller = self.address;
+            let caller = self.address.map_or_else(|| "NATS".to_owned(), |address| address.to_string());
             return Err(malformed(ProtocolError(format!(
                 "it asks for its answer at {host}, and it came from {caller}; {setting} allows further networks"
             ))));
@@ -165,12 +177,22 @@ impl Caller {
             server.metrics.refused.add(1);
             return Err(format!("{OVERLOADED} more than {limit} answers on their way (DYN_TCP_MAX_STREAMS)"));
         };
-        let admission = server.admit(frame.path).map_err(|error| declined(&error))?;
+        let admission = server.admit(frame.path);
+        if let (Err(error), Some(_)) = (&admission, self.address) {
+            return Err(declined(error));
+        }
         let controller = Controller::new(control.id);
         let stream = Arc::new(Stream::new(Arc::clone(&controller), control.codec));
-        let sink = Sink::Native(NativeSink::new(Arc::clone(&stream)));
+        let mut sink = Sink::Native(NativeSink::new(Arc::clone(&stream)));
         // The handler starts meanwhile: the sink holds what it makes.
         tokio::spawn(stream.run(Arc::clone(server), control.home, Arc::clone(&self.dials), place));
+        let admission = match admission {
+            Ok(admission) => admission,
+            Err(error) => {
+                sink.end(Some(&error));
+                return Ok(());
+            }
+        };
         let headers = &frame.headers;
         let trace = TRACE_HEADERS.iter().filter_map(|name| headers.get_key_value(*name));
         let trace: BTreeMap<String, String> = trace.map(|(name, value)| (name.clone(), value.clone())).collect();

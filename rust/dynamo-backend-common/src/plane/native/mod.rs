@@ -1,10 +1,12 @@
 //! The wire of ai-dynamo 1.6: requests arrive on one connection, each answer leaves on a connection of its own.
 
 mod connection;
+mod nats;
 mod policy;
 mod stream;
 
 pub(crate) use connection::serve;
+pub(crate) use nats::NatsIntake;
 pub(crate) use policy::CallHomePolicy;
 pub(crate) use stream::NativeSink;
 

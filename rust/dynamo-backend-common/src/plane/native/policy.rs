@@ -50,8 +50,12 @@ impl CallHomePolicy {
         Ok(policy)
     }
 
-    /// Returns whether an answer may be sent to `host`, of a request that came from `caller`.
-    pub(crate) fn permits(&self, host: &str, caller: IpAddr) -> bool {
+    /// Returns whether an answer may be sent to `host`, of a request that came from `caller`. Without a caller, over NATS,
+    /// only the networks that were allowed decide, or nothing where none were.
+    pub(crate) fn permits(&self, host: &str, caller: Option<IpAddr>) -> bool {
+        let Some(caller) = caller else {
+            return (self.networks.is_empty() && self.names.is_empty()) || self.is_allowed(host);
+        };
         let is_known = |pair: &(String, IpAddr)| pair.0 == host && pair.1 == caller;
         if lock(&self.permitted).as_ref().is_some_and(is_known) {
             return true;
@@ -63,12 +67,19 @@ impl CallHomePolicy {
         is_permitted
     }
 
+    /// Returns whether an operator allowed this host.
+    fn is_allowed(&self, host: &str) -> bool {
+        self.is_anywhere
+            || self.names.iter().any(|name| host.eq_ignore_ascii_case(name))
+            || address(host).is_some_and(|wanted| self.networks.iter().any(|network| contains(*network, wanted)))
+    }
+
     fn check(&self, host: &str, caller: IpAddr) -> bool {
-        if self.is_anywhere || self.names.iter().any(|name| host.eq_ignore_ascii_case(name)) {
+        if self.is_allowed(host) {
             return true;
         }
         let Some(wanted) = address(host) else { return false };
-        if self.networks.iter().any(|network| contains(*network, wanted)) || wanted == caller {
+        if wanted == caller {
             return true;
         }
         // A caller on this machine: it may come from 127.0.0.1 and name the address that others know it by.
@@ -120,7 +131,7 @@ mod tests {
     }
 
     fn permits(policy: &CallHomePolicy, host: &str, caller: &str) -> bool {
-        policy.permits(host, caller.parse().expect("an address"))
+        policy.permits(host, Some(caller.parse().expect("an address")))
     }
 
     #[test]
@@ -145,6 +156,8 @@ mod tests {
         }
         assert!(permits(&policy(&["any"]), "anything.at.all", "172.16.0.1"));
         assert!(permits(&policy(&["0.0.0.0/0"]), "1.2.3.4", "172.16.0.1"));
+        assert!(wide.permits("10.1.255.1", None) && !wide.permits("10.2.0.1", None));
+        assert!(policy(&[]).permits("10.2.0.1", None));
         for wrong in ["10.0.0.0/33", "10.0.0/8", "fd00::/129", "name/8", "nämé"] {
             assert!(CallHomePolicy::new(&[wrong.to_owned()]).is_err(), "{wrong}");
         }
