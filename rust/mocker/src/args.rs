@@ -64,7 +64,7 @@ pub(crate) struct Args {
     engine_type: String,
 
     /// Blocks in the cache of each rank
-    #[arg(long = "num-gpu-blocks-override", default_value_t = 16_384)]
+    #[arg(long = "num-gpu-blocks-override", visible_alias = "num-gpu-blocks", default_value_t = 16_384)]
     num_gpu_blocks: u64,
 
     /// Tokens per block [default: vllm 64, sglang 1, trtllm 32]

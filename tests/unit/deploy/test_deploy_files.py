@@ -210,6 +210,32 @@ def test_a_service_of_the_compose_file_has_the_shape_it_should(name: str) -> Non
         assert volume.split(":")[0] in COMPOSE["volumes"]
 
 
+MOCKER = [yaml.safe_load((DEPLOY / "mocker" / f"docker-compose{kind}.yml").read_text()) for kind in ("", ".auth")]
+
+
+def test_the_mocker_s_compose_files_have_the_shape_they_should_and_name_what_exists() -> None:
+    conditions = ("service_started", "service_healthy", "service_completed_successfully")
+    known = MOCKER[0]["services"].keys() | MOCKER[1]["services"].keys()
+    used: set[str] = set()
+    for service in (each for file in MOCKER for each in file["services"].values()):
+        assert service.keys() <= SERVICE_SCHEMA["properties"].keys() | {"networks", "tmpfs"}  # type: ignore[attr-defined]
+        assert set(service.get("networks", ())) <= MOCKER[0]["networks"].keys()
+        for other, how in service.get("depends_on", {}).items():
+            assert other in known
+            assert how["condition"] in conditions
+        if build := service.get("build"):
+            assert (DEPLOY / "mocker" / build["context"]).resolve() == ROOT
+            lines = (ROOT / build["dockerfile"]).read_text()
+            sources = [
+                word for each in re.findall(r"^COPY (?!--)(.+) \S+$", lines, re.MULTILINE) for word in each.split()
+            ]
+            assert sources
+            assert all((ROOT / source).exists() for source in sources)
+            assert {f"!{source}" for source in sources} <= set((ROOT / ".dockerignore").read_text().splitlines())
+        used |= service.get("environment", {}).keys()
+    assert {name for name in used if re.search(rf"\b{name}\b", SETTINGS) is None} == set()
+
+
 # -- what they name exists -----------------------------------------------------------------------------------------------
 
 
@@ -370,4 +396,6 @@ def test_every_file_is_used() -> None:
     known |= {
         DEPLOY / "grafana" / name for name in ("frontend.json", "workers.json", "alerts.yaml", "alerts_test.yaml")
     }
+    mocker = ("Containerfile.frontend", "Containerfile.backend", "docker-compose.yml", "docker-compose.auth.yml")
+    known |= {DEPLOY / "mocker" / name for name in mocker}
     assert {Path(folder) / name for folder, _, names in os.walk(DEPLOY) for name in names} == known
