@@ -75,6 +75,21 @@ def test_every_crate_has_the_version_of_the_workspace() -> None:
     assert page.count(f'name = "dynamo-backend-common"\nversion = "{version}"') == 1
 
 
+def test_the_readme_of_the_sdk_lists_its_files_and_the_members_of_a_request() -> None:
+    crate = RUST / "dynamo-backend-common"
+    readme = (crate / "README.md").read_text()
+    _, _, listed = readme.partition("\n## Files\n")
+    there = {f"{path.name}/" if path.is_dir() else path.name for path in (crate / "src").iterdir()} - {"lib.rs"}
+    assert set(re.findall(r"`([a-z_]+(?:\.rs|/))`", listed)) - {"src/"} == there
+    schema = (crate / "src" / "schema.rs").read_text()
+    for status in ("Supported", "Forwarded"):
+        names = re.findall(rf'^    field\("?(\w+)"?, {status},', schema, re.MULTILINE)
+        members = {"_HEALTH_CHECK" if name == "HEALTH_CHECK_KEY" else name for name in names}
+        row = re.search(rf"^\| `{status.lower()}`: .+$", readme, re.MULTILINE)
+        assert row is not None
+        assert set(re.findall(r"`(\w+)`", row[0])) - {status.lower()} == members
+
+
 def test_no_file_is_too_long() -> None:
     assert [place for place, text in sources() if text.count("\n") > MAX_LINES] == []
 
