@@ -169,7 +169,7 @@ def test_the_autoscalers_find_what_the_frontend_gives() -> None:
     assert metric["selector"]["matchLabels"].keys() <= set(family.labels)
 
 
-SERVICE_SCHEMA = {
+SERVICE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
     "required": ["image", "command"],
@@ -218,7 +218,7 @@ def test_the_mocker_s_compose_files_have_the_shape_they_should_and_name_what_exi
     known = MOCKER[0]["services"].keys() | MOCKER[1]["services"].keys()
     used: set[str] = set()
     for service in (each for file in MOCKER for each in file["services"].values()):
-        assert service.keys() <= SERVICE_SCHEMA["properties"].keys() | {"networks", "tmpfs"}  # type: ignore[attr-defined]
+        assert service.keys() <= SERVICE_SCHEMA["properties"].keys() | {"networks", "tmpfs"}
         assert set(service.get("networks", ())) <= MOCKER[0]["networks"].keys()
         for other, how in service.get("depends_on", {}).items():
             assert other in known
