@@ -156,9 +156,11 @@ def operations(engine: Engine) -> frozenset[str] | None:
     """Return the names of the engine's controls and updates; None where only an engine that has started declares them."""
     declared = engine.kind.__new__(engine.kind)
     try:
-        return frozenset({*declared.supported_controls(), *declared.supported_updates()})
+        found = frozenset({*declared.supported_controls(), *declared.supported_updates()})
     except AttributeError:  # they read what `start` sets
         return None
+    is_own = engine.kind.supported_controls is not LLMEngine.supported_controls
+    return None if is_own and not found else found
 
 
 def table() -> str:

@@ -38,13 +38,23 @@ def test_what_an_engine_refuses_it_refuses_by_name(engine: engines_page.Engine) 
         assert any(name in str(caught.value) for name in fields(request) - {"sampling_options"}), str(caught.value)
 
 
-def test_controls_that_only_a_started_engine_declares_are_not_called_absent() -> None:
-    class Late(ReferenceEngine):
-        started: set[str]
+class Late(ReferenceEngine):
+    started: set[str]
 
-        def supported_controls(self) -> set[str]:
-            return self.started
+    def supported_controls(self) -> set[str]:
+        return self.started
 
-    late = engines_page.Engine("late", Late, lambda request: request)
+
+class LateAndEmpty(ReferenceEngine):
+    def supported_controls(self) -> set[str]:
+        return set()
+
+    def supported_updates(self) -> set[str]:
+        return set()
+
+
+@pytest.mark.parametrize("kind", [Late, LateAndEmpty])
+def test_controls_that_only_a_started_engine_declares_are_not_called_absent(kind: type[ReferenceEngine]) -> None:
+    late = engines_page.Engine("late", kind, lambda request: request)
     assert engines_page.operations(late) is None
     assert engines_page._declares(None, "sleep") == "see its section"
