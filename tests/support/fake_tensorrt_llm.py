@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Self
 
-__all__ = ["LLM", "installed"]
+__all__ = ["LLM", "SleepingLLM", "installed"]
 
 
 @dataclass
@@ -120,7 +120,7 @@ class LLM:
         {
             "model", "tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size", "enable_attention_dp",
             "max_batch_size", "max_num_tokens", "max_seq_len", "kv_cache_config", "guided_decoding_backend",
-            "skip_tokenizer_init", "backend",
+            "skip_tokenizer_init", "backend", "sleep_config",
         }
     )  # fmt: skip
 
@@ -148,16 +148,35 @@ class LLM:
         self.is_shut_down = True
 
 
+class SleepingLLM(LLM):
+    """The engine as of 1.4: it gives memory back and takes it again."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.log: list[str] = []
+
+    def release(self) -> None:
+        if any(request.outputs[0].finish_reason is None for request in self.requests):
+            raise RuntimeError("requests are in flight")
+        self.log.append("release")
+
+    def resume(self) -> None:
+        self.log.append("resume")
+
+
 @contextmanager
-def installed() -> Iterator[None]:
+def installed(llm: type[LLM] = LLM) -> Iterator[None]:
     """Put the stand-in where `import tensorrt_llm` finds it, for the time of the block."""
     package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi")
-    package.__dict__.update(LLM=LLM, SamplingParams=SamplingParams, llmapi=api, __path__=[])
+    package.__dict__.update(LLM=llm, SamplingParams=SamplingParams, llmapi=api, __path__=[])
     api.__dict__.update(KvCacheConfig=KvCacheConfig, GuidedDecodingParams=GuidedDecodingParams)
     LLM.made.clear()
+    names = ("tensorrt_llm", "tensorrt_llm.llmapi")
+    before = {name: sys.modules.get(name) for name in names}
     sys.modules |= {"tensorrt_llm": package, "tensorrt_llm.llmapi": api}
     try:
         yield
     finally:
-        for name in ("tensorrt_llm", "tensorrt_llm.llmapi"):
+        for name in names:
             del sys.modules[name]
+        sys.modules |= {name: module for name, module in before.items() if module is not None}

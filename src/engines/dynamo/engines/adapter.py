@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, GenerateChunk, LLMEngine
 from dynamo.contract.health_check import build_health_check_payload, build_raw_health_check_payload
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.engines.operations import EngineOperations, error_body
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.calls.context import Context
+from dynamo.runtime.endpoint import Endpoint
 
 
 class AdapterArguments(Protocol):
@@ -53,6 +55,7 @@ class AdapterEngine(LLMEngine, Generic[Arguments]):
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
         self._was_cleaned_up = False
+        self._controlled: EngineOperations | None = None  # once it has started, where the engine has any
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
@@ -105,10 +108,48 @@ class AdapterEngine(LLMEngine, Generic[Arguments]):
             raise EngineShutdown(f"{self.engine_name} ended an answer without its last output")
         yield answer.cancelled()
 
+    # -- what an operator calls ---------------------------------------------------------------------------------------
+
+    async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
+        refusals = {} if self._controlled is None else self._controlled.refusals()
+        for name, reason in refusals.items():
+            endpoint.runtime.register_engine_route(name, _refusing(reason))
+
+    def supported_controls(self) -> set[str]:
+        return set() if self._controlled is None else set(self._controlled.controls)
+
+    def supported_updates(self) -> set[str]:
+        return set() if self._controlled is None else set(self._controlled.updates)
+
+    async def validate_engine_control(self, name: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self._controlled is None else self._controlled.refusal(name, body)
+
+    async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._controlled is None:
+            return await super().engine_control(control, body)
+        return await self._controlled.control(control, body)
+
+    async def engine_update(self, update: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._controlled is None:
+            return await super().engine_update(update, body)
+        return await self._controlled.update(update, body)
+
+    def check_serving(self) -> None:
+        """Raise WorkerUnavailable while a control has halted the engine."""
+        if self._controlled is not None:
+            self._controlled.check_serving()
+
     async def health_check_payload(self) -> dict[str, Any] | None:
         if self._arguments.embeds:
             return build_raw_health_check_payload({"token_ids": [[0]]})
         return build_health_check_payload(0)
+
+
+def _refusing(reason: str) -> Callable[[object], Awaitable[dict[str, Any]]]:
+    async def answer(_body: object) -> dict[str, Any]:
+        return error_body(reason)
+
+    return answer
 
 
 def refuse_roles(args: argparse.Namespace, engine_name: str) -> None:

@@ -26,6 +26,7 @@ from dynamo.engines.adapter import AdapterEngine
 from dynamo.engines.cache_scope import CacheScope
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
+from dynamo.llamacpp.operations import HOST_CACHE, LlamaOperations
 from dynamo.llamacpp.slots import LlamaConnection, LlamaProcess, LlamaSlots, map_llama_error
 from dynamo.runtime.calls.context import Context
 
@@ -191,6 +192,8 @@ class LlamaCppEngine(AdapterEngine[LlamaArguments]):
             unsupported=UNSUPPORTED,
             defaults=read_generation_defaults(self._arguments.tokenizer),
         )
+        keeps_prompts = self._arguments.parameters.get(HOST_CACHE) != 0
+        self._controlled = LlamaOperations(self._llama, keeps_prompts=keeps_prompts).table
         config = self.described(loaded.context_length, max_num_seqs=loaded.slots)
         config.model_aliases = list(self._arguments.aliases)
         return config
@@ -199,6 +202,7 @@ class LlamaCppEngine(AdapterEngine[LlamaArguments]):
         if self._limits is None:
             raise self.not_running()
         self.check_task(embeds=False)
+        self.check_serving()
         asked = read_generation(request, self._limits)
         answer = LlamaAnswer(asked)
         body = await self._body(asked, self._limits)
@@ -221,6 +225,7 @@ class LlamaCppEngine(AdapterEngine[LlamaArguments]):
         if limits is None:
             raise self.not_running()
         self.check_task(embeds=True)
+        self.check_serving()
         task_among(request, (EMBED,))
         if request.get("dimensions") is not None:
             raise InvalidArgument("dimensions: llama.cpp makes vectors of one length only")

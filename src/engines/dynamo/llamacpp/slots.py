@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -194,7 +195,8 @@ class LlamaProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        own = {"hostnames": [str(self._directory / SOCKET)], "api_keys": [self._key], "ui": False}
+        own: dict[str, Any] = {"hostnames": [str(self._directory / SOCKET)], "api_keys": [self._key], "ui": False}
+        own["slot_save_path"] = f"{self._directory}/"  # without one llama.cpp erases no slot, either
         self._process.stdin.write(json.dumps({**settings, **own}).encode() + b"\n")
         line = await self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": f"its process ended with status {await self._process.wait()}"}
@@ -211,6 +213,12 @@ class LlamaProcess:
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Return the answer to a plain question. Raises EngineShutdown when llama.cpp is gone."""
         return await call_llama(self._socket, method, path, self._key, body)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it runs."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
 
     @property
     def _socket(self) -> Path:
@@ -233,6 +241,8 @@ class LlamaProcess:
             with suppress(OSError):
                 assert process.stdin is not None
                 process.stdin.close()
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)  # a process that is halted would not end by itself
             try:
                 async with asyncio.timeout(END_SECONDS):
                     await process.wait()
@@ -343,6 +353,19 @@ class LlamaSlots:
                 turn.set_result(True)
                 return
         self._free += 1
+
+    def halt(self) -> None:
+        """Stop all computing where it is, until `go_on`."""
+        self._process.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """End a halt; nothing happens where there is none."""
+        self._process.signal(signal.SIGCONT)
+
+    async def erase(self) -> None:
+        """Forget what the slots hold of earlier prompts; a slot that is in use does so at the end of its request."""
+        for slot in range(self._arguments.slots):
+            await self._process.call("POST", f"/slots/{slot}?action=erase", {})
 
     async def wait_ended(self) -> str:
         """Return how the process ended, once it has."""

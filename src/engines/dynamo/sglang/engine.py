@@ -50,6 +50,7 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.calls.context import Context
 from dynamo.sglang.arguments import MARK, SglangArguments, events_source, read_arguments, server_arguments
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
+from dynamo.sglang.operations import SglangOperations
 
 # From the contract's request to SGLang's sampling parameters, and from its outputs to chunks: plain values.
 
@@ -261,6 +262,7 @@ class SglangEngine(AdapterEngine[SglangArguments]):
             defaults=read_generation_defaults(directory) if directory.is_dir() else {},
         )
         self._tells_thoughts = bool(settings.reasoning_parser)
+        self._controlled = SglangOperations(self._thread, self._arguments.model).table
         tokens = facts.get("max_total_num_tokens")
         return self.described(
             self._limits.context_length,
@@ -282,6 +284,7 @@ class SglangEngine(AdapterEngine[SglangArguments]):
         if limits is None or thread.engine is None:
             raise self.not_running()
         self.check_task(embeds=False)
+        self.check_serving()
         asked = read_generation(request, limits)
         if asked.constraint is not None and asked.constraint.kind in ("json", "regex"):
             await asyncio.to_thread(
@@ -323,6 +326,7 @@ class SglangEngine(AdapterEngine[SglangArguments]):
         if limits is None or thread.engine is None:
             raise self.not_running()
         self.check_task(embeds=True)
+        self.check_serving()
         inputs = inputs_of(request, limits.context_length, limits.vocab_size)
         if context.is_stopped():
             return

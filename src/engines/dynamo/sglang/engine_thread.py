@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dynamo.errors import EngineShutdown
 from dynamo.runtime.calls.context import Context, on_loop
+
+T = TypeVar("T")
 
 END_SECONDS: Final = 1.0  # for the tasks of the thread, once they are cancelled
 
@@ -109,6 +111,14 @@ class EngineThread:
         finally:
             forget()
             following.cancel()
+
+    async def ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Await a coroutine on the thread's loop. Raises what it raises."""
+
+        async def run() -> T:
+            return await question()
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function on the thread's loop."""

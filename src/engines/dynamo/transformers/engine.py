@@ -32,6 +32,7 @@ from dynamo.errors import EngineShutdown, InvalidArgument, Unknown
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.transformers.arguments import TransformersArguments, read_arguments
 from dynamo.transformers.loading import LoadedTransformers, load_encoder, load_transformers
+from dynamo.transformers.operations import TransformersOperations, embedding_operations
 from dynamo.transformers.row_sampling import ARGUMENT, RowSampling
 from dynamo.transformers.vectors import TransformersVectors
 from dynamo.worker.hub import fetch_model
@@ -58,6 +59,7 @@ class TransformersEngine(AdapterEngine[TransformersArguments]):
         self._vectors: TransformersVectors | None = None  # of a worker that makes vectors
         self._numbers = count()
         self._scope = CacheScope(self.engine_name)
+        self._operations: TransformersOperations | None = None  # of a worker that generates
 
     async def start(self, worker_id: int) -> EngineConfig:
         directory = Path(await fetch_model(self._arguments.model))
@@ -67,6 +69,8 @@ class TransformersEngine(AdapterEngine[TransformersArguments]):
         self._loaded = loaded
         await self.check_wanted()
         self._grammars = _Grammars(directory, loaded)
+        self._operations = TransformersOperations(loaded.manager, str(directory))
+        self._controlled = self._operations.table
         self._limits = GenerationLimits(
             engine="transformers",
             context_length=loaded.context_length,
@@ -91,6 +95,7 @@ class TransformersEngine(AdapterEngine[TransformersArguments]):
             loaded, pooling, max_inputs=arguments.max_num_seqs, max_tokens=arguments.max_num_batched_tokens
         )
         await self.check_wanted()
+        self._controlled = embedding_operations()
         return self.described(loaded.context_length)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
@@ -98,6 +103,7 @@ class TransformersEngine(AdapterEngine[TransformersArguments]):
         loaded, limits, grammars = self._loaded, self._limits, self._grammars
         if loaded is None or limits is None or grammars is None or self._was_cleaned_up:
             raise self.not_running()
+        self.check_serving()
         asked = read_generation(request, limits)
         if asked.cache_salt is not None and not self._scope.admits(asked.cache_salt):
             loaded.manager.batch_processor.cache.use_prefix_sharing = False  # it is read before each prompt
@@ -180,6 +186,8 @@ class TransformersEngine(AdapterEngine[TransformersArguments]):
         self._was_cleaned_up = True
         if self._vectors is not None:
             await self._vectors.close()
+        if self._operations is not None:
+            await self._operations.close()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             await asyncio.to_thread(loaded.manager.stop, block=True, timeout=STOP_SECONDS, hard_stop=True)

@@ -32,6 +32,7 @@ from dynamo.engines.adapter import AdapterEngine
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.calls.context import Context, on_loop
 from dynamo.trtllm.arguments import MARK, TrtllmArguments, read_arguments
+from dynamo.trtllm.operations import SLEEP_CONFIG, TrtllmOperations
 from dynamo.worker.hub import fetch_model
 
 # From the contract's request to TensorRT-LLM's `SamplingParams`, and from its outputs to chunks: plain values.
@@ -136,6 +137,7 @@ class TrtllmEngine(AdapterEngine[TrtllmArguments]):
         super().__init__(arguments)
         self._llm: Any = None
         self._limits: GenerationLimits | None = None
+        self._running = 0  # requests
 
     async def start(self, worker_id: int) -> EngineConfig:
         logger.warning("TensorRT-LLM is marked: %s", MARK)
@@ -151,6 +153,9 @@ class TrtllmEngine(AdapterEngine[TrtllmArguments]):
             unsupported=UNSUPPORTED,
             defaults=read_generation_defaults(directory),
         )
+        self._controlled = TrtllmOperations(
+            self._llm, has_sleep_config=SLEEP_CONFIG in given.engine, running=lambda: self._running
+        ).table
         return self.described(
             self._limits.context_length,
             kv_cache_block_size=given.kv_block_size,
@@ -179,6 +184,7 @@ class TrtllmEngine(AdapterEngine[TrtllmArguments]):
         llm, limits = self._llm, self._limits
         if llm is None or limits is None:
             raise self.not_running()
+        self.check_serving()
         asked = read_generation(request, limits)
         sampling = await self._sampling(asked)
         answer = TrtllmAnswer(asked)
@@ -190,6 +196,7 @@ class TrtllmEngine(AdapterEngine[TrtllmArguments]):
             results = llm.generate_async({"prompt_token_ids": asked.prompt}, sampling, streaming=True, **further)
         except ValueError as error:
             raise InvalidArgument(str(error)) from error  # its checks of a request
+        self._running += 1
         forget = context.on_cancel(on_loop(asyncio.get_running_loop(), lambda _killed: results.abort()))
         try:
             # An abort is a result of its own, which is not one of the answer: `answered` stops before it.
@@ -197,6 +204,7 @@ class TrtllmEngine(AdapterEngine[TrtllmArguments]):
                 async for chunk in chunks:
                     yield chunk
         finally:
+            self._running -= 1
             forget()
             if not answer.is_complete:
                 results.abort()

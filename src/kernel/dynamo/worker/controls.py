@@ -83,10 +83,8 @@ class AdminRoutes:
     ) -> None:
         """`record`: what pausing controls hold; `set_taints` writes the (checked) taints to discovery."""
         self._engine = engine
-        self._controls = tuple(controls)
-        self._updates = tuple(updates)
-        self._set_taints = set_taints
-        self._record = record
+        self._controls, self._updates = tuple(controls), tuple(updates)
+        self._set_taints, self._record = set_taints, record
         self._exclusive = asyncio.Lock()  # held through a pausing or resuming control, the engine's part included
         self._running = Background()
 
@@ -99,10 +97,7 @@ class AdminRoutes:
         }
 
     async def close(self) -> None:
-        """Refuse new calls, cancel those in flight (they answer "shutting down") and freeze the discovery record.
-
-        When this returns no control can advertise the instance again. Idempotent.
-        """
+        """Refuse new calls, cancel those in flight ("shutting down"), freeze the discovery record for good. Idempotent."""
         await self._record.close()
         for task in await self._running.close(CANCEL_SECONDS):
             logger.warning("%s ignores its cancellation; shutting down without it", task.get_name())
@@ -156,10 +151,7 @@ class AdminRoutes:
                 logger.warning("engine control %s failed; the instance stays unregistered until it is resumed", name)
                 raise
             if _failed(answer):
-                logger.warning(
-                    "engine control %s answered with an error; the instance stays unregistered until it is resumed",
-                    name,
-                )
+                logger.warning("engine control %s answered with an error; the instance stays unregistered", name)
             return answer
 
     async def _resume(self, name: str, body: Body) -> Body:
@@ -229,5 +221,5 @@ class RlDirectory:
 
     async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         method = body.get("method") if isinstance(body, Mapping) else None
-        known = method == "routes"
-        sink.send_object({"data": self._answer if known else _error(f"unsupported method: {method!r}; use 'routes'")})
+        unknown = None if method == "routes" else _error(f"unsupported method: {method!r}; use 'routes'")
+        sink.send_object({"data": unknown or self._answer})

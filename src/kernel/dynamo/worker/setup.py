@@ -194,6 +194,8 @@ class Setup:
         )
         controls = checked_names("control", engine.supported_controls())
         updates = checked_names("update", engine.supported_updates())
+        logger.info("registered engine management controls control_count=%d", len(controls))
+        logger.info("registered engine management updates update_count=%d", len(updates))
         if not isinstance(engine, LLMEngine) and not controls and not updates:
             return  # a raw engine has no taints to update either
         admin = AdminRoutes(

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 SERVABLE: Final = (
     ModelType.Chat | ModelType.Completions | ModelType.Images | ModelType.Audios | ModelType.Videos | VECTORS
 )
+NOT_LIVE: Final = "no namespace has all required worker types live"
 
 
 class Readiness:
@@ -59,7 +60,9 @@ class Readiness:
         for group in groups:
             namespaces.setdefault(group.key.namespace, []).append(group)
         bodies = {namespace: self._namespace_body(members) for namespace, members in namespaces.items()}
-        return {"model": name, "ready": any(body["ready"] for body in bodies.values()), "namespaces": bodies}
+        is_ready = any(body["ready"] for body in bodies.values())
+        why_not: JsonObject = {} if is_ready else {"reason": NOT_LIVE}
+        return {"model": name, "ready": is_ready, **why_not, "namespaces": bodies}
 
     def _namespace_body(self, groups: Sequence[Group]) -> JsonObject:
         there = self._instances.has
@@ -80,14 +83,16 @@ class Readiness:
             "present": present,
             "missing_worker_types": missing,
         }
+        gone = sorted({*missing, *(role for role, count in workers.items() if not count)})
+        if gone and not body["ready"]:
+            body["reason"] = f"missing worker types: {', '.join(gone)}"
         rejected = [entry for group in groups for entry in group.rejected]
         if rejected:  # ours: the native frontend leaves them out without a line
             body["rejected_workers"] = [
                 {"endpoint": entry.endpoint, "instance_id": entry.instance_id, "reason": "model card differs"}
                 for entry in rejected
             ]
-        errors = [error for group in groups if (error := self._load_error(group.key))]
-        if errors:
+        if errors := [error for group in groups if (error := self._load_error(group.key))]:
             body["error"] = errors[0]
         if all(unservable(group) for group in groups):
             body["error"] = unservable(groups[0])

@@ -183,12 +183,14 @@ class NamespaceReadiness(Struct):
     missing_worker_types: list[str]
     rejected_workers: list[dict[str, Any]] | None = None  # left out: their card differs from the first
     error: str | None = None  # why the model cannot be served
+    reason: str | None = None  # the roles without a live worker, of a namespace that is not ready
 
 
 class ModelReadiness(Struct):
     model: str
     ready: bool
     namespaces: dict[str, NamespaceReadiness]
+    reason: str | None = None
 
 
 class ModelLoad(Struct):
