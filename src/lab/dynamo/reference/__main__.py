@@ -1,12 +1,12 @@
 """`python -m dynamo.reference --model DIR`: serve a model with the reference engine."""
 
+from dynamo.common.snapshot import run_with_snapshot
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import LLMEngine
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.reference.encoder import ReferenceEncoder
 from dynamo.reference.engine import ReferenceEngine
 from dynamo.reference.flags import read_arguments
-from dynamo.worker.run import run
 
 
 async def engine_of_role(argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
@@ -17,7 +17,7 @@ async def engine_of_role(argv: list[str] | None = None) -> tuple[LLMEngine, Work
 
 
 def main(argv: list[str] | None = None) -> None:
-    run(ReferenceEngine, argv, engine_of_role)
+    run_with_snapshot(ReferenceEngine, argv, engine_of_role)
 
 
 if __name__ == "__main__":
