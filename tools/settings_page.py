@@ -89,7 +89,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "worker-variables": (
         NAMESPACE_SUFFIX, *own(ShutdownTimes), variables.VALIDATE, variables.MAP_BUILTIN_ERRORS,
         variables.SELF_HOST_METADATA, variables.RL_ENDPOINT, KEEP_SGLANG_FORMAT, *engine_monitor.SETTINGS, lora_downloader.CACHE,
-        *snapshot.SETTINGS,
+        snapshot.CONTROL_DIR,
         *topology.VARIABLES,
     ),
     "foreign": FOREIGN,

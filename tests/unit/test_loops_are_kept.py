@@ -82,6 +82,7 @@ STARTED: Final = {
     "runtime/discovery/etcd:self._run": "an event loop for what is listed here",
     "runtime/observe:self._watch": "it reads a clock and a stack: there is nothing that fails",
     "sglang:self._run": "the event loop of the engine; its end ends the worker",
+    "transformers:hold": "holds a pause until its end; a failure is the answer of the control that waits for it",
     "transformers:self._run": "ends when no input waits; each request of a batch that fails reports it",
     "vllm:_progress": "ends with the start of the engine",
 }

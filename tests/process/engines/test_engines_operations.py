@@ -128,7 +128,7 @@ async def test_new_weights_answer_as_the_reference_engine_with_them(served: Serv
     assert await answers_of(served) == before
 
 
-def body(prompt: list[int]) -> dict[str, Any]:
+def body(prompt: list[int]) -> Any:
     stops = {"max_tokens": 16, "ignore_eos": True}
     return {"token_ids": prompt, "stop_conditions": stops, "sampling_options": {"temperature": 0.0}}
 
@@ -145,7 +145,7 @@ async def reference_answers(directory: Path) -> list[list[int]]:
         found = []
         for prompt in sums(4):
             tokens: list[int] = []
-            async for chunk in engine.generate(body(prompt), Context()):  # type: ignore[arg-type]
+            async for chunk in engine.generate(body(prompt), Context()):
                 tokens += chunk["token_ids"]
             found.append(tokens)
         return found

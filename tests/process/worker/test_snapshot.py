@@ -75,8 +75,9 @@ def test_a_frozen_worker_goes_on_with_the_identity_of_another_pod(tmp_path: Path
         _, body = frontend.get(f"/v1/models/{MODEL}/ready")
         assert list(json.loads(body)["namespaces"]) == ["after"]
         with OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
-            question = [{"role": "user", "content": "What is 27 + 15?"}]
-            answer = client.chat.completions.create(model=MODEL, messages=question, temperature=0)  # type: ignore[arg-type]
+            answer = client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "What is 27 + 15?"}], temperature=0
+            )
         assert answer.choices[0].message.content == "42"
         assert sorted(os.listdir(control)) == ["restore-complete", "restore-context.json"]
         worker.terminate()

@@ -76,9 +76,13 @@ class Arguments:
     embeds: bool = False
 
 
+def read(_argv: list[str] | None) -> tuple[Arguments, WorkerConfig]:
+    return Arguments(), WorkerConfig("ns")
+
+
 class Engine(AdapterEngine[Arguments]):
     engine_name = "Machine"
-    reader = staticmethod(lambda argv: (Arguments(), WorkerConfig("ns")))  # type: ignore[assignment]
+    reader = staticmethod(read)
 
     async def start(self, worker_id: int) -> EngineConfig:
         self._controlled = table(sleep=Operation(halve, frozenset({"level"})))

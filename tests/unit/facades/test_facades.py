@@ -147,8 +147,11 @@ FACADES = {
     "dynamo.llm": "many rooms",
     "dynamo.llm.exceptions": "dynamo.errors",
 }
+SNAPSHOT = "constants lifecycle restore_context running"
 LIGHT = "_version engine_monitor forward_pass_metrics lora.downloader lora.manager lora.once_lock metadata_upload model_fetch native_offloading rl"
 FACADES |= dict.fromkeys([f"dynamo.common.{name}" for name in LIGHT.split()], "itself")
+FACADES |= dict.fromkeys([f"dynamo.common.snapshot.{name}" for name in SNAPSHOT.split()], "itself")
+FACADES["dynamo.common.snapshot"] = "a folder"
 
 
 def test_every_module_of_the_guides_paths_is_in_the_list() -> None:

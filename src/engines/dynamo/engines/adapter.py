@@ -51,11 +51,11 @@ class AdapterEngine(LLMEngine, Generic[Arguments]):
 
     engine_name: ClassVar[str]
     reader: ClassVar[Callable[[list[str] | None], tuple[Any, WorkerConfig]]]  # `staticmethod(read_arguments)`
+    _controlled: EngineOperations | None = None  # once it has started, where the engine has any
 
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
         self._was_cleaned_up = False
-        self._controlled: EngineOperations | None = None  # once it has started, where the engine has any
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:

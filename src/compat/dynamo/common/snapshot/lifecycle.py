@@ -1,7 +1,7 @@
 """A process that is frozen when its engine is warm, and goes on elsewhere: what it does before and after.
 
-The engine halts, a file reports that the snapshot can be made, and the process looks for a file that tells it which of
-two it is: the original, which ends, or a restored copy, which goes on.
+The engine halts, a file reports that the snapshot can be made, and the process waits for one of two files: the original
+ends at the one, and a restored copy goes on at the other.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ async def elect_and_wake(
     try:
         while not _locked(file):
             await asyncio.sleep(SENTINEL_POLL_INTERVAL_SEC)
-        if failover_metrics is not None and (told := failover_metrics(loop.time() - began)) is not None:
-            await told
+        if failover_metrics is not None and (noted := failover_metrics(loop.time() - began)) is not None:
+            await noted
         await pause_controller.resume()
         pause_controller.mark_resumed()
     except BaseException:

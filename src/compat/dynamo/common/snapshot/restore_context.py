@@ -44,7 +44,7 @@ class SnapshotRestoreRuntimeConfig:
 
 
 def parse_snapshot_restore_runtime_config(argv: Sequence[str]) -> SnapshotRestoreRuntimeConfig:
-    """Read namespace, discovery and planes from flags and the environment; flags of the engine are not looked at."""
+    """Read namespace, discovery and planes from flags and the environment; flags of the engine are left alone."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_backend_arguments(parser)
     known, _ = parser.parse_known_args(list(argv))
@@ -128,7 +128,7 @@ async def refresh_snapshot_restore_config(
 
 
 def maybe_run_restore_standby_mode() -> None:
-    """With `SNAPSHOT_RESTORE_STANDBY=1`: write this pod's variables and wait in a program without Python; else return."""
+    """Write this pod's variables and wait in a program without Python, with `SNAPSHOT_RESTORE_STANDBY=1`; else return."""
     if RESTORE_STANDBY.value(os.environ) != "1":
         return
     path = write_snapshot_restore_context()

@@ -70,7 +70,7 @@ def run_with_snapshot(
 
 
 def keep_started(engine: BaseEngine, described: EngineConfig) -> None:
-    """Have the worker find an engine that has started already: `start` returns what it returned then."""
+    """Make `start` return what it returned when the engine started, so that a worker takes it as it is."""
 
     async def started(worker_id: int) -> EngineConfig:
         return described
