@@ -76,7 +76,7 @@ class Arguments:
     embeds: bool = False
 
 
-def read(_argv: list[str] | None) -> tuple[Arguments, WorkerConfig]:
+def read(_argv: list[str] | None = None) -> tuple[Arguments, WorkerConfig]:
     return Arguments(), WorkerConfig("ns")
 
 
