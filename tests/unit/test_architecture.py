@@ -80,6 +80,7 @@ KERNEL = ("base", "admission", "models", "pipeline", "apis", "http")  # each may
 FRONTEND_PARTS = (
     "keys", "recording", "inspector", "batches", "stored_responses", "media", "scaling", "residency", "group", "vllm_routes", "ollama", "fallbacks",
     "route_extensions",
+    "token_routes",
 )  # fmt: skip
 FRONTEND_TOP = frozenset({"app", "application", "opening", "args", "settings", "__init__", "__main__"})
 INSIDE_FRONTEND: dict[str, frozenset[str]] = {

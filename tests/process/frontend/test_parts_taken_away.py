@@ -66,6 +66,7 @@ def served(directory: Path, missing: str = "") -> dict[str, object]:
         "ollama",
         "fallbacks",
         "route_extensions",
+        "token_routes",
     ],
 )
 def test_a_frontend_without_the_folder_of_a_part_serves(tmp_path: Path, part: str) -> None:
@@ -85,6 +86,7 @@ def test_an_idle_frontend_imports_no_module_of_a_part_that_is_off(tmp_path: Path
     assert folders == {
         "part",
         "opening",
+        "switches",
         "recording",
         "inspector",
         "stored_responses",
@@ -92,4 +94,4 @@ def test_an_idle_frontend_imports_no_module_of_a_part_that_is_off(tmp_path: Path
         "vllm_routes",
         "ollama",
     }
-    assert set(found["parts"]) == folders - {"part", "opening"}  # type: ignore[call-overload]
+    assert set(found["parts"]) == folders - {"part", "opening", "switches"}  # type: ignore[call-overload]

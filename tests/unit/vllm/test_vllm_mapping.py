@@ -26,7 +26,7 @@ from dynamo.vllm.operations import VllmOperations
 from dynamo.vllm.pooling import check_tasks
 from dynamo.vllm.reports import LoadReports, event_sources, events_address
 from dynamo.vllm.starting import bind_threads
-from dynamo.vllm.submissions import VllmLimits, constraint_of, read_sampling
+from dynamo.vllm.submissions import VllmLimits, constraint_of, own_args, read_sampling
 from support.cases import each_case
 
 LIMITS = VllmLimits(context_length=100, vocab_size=50)
@@ -531,3 +531,21 @@ def test_an_unknown_field_is_refused_before_anything_is_touched() -> None:
     refusal = VllmOperations(Client(), no_step).refusal("wake_up", {"level": 1})
     assert refusal is not None
     assert "level" in refusal["message"]
+
+
+def test_the_route_of_tokens_has_what_only_vllm_knows_and_the_rest_is_refused() -> None:
+    def of(envelope: dict[str, Any]) -> dict[str, Any]:
+        return {"token_ids": [1], "extra_args": {"vllm_tito": envelope}}
+
+    sampling = {"temperature": 0.5, "stop": ["x"], "skip_reading_prefix_cache": True, "vllm_xargs": {"a": 1}}
+    assert read_sampling(of({"sampling_params": sampling}), LIMITS)["skip_reading_prefix_cache"] is True
+    given = of({"sampling_params": sampling, "kv_transfer_params": {"b": 2}})
+    assert own_args(given, None) == {"a": 1, "kv_transfer_params": {"b": 2}}
+    assert own_args(given, {"c": 3}) == {"a": 1, "kv_transfer_params": {"c": 3}}
+    assert own_args({}, None) is None
+    for envelope, named in (
+        ({"sampling_params": {"routed_experts_prompt_start": 1}}, "sampling_params.routed_experts_prompt_start"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+    ):
+        with pytest.raises(InvalidArgument, match=named):
+            read_sampling(of(envelope), LIMITS)

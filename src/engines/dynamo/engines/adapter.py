@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, GenerateChunk, LLMEngine
@@ -16,6 +17,8 @@ from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.endpoint import Endpoint
+
+NOTHING_DECLARED: Final[Mapping[str, object]] = MappingProxyType({})
 
 
 class AdapterArguments(Protocol):
@@ -68,13 +71,18 @@ class AdapterEngine(LLMEngine, Generic[Arguments]):
             await self.cleanup()
             raise EngineShutdown("this engine was cleaned up while it started")
 
-    def described(self, context_length: int, **facts: Any) -> EngineConfig:
-        """Return the record of a worker without media: requests with media are refused, whatever the model could do."""
+    def described(
+        self, context_length: int, *, declared: Mapping[str, object] = NOTHING_DECLARED, **facts: Any
+    ) -> EngineConfig:
+        """Return the record of a worker without media: requests with media are refused, whatever the model could do.
+
+        `declared`: further runtime data.
+        """
         return EngineConfig(
             model=self._arguments.model,
             served_model_name=self._arguments.served_name,
             context_length=context_length,
-            runtime_data={MEDIA_KINDS: []},
+            runtime_data={MEDIA_KINDS: [], **declared},
             **facts,
         )
 

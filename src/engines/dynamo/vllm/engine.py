@@ -94,6 +94,7 @@ class VllmEngine(AdapterEngine[Arguments]):
         self._reports.blocks_per_rank = blocks or 0
         return self.described(
             model.max_model_len,
+            declared={} if self._arguments.embeds else {"vllm_inference_v1_generate": True},  # its route of tokens
             kv_cache_block_size=await self._block_size(),
             total_kv_blocks=blocks,
             max_num_seqs=config.scheduler_config.max_num_seqs,

@@ -35,6 +35,18 @@ SAME_NAME: Final = (
     "min_p",
     "seed",
 )
+ENVELOPE: Final = "vllm_tito"
+"""The member of `extra_args` with a request of vLLM's route of tokens as its client sent it."""
+
+ENVELOPE_SERVED: Final = frozenset(
+    {
+        *SAME_NAME, "n", "max_tokens", "min_tokens", "thinking_token_budget", "logprobs", "prompt_logprobs", "stop",
+        "stop_token_ids", "ignore_eos", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids",
+        "structured_outputs", "skip_reading_prefix_cache", "vllm_xargs", "detokenize", "skip_special_tokens",
+    }
+)  # fmt: skip
+"""Its sampling parameters that are served: as options of any request, by the frontend, or as vLLM's own."""
+
 CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -80,7 +92,32 @@ def read_sampling(request: Mapping[str, Any], limits: VllmLimits) -> dict[str, A
         found["bad_words"] = list(more["bad_words"])
     elif more.get("bad_words_token_ids"):
         raise InvalidArgument("bad_words_token_ids is not built for vLLM, which has no public way to take token ids")
+    found |= _of_envelope(_envelope(request))
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _envelope(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the request as vLLM's route of tokens got it; {} for one of another route."""
+    return _group(_group(request, "extra_args"), ENVELOPE)
+
+
+def _of_envelope(envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what only this route has. Raises InvalidArgument for a parameter that is not passed on."""
+    if envelope.get("features"):
+        raise InvalidArgument("features is set, but images, audio and video are not built for vLLM")
+    sampling = _group(envelope, "sampling_params")
+    for name, value in sampling.items():
+        if value not in (None, False) and name not in ENVELOPE_SERVED:
+            raise InvalidArgument(f"sampling_params.{name} is not built for vLLM")
+    return {"skip_reading_prefix_cache": sampling.get("skip_reading_prefix_cache")}
+
+
+def own_args(request: Mapping[str, Any], transfer: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return `SamplingParams.extra_args`: what plugins of vLLM get, and its connector."""
+    envelope = _envelope(request)
+    given = _group(_group(envelope, "sampling_params"), "vllm_xargs")
+    handed = envelope.get(TRANSFER) if transfer is None else transfer
+    return {**given, **({} if handed is None else {TRANSFER: handed})} or None
 
 
 def _ends(request: Mapping[str, Any], stops: Mapping[str, Any], limits: VllmLimits) -> dict[str, Any]:
@@ -203,7 +240,7 @@ class VllmSubmissions:
         return SamplingParams(
             **options,
             structured_outputs=guided,
-            extra_args=None if transfer is None else {TRANSFER: transfer},
+            extra_args=own_args(request, transfer),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             skip_clone=True,

@@ -33,6 +33,7 @@ from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import Limits, read_request
 from dynamo.reference.roles import DecodeRole, PrefillRole, RoleOptions
 from dynamo.reference.step_thread import StepThread
+from dynamo.reference.token_routes import DECLARED
 from dynamo.reference.vector_stream import VectorStream
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.metrics import TypedFamily
@@ -174,6 +175,7 @@ class ReferenceEngine(LLMEngine):
             max_gpu_lora_count=self._options.max_loras or None,
             runtime_data={
                 RESUMES_GUIDED: True,
+                **(DECLARED if core.limits.generates else {}),
                 **self._role_options.media.declaration(core.limits.vision),
                 **_labels(core.limits.pooling.labels),
             },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dynamo.contract.requests.pooling import NO_POOLING, Pooling
@@ -19,6 +19,7 @@ from dynamo.reference.media import NO_MEDIA, MediaPrompt
 from dynamo.reference.picture_codes import Vision, known_tokens
 from dynamo.reference.sampler import Sampling, Stop
 from dynamo.reference.steering import Steering
+from dynamo.reference.token_routes import ENVELOPE, check_envelope
 
 MAX_CHOICES: Final = 128
 MAX_LOGPROBS: Final = 20  # OpenAI's bound
@@ -112,6 +113,7 @@ def read_request(
         )
     extra = request.get("extra_args")
     extra = extra if isinstance(extra, Mapping) else {}
+    check_envelope(extra)
     more = _Group("extra_args.sampling_options", extra.get("sampling_options"))
     if more.get("suffix"):
         raise InvalidArgument("suffix is not supported by the reference engine: its models only continue a text")
@@ -120,7 +122,10 @@ def read_request(
         prompt=prompt,
         choices=choices,
         sampling=_sampling(sampling, more, logprobs, limits),
-        stop=_stop(stops, request.get("eos_token_ids"), limits, limits.context_length - len(prompt)),
+        stop=replace(
+            _stop(stops, request.get("eos_token_ids"), limits, limits.context_length - len(prompt)),
+            shows_ends=ENVELOPE in extra,
+        ),
         priority=routing.integer("priority", 0, -(2**31), 2**31 - 1),
         key=PrefixKey(cache_salt=routing.text("cache_salt"), lora_name=None if adapter is None else adapter.name),
         prompt_logprobs=prompt_logprobs,

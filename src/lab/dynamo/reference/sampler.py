@@ -33,6 +33,7 @@ class Stop:
     eos: frozenset[int] = frozenset()  # excluded from the output
     hidden: frozenset[int] = frozenset()  # the user's; excluded
     visible: frozenset[int] = frozenset()  # the user's; included
+    shows_ends: bool = False  # the others are included, too: a trainer needs every token that was drawn
 
     @property
     def all(self) -> frozenset[int]:
@@ -155,9 +156,9 @@ def ending(token: int, generated: int, stop: Stop) -> tuple[str | None, bool]:
     """Return (reason, shown): why the sequence ends with its `generated`-th `token`, if so; whether the token is output."""
     if generated > stop.min_tokens:
         if token in stop.eos:
-            return "eos", False
+            return "eos", stop.shows_ends
         if token in stop.hidden:
-            return "stop", False
+            return "stop", stop.shows_ends
         if token in stop.visible:
             return "stop", True
     return ("length" if generated >= stop.max_tokens else None), True

@@ -76,7 +76,7 @@ class Preprocessor:
         runtime_data = model.card.runtime_config.runtime_data
         options = chat_options(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
         if model.takes_text:
-            text_only = text_plan(request, self._plan(request, effects, model, [[]], options))
+            text_only = text_plan(request, self.plan(request, effects, model, [[]], options))
             return msgspec.structs.replace(text_only, parsing=self._parsing(options, model, text_only, "")), None
         began = perf_counter()
         text: str | None = None
@@ -92,9 +92,9 @@ class Preprocessor:
             ids = limits.cut(ids, request.truncate_prompt_tokens, request.output_limit)
         limits.check([ids], is_chat=True)
         if request.is_large:  # which is scanned
-            plan = await self._offload(partial(self._plan, request, effects, model, [ids], options))
+            plan = await self._offload(partial(self.plan, request, effects, model, [ids], options))
         else:
-            plan = self._plan(request, effects, model, [ids], options)
+            plan = self.plan(request, effects, model, [ids], options)
         wants_scores = request.logprobs or request.prompt_logprobs is not None
         if (wants_scores and _limits_scores(plan)) or request.clamps_output:
             limits.clamp(plan.fields.stop_conditions, len(ids))
@@ -159,7 +159,7 @@ class Preprocessor:
             request.max_tokens = max(self._settings.completions_max_tokens, request.min_tokens or 0)
         if model.takes_text:
             empty: list[list[int]] = [[] for _ in text_prompts(request)]
-            return text_plan(request, self._plan(request, effects, model, empty)), None
+            return text_plan(request, self.plan(request, effects, model, empty)), None
         began = perf_counter()
         sources = request.prompts()
         prompts = [
@@ -171,9 +171,9 @@ class Preprocessor:
             prompts = [limits.cut(ids, request.truncate_prompt_tokens, request.max_tokens) for ids in prompts]
         limits.check(prompts, is_chat=False)
         if request.is_large:
-            plan = await self._offload(partial(self._plan, request, effects, model, prompts))
+            plan = await self._offload(partial(self.plan, request, effects, model, prompts))
         else:
-            plan = self._plan(request, effects, model, prompts)
+            plan = self.plan(request, effects, model, prompts)
         if _limits_scores(plan) or is_unbound:
             limits.clamp(plan.fields.stop_conditions, max(map(len, plan.prompts)))
         if limits.combined is not None:
@@ -282,14 +282,11 @@ class Preprocessor:
         observe_each(self._metrics.preparation.tokenize, (seconds, seconds * 1000))
         return ids
 
-    def _plan(
-        self,
-        request: ChatRequest | CompletionRequest,
-        effects: HeaderEffects,
-        model: ServedModel,
-        prompts: list[list[int]],
-        options: ChatOptions | None = None,
-    ) -> Plan:
+    def plan(
+        self, request: ChatRequest | CompletionRequest, effects: HeaderEffects, model: ServedModel,
+        prompts: list[list[int]], options: ChatOptions | None = None,
+    ) -> Plan:  # fmt: skip
+        """Return the plan of a request whose prompts are tokens. Raises RequestRejected for what this model does not have."""
         if request.nvext is not None:
             check_ranks(request, model.ranks, model.prefill_ranks)
         if model.text.vocabulary_size is not None and not model.takes_text:

@@ -15,6 +15,7 @@ from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.opening import OpenedKernel, OpenedParts
 from dynamo.frontend.parts.part import Kernel, Part
+from dynamo.frontend.parts.switches import TokenRouteSettings
 from dynamo.frontend.settings import FrontendSettings
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: SharedLi
         from dynamo.frontend.parts.route_extensions.part import RouteExtensions
 
         found.append(RouteExtensions(settings.route_extensions, kernel))
+    if (token_routes := _open_token_routes(kernel)) is not None:
+        found.append(token_routes)
     scaling, residency = _open_scaling(settings, kernel), _open_residency(settings, kernel)
     batches = _open_batches(settings, kernel, keys)
     found += [part for part in (scaling, residency, batches) if part is not None]
@@ -129,6 +132,15 @@ def open_intake(settings: FrontendSettings, offload: Offload, metrics: FrontendM
     from dynamo.frontend.parts.media.metrics import MediaMetrics
 
     return MediaIntake(settings.media, offload, MediaMetrics(metrics.families))
+
+
+def _open_token_routes(kernel: Kernel) -> Part | None:
+    settings = TokenRouteSettings.from_env()
+    if not _has("token_routes", settings.vllm):
+        return None
+    from dynamo.frontend.parts.token_routes.part import TokenRoutes
+
+    return TokenRoutes(kernel, settings)
 
 
 def _open_scaling(settings: FrontendSettings, kernel: Kernel) -> AutoscalePart | None:
