@@ -39,7 +39,7 @@ from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.frontend.base.settings.recording import RecordingSettings, RequestTraceSettings
 from dynamo.frontend.http.settings import ROUTES
 from dynamo.frontend.models.file_policy import FilePolicy
-from dynamo.frontend.parts.switches import TokenRouteSettings
+from dynamo.frontend.parts.switches import RlSettings, TokenRouteSettings
 from dynamo.frontend.pipeline.settings import ApiLimits
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
@@ -101,7 +101,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "status-server": (*own(*STATUS_TABLES), *runtime.IGNORED),
     "frontend-variables": (
         *own(ApiLimits), *own(FrontendSettings, flags=False), frontend.TOKENIZER_CACHE, *ROUTES.values(),
-        *own(TokenRouteSettings),
+        *own(TokenRouteSettings, RlSettings),
     ),
     "kv-router": tuple(own(KvRouterSettings, ConditionalSettings)),
     "media": tuple(own(MediaSettings)),

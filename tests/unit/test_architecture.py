@@ -79,8 +79,7 @@ DEBTS: frozenset[tuple[str, str]] = frozenset()
 KERNEL = ("base", "admission", "models", "pipeline", "apis", "http")  # each may import those before it
 FRONTEND_PARTS = (
     "keys", "recording", "inspector", "batches", "stored_responses", "media", "scaling", "residency", "group", "vllm_routes", "ollama", "fallbacks",
-    "route_extensions",
-    "token_routes",
+    "route_extensions", "token_routes", "rl",
 )  # fmt: skip
 FRONTEND_TOP = frozenset({"app", "application", "opening", "args", "settings", "__init__", "__main__"})
 INSIDE_FRONTEND: dict[str, frozenset[str]] = {

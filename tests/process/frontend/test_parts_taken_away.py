@@ -67,6 +67,7 @@ def served(directory: Path, missing: str = "") -> dict[str, object]:
         "fallbacks",
         "route_extensions",
         "token_routes",
+        "rl",
     ],
 )
 def test_a_frontend_without_the_folder_of_a_part_serves(tmp_path: Path, part: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dynamo.errors import Unknown
-from dynamo.frontend.parts.token_routes.description import GenerateAnswer
+from dynamo.frontend.parts.token_routes.part import GenerateAnswer
 from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime.calls.context import Context

@@ -15,7 +15,7 @@ from dynamo.contract.requests.generation import GenerationLimits, GenerationRequ
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument
 from dynamo.runtime.calls.context import Context
 from dynamo.sglang.arguments import MARK, _without_events, events_source, read_arguments
-from dynamo.sglang.engine import SglangAnswer, logprob_arguments, sampling_parameters
+from dynamo.sglang.engine import SglangAnswer, SglangObjects, answer_of, logprob_arguments, sampling_parameters
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
 from support.cases import each_case
 from support.demo_model import FILES
@@ -57,6 +57,23 @@ def test_recorded_outputs_become_chunks() -> None:
     assert [entry["token_id"] for entry in first["top_logprobs"][0]] == [33, 34]
     assert (last["finish_reason"], answer.is_complete) == ("stop", True)
     assert last["completion_usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_the_route_of_tokens_gets_the_outputs_as_they_are() -> None:
+    request: Any = {"token_ids": [1], "extra_args": {"sglang_tito": {"rid": "mine"}}}
+    answer = answer_of(request, asked())
+    assert isinstance(answer, SglangObjects)
+    first, last = answer.chunk(FIRST), answer.chunk(LAST)
+    shown: Any = FIRST["meta_info"]
+    assert first == {
+        "token_ids": [],
+        "index": 0,
+        "engine_data": {"sglang_response": {"output_ids": [33], "meta_info": {**shown, "id": "mine"}}},
+    }
+    assert last is not None
+    assert (last["finish_reason"], answer.is_complete) == ("stop", True)
+    assert last["completion_usage"]["completion_tokens"] == 2
+    assert type(answer_of({"token_ids": [1]}, asked())) is SglangAnswer
 
 
 @each_case(

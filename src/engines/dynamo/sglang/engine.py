@@ -148,6 +148,35 @@ class SglangAnswer:
         return usage(len(self._asked.prompt), self._tokens, cached_tokens=self._cached)
 
 
+class SglangObjects(SglangAnswer):
+    """The same for the route of a frontend whose clients read SGLang's own objects."""
+
+    __slots__ = ("_rid",)
+
+    def __init__(self, asked: GenerationRequest, rid: object) -> None:
+        """`rid`: the client's name of the request."""
+        super().__init__(asked)
+        self._rid = rid
+
+    def chunk(self, output: Mapping[str, Any]) -> GenerateChunk | None:
+        found = super().chunk(output)
+        if found is None:
+            return None
+        shown = {**output, "meta_info": {**output["meta_info"], "id": self._rid}}
+        relayed: GenerateChunk = {"token_ids": [], "index": 0, "engine_data": {"sglang_response": shown}}
+        if self.is_complete:
+            relayed["finish_reason"] = found["finish_reason"]
+            relayed["completion_usage"] = found["completion_usage"]
+        return relayed
+
+
+def answer_of(request: GenerateRequest, asked: GenerationRequest) -> SglangAnswer:
+    """Return what turns the outputs for a request into chunks."""
+    extra = request.get("extra_args")
+    envelope = extra.get("sglang_tito") if isinstance(extra, Mapping) else None
+    return SglangObjects(asked, envelope.get("rid")) if isinstance(envelope, Mapping) else SglangAnswer(asked)
+
+
 def check_not_aborted(reason: Mapping[str, Any] | None) -> None:
     """Raise InvalidArgument or HttpError for a finish reason with which SGLang refused a request, EngineShutdown for one with
     which it gave it up."""
@@ -266,6 +295,7 @@ class SglangEngine(AdapterEngine[SglangArguments]):
         tokens = facts.get("max_total_num_tokens")
         return self.described(
             self._limits.context_length,
+            declared={} if self._arguments.embeds else {"sglang_generate": True},  # its route of tokens
             kv_cache_block_size=settings.page_size,
             total_kv_blocks=None if tokens is None else int(tokens) // (settings.page_size or 1),
             max_num_seqs=settings.max_running_requests,
@@ -290,7 +320,7 @@ class SglangEngine(AdapterEngine[SglangArguments]):
             await asyncio.to_thread(
                 grammar_of, replace(asked.constraint, after_reasoning=False)
             )  # a mistake is named before SGLang's processes see it
-        answer = SglangAnswer(asked)
+        answer = answer_of(request, asked)
         if context.is_stopped():
             yield answer.cancelled()
             return

@@ -33,7 +33,7 @@ from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import Limits, read_request
 from dynamo.reference.roles import DecodeRole, PrefillRole, RoleOptions
 from dynamo.reference.step_thread import StepThread
-from dynamo.reference.token_routes import DECLARED
+from dynamo.reference.token_routes import DECLARED, in_sglang_shapes, sglang_request
 from dynamo.reference.vector_stream import VectorStream
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.observe.metrics import TypedFamily
@@ -186,7 +186,13 @@ class ReferenceEngine(LLMEngine):
         if self._is_closed:
             raise EngineShutdown("this engine was cleaned up while it started")
 
-    async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
+    def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
+        chunks, asked = self._generate(request, context), sglang_request(request)
+        if asked is None or self._prefill is not None:  # what that hands over stays in the shape that routers read
+            return chunks
+        return in_sglang_shapes(chunks, asked, len(request["token_ids"]))
+
+    async def _generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         steps, operations = self._steps, self._operations
         if steps is None or operations is None or self._is_closed:
             raise EngineShutdown("the reference engine is not running")

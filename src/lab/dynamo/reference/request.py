@@ -19,7 +19,7 @@ from dynamo.reference.media import NO_MEDIA, MediaPrompt
 from dynamo.reference.picture_codes import Vision, known_tokens
 from dynamo.reference.sampler import Sampling, Stop
 from dynamo.reference.steering import Steering
-from dynamo.reference.token_routes import ENVELOPE, check_envelope
+from dynamo.reference.token_routes import ENVELOPES, check_envelope
 
 MAX_CHOICES: Final = 128
 MAX_LOGPROBS: Final = 20  # OpenAI's bound
@@ -124,7 +124,7 @@ def read_request(
         sampling=_sampling(sampling, more, logprobs, limits),
         stop=replace(
             _stop(stops, request.get("eos_token_ids"), limits, limits.context_length - len(prompt)),
-            shows_ends=ENVELOPE in extra,
+            shows_ends=not ENVELOPES.isdisjoint(extra),
         ),
         priority=routing.integer("priority", 0, -(2**31), 2**31 - 1),
         key=PrefixKey(cache_salt=routing.text("cache_salt"), lora_name=None if adapter is None else adapter.name),

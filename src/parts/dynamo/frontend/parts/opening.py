@@ -15,7 +15,7 @@ from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.opening import OpenedKernel, OpenedParts
 from dynamo.frontend.parts.part import Kernel, Part
-from dynamo.frontend.parts.switches import TokenRouteSettings
+from dynamo.frontend.parts.switches import RlSettings, TokenRouteSettings
 from dynamo.frontend.settings import FrontendSettings
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ def open_parts(settings: FrontendSettings, opened: OpenedKernel, peers: SharedLi
         found.append(RouteExtensions(settings.route_extensions, kernel))
     if (token_routes := _open_token_routes(kernel)) is not None:
         found.append(token_routes)
+    rl = RlSettings.from_env()
+    if _has("rl", rl.is_on):
+        from dynamo.frontend.parts.rl.part import RlPart
+
+        found.append(RlPart(kernel, rl))
     scaling, residency = _open_scaling(settings, kernel), _open_residency(settings, kernel)
     batches = _open_batches(settings, kernel, keys)
     found += [part for part in (scaling, residency, batches) if part is not None]
@@ -136,7 +141,7 @@ def open_intake(settings: FrontendSettings, offload: Offload, metrics: FrontendM
 
 def _open_token_routes(kernel: Kernel) -> Part | None:
     settings = TokenRouteSettings.from_env()
-    if not _has("token_routes", settings.vllm):
+    if not _has("token_routes", settings.vllm or settings.sglang):
         return None
     from dynamo.frontend.parts.token_routes.part import TokenRoutes
 

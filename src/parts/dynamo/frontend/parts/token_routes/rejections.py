@@ -34,12 +34,20 @@ class NotJson(RequestRejected):
     def __init__(self, detail: str) -> None:
         super().__init__(400, UNPARSED + detail)
 
+    def as_type(self) -> str:
+        """Return the text of a route that answers every such body alike."""
+        return UNFIT + self.message.removeprefix(UNPARSED)
+
 
 class NotTheType(RequestRejected):
     """JSON of another shape than the route takes."""
 
     def __init__(self, detail: str, param: str | None) -> None:
         super().__init__(400, UNFIT + detail, param=param)
+
+    def as_type(self) -> str:
+        """Return the text of a route that answers every such body alike."""
+        return self.message
 
 
 def invalid(message: str, param: str) -> RequestRejected:
@@ -91,3 +99,27 @@ def _nested(rejected: RequestRejected) -> bytes:
 
 
 VLLM: Final = VllmDialect()
+
+
+class SglangRejected(RequestRejected):
+    """What SGLang's route refuses by its own rules."""
+
+
+class SglangDialect(Dialect):
+    """The errors of SGLang's route."""
+
+    def error_body(self, rejected: RequestRejected, request_id: str) -> bytes:
+        if rejected.status == 501:
+            return msgspec.json.encode({"error": {"message": rejected.message}})
+        text = rejected.message.removeprefix(PREFIX)
+        error = {"object": "error", "message": text, "type": rejected.type, "param": None, "code": rejected.status}
+        return msgspec.json.encode(error)
+
+    def stream_failure(self, rejected: RequestRejected, request_id: str) -> bytes:
+        return b"data: %b\n\n%b" % (msgspec.json.encode({"error": {"message": rejected.message}}), DONE)
+
+    def unknown_model(self, model: str, served: object = ()) -> RequestRejected:
+        return RequestRejected(404, f"Model not found: {model}", param="model", code="model_not_found")
+
+
+SGLANG: Final = SglangDialect()
