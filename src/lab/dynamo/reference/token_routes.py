@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Final
 
 from dynamo.contract.engine import GenerateChunk, GenerateRequest
 from dynamo.errors import InvalidArgument
@@ -56,7 +56,7 @@ def _check_sampling(sampling: object, served: frozenset[str]) -> None:
             raise InvalidArgument(f"sampling_params.{name} is not supported by the reference engine")
 
 
-def sglang_request(request: GenerateRequest) -> Mapping[str, Any] | None:
+def sglang_request(request: GenerateRequest) -> Mapping[str, object] | None:
     """Return the request as SGLang takes it; None for one of another route."""
     extra = request.get("extra_args")
     found = extra.get(SGLANG) if isinstance(extra, Mapping) else None
@@ -64,11 +64,11 @@ def sglang_request(request: GenerateRequest) -> Mapping[str, Any] | None:
 
 
 async def in_sglang_shapes(
-    chunks: AsyncGenerator[GenerateChunk, None], asked: Mapping[str, Any], prompt_tokens: int
+    chunks: AsyncGenerator[GenerateChunk, None], asked: Mapping[str, object], prompt_tokens: int
 ) -> AsyncGenerator[GenerateChunk, None]:
     """Yield an object of SGLang's for each chunk. As there, each has all tokens so far; it has no text, as none is made."""
     output_ids: list[int] = []
-    logprobs: list[list[Any]] = []
+    logprobs: list[list[object]] = []
     cached = 0
     async with aclosing(chunks):
         async for chunk in chunks:
@@ -78,7 +78,7 @@ async def in_sglang_shapes(
             reason = chunk.get("finish_reason")
             if (usage := chunk.get("completion_usage")) is not None:
                 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            meta: dict[str, Any] = {
+            meta: dict[str, object] = {
                 "id": asked.get("rid"),
                 "finish_reason": None if reason is None else _ended(reason, len(output_ids), chunk),
                 "prompt_tokens": prompt_tokens,
@@ -96,7 +96,7 @@ async def in_sglang_shapes(
             yield found
 
 
-def _ended(reason: object, tokens: int, chunk: GenerateChunk) -> dict[str, Any]:
+def _ended(reason: object, tokens: int, chunk: GenerateChunk) -> dict[str, object]:
     if reason == "length":
         return {"type": "length", "length": tokens}
     if reason == "cancelled":

@@ -168,7 +168,7 @@ class _Relayed:
             self._stream.finish()
         return b"data: %b\n\n" % msgspec.json.encode(found)
 
-    def _note(self, found: Mapping[str, Any]) -> None:
+    def _note(self, found: Mapping[str, object]) -> None:
         """Take over the counts that the engine reports."""
         meta, tally = found.get("meta_info"), self._work.tally
         if not isinstance(meta, Mapping):

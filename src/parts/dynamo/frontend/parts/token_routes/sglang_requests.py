@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from msgspec import Struct
 
@@ -74,7 +74,7 @@ def decode_sglang(body: bytes, limits: BodyLimits) -> LoweredSglang:
     _check(found, sampling, sent)
     request = LoweredSglang(
         model="",
-        prompt=cast("Any", found.input_ids),
+        prompt=[*found.input_ids],
         stream=True,
         max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
@@ -85,7 +85,7 @@ def decode_sglang(body: bytes, limits: BodyLimits) -> LoweredSglang:
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        stop=cast("Any", sampling.stop or None),
+        stop=sampling.stop if isinstance(sampling.stop, str) else [*(sampling.stop or ())] or None,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         seed=sampling.sampling_seed,

@@ -94,7 +94,7 @@ def decode_generate(body: bytes, limits: BodyLimits) -> LoweredGenerate:
     wants_listed = bool(sampling.logprob_token_ids) and sampling.logprobs is None
     request = LoweredGenerate(
         model=found.model or "",
-        prompt=cast("Any", found.token_ids),
+        prompt=[*found.token_ids],
         stream=found.stream,
         stream_options=found.stream_options,
         temperature=sampling.temperature,
@@ -110,7 +110,7 @@ def decode_generate(body: bytes, limits: BodyLimits) -> LoweredGenerate:
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        stop=cast("Any", sampling.stop or None),
+        stop=sampling.stop if isinstance(sampling.stop, str) else [*(sampling.stop or ())] or None,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logit_bias=sampling.logit_bias,
