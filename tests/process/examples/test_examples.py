@@ -16,8 +16,11 @@ from dynamo.contract.conformance import run_conformance
 from support.processes import Cluster, Frontend, Process
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-TESTED = {"any_callable.py", "echo_engine.py", "lower_level_worker.py", "chat_client.py", "node-backend"}
-# node-backend and any_callable.py in tests of their own
+TESTED = {
+    *("any_callable.py", "block_diffusion_engine.py", "echo_engine.py", "lower_level_worker.py", "chat_client.py"),
+    "node-backend",
+}
+# node-backend, any_callable.py and block_diffusion_engine.py in tests of their own
 
 
 class Examples(Cluster):
