@@ -163,7 +163,9 @@ def test_an_open_loop_keeps_its_rate_and_its_seed(tmp_path: Path) -> None:
         found = figures(tmp_path, server.url, *argv, "--endpoint", "chat", "--endpoint", "completions", "--constant")
         probes = len(server.bodies) - 60
         asked = [(path, body["model"]) for path, body in server.bodies[probes:]]
-    assert found["seconds"] == pytest.approx(59 / 200, abs=0.1)
+    # A latency runs from when a request was due: it holds what a busy machine makes late.
+    slowest = found["latency_ms"]["e2e"]["max"] / 1000
+    assert 59 / 200 - 0.01 < found["seconds"] < 59 / 200 + slowest + 0.1
     assert found["answered"] == 60
     assert len(set(asked)) == 4, "every model on every endpoint"
 
