@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,7 +61,6 @@ from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.result_api import ResultApi
 from dynamo.frontend.pipeline.results import ResultCall, TokenCountCall
 from dynamo.protocol.dialect import OPENAI
-from dynamo.protocol.inspector.schema import inspector_json
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.schema import ApiDescription, openapi_json
 from dynamo.protocol.responses.schema import RESPONSES_API
@@ -251,7 +250,6 @@ class FrontendRoutes:
     def _operators(self) -> Sequence[GuardedRoute]:
         """Return the routes of a port for operators alone, with a document of their own."""
         routes = self._admin_routes()
-        has_document = any(part.name == "inspector" for part in self._over.parts) and bool(routes)
-        document: Callable[[], bytes] = inspector_json
-        more = [GuardedRoute("/openapi.json", OpenApiRoute(document), "GET", access=Access.OPEN)]
-        return [*routes, *(more if has_document else ())]
+        documents = [document for part in self._over.parts if (document := part.document_of_operators()) is not None]
+        more = [GuardedRoute("/openapi.json", OpenApiRoute(each), "GET", access=Access.OPEN) for each in documents[:1]]
+        return [*routes, *(more if routes else ())]

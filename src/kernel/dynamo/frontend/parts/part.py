@@ -79,6 +79,10 @@ class Part(RequestListener):
         """Return what the OpenAPI document has of its routes."""
         return ()
 
+    def document_of_operators(self) -> Callable[[], bytes] | None:
+        """Return what writes the OpenAPI document of the listener for operators; None: this part has none."""
+        return None
+
     def open_paths(self) -> Collection[str] | None:
         """Return the only paths that need no key; None: this part has none."""
         return None

@@ -158,6 +158,9 @@ class InspectorPart(Part):
         """Return an application that knows the token, where no key protects the admin routes."""
         return TokenDoor(app, self.inspector) if uses_token(self._settings) else app
 
+    def document_of_operators(self) -> Callable[[], bytes]:
+        return inspector_json
+
     def links(self) -> Sequence[tuple[str, str]]:
         is_here = serves_admin_with_api(self._settings)
         return ((INSPECT_PATH, "the inspector: what runs now"),) if is_here else ()

@@ -19,19 +19,7 @@ from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.json_route import JsonRoute
 from dynamo.frontend.http.routes import GuardedRoute
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.parts.part import Kernel, Part
-from dynamo.frontend.pipeline.api import Answer, Renderer, RenderOptions
-from dynamo.frontend.pipeline.collector import CollectedAnswer
-from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
-from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.frontend.pipeline.generation_call import GenerationCall
-from dynamo.frontend.pipeline.inference import Call
-from dynamo.frontend.pipeline.reading import Resolved
-from dynamo.frontend.pipeline.result_api import ResultAnswer, ResultReply
-from dynamo.frontend.pipeline.results import ResultCall
-from dynamo.frontend.pipeline.sink import OpenAnswer
-from dynamo.protocol.model_types import ModelType
-from dynamo.protocol.ollama import (
+from dynamo.frontend.parts.ollama.messages import (
     API_VERSION,
     OLLAMA,
     LoweredOllama,
@@ -45,7 +33,19 @@ from dynamo.protocol.ollama import (
     nanoseconds,
     read_named,
 )
-from dynamo.protocol.ollama_schema import OLLAMA_API
+from dynamo.frontend.parts.ollama.schema import OLLAMA_API
+from dynamo.frontend.parts.part import Kernel, Part
+from dynamo.frontend.pipeline.api import Answer, Renderer, RenderOptions
+from dynamo.frontend.pipeline.collector import CollectedAnswer
+from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
+from dynamo.frontend.pipeline.exchange import Exchange
+from dynamo.frontend.pipeline.generation_call import GenerationCall
+from dynamo.frontend.pipeline.inference import Call
+from dynamo.frontend.pipeline.reading import Resolved
+from dynamo.frontend.pipeline.result_api import ResultAnswer, ResultReply
+from dynamo.frontend.pipeline.results import ResultCall
+from dynamo.frontend.pipeline.sink import OpenAnswer
+from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.schema import ApiDescription
 from dynamo.protocol.vectors.requests import EmbeddingRequest

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from dynamo.protocol.ollama import OllamaCall, OllamaChat, OllamaEmbed, OllamaGenerate, OllamaNamed
+from dynamo.frontend.parts.ollama.messages import OllamaCall, OllamaChat, OllamaEmbed, OllamaGenerate, OllamaNamed
 from dynamo.protocol.openai.schema import (
     ApiDescription,
     describe_operation,
