@@ -22,6 +22,7 @@ from dynamo.cli.drain import DrainFlags
 from dynamo.cli.explain import ExplainFlags
 from dynamo.cli.new import NewFlags
 from dynamo.cli.replay.command import ResendFlags
+from dynamo.cli.replay_policy import ReplayPolicyFlags
 from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
 from dynamo.cli.simulate import SimulateFlags
 from dynamo.cli.status import StatusFlags
@@ -117,6 +118,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "conformance": tuple(own(ConformanceFlags)),
     "simulate": tuple(own(SimulateFlags)),
     "explain": tuple(own(ExplainFlags)),
+    "replay-policy": tuple(own(ReplayPolicyFlags)),
     "resend": tuple(own(ResendFlags)),
     "top": tuple(own(TopFlags)),
     "status": tuple(own(StatusFlags)),

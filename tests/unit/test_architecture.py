@@ -51,6 +51,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "worker": WORKER,
     "engines": WORKER | {"engines"},
     "router": frozenset({"errors", "settings", "protocol", "kv", "placement", "runtime", "router"}),
+    "policies": frozenset({"errors", "protocol", "placement", "router", "runtime", "policies"}),
     "bindings": frozenset({"errors", "protocol", "kv", "placement", "router", "runtime", "bindings", "common"}),
     "frontend": FRONTEND,
     "common": FACADE,

@@ -129,4 +129,6 @@ async def gap_at(server: Server, path: str, body: dict[str, Any], text: str) -> 
         if not text.startswith(so_far):
             first, second = (each["logprob"] for each in token["top_logprobs"])
             return float(first - second)
-    raise AssertionError((text, so_far))
+    # Behind its own cached prompt, which changes sums as a batch does, it gives this answer now.
+    assert so_far.startswith(text), (text, so_far)
+    return 0.0

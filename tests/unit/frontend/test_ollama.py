@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from dynamo.errors import Unknown
-from dynamo.protocol.model_types import ModelType
 from dynamo.frontend.parts.ollama.messages import OllamaMessage, chat_messages
+from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink

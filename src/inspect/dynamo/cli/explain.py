@@ -13,11 +13,12 @@ from dynamo.errors import InvalidArgument
 from dynamo.placement.kv_state import NO_MATCH, KvChoice, KvPolicy, KvState
 from dynamo.placement.policies.kv_policies import kv_policy, kv_policy_types
 from dynamo.protocol.request_ids import uuid_in
-from dynamo.router.kv.decisions import DecisionHeader, DecisionRecord, read_decisions, recompute
+from dynamo.router.kv.decisions import DecisionHeader, DecisionRecord, RecordedPolicies, read_decisions, recompute
 from dynamo.router.kv.explain import explain
+from dynamo.router.kv.settings import policy_name
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
-from dynamo.settings.readers import SettingReader, each, integer, one_of, placeholder, switch, text
+from dynamo.settings.readers import SettingReader, each, integer, placeholder, switch, text
 from dynamo.settings.table import read_settings, setting, settings_of
 
 _DESCRIPTION: Final = """\
@@ -43,6 +44,9 @@ class Comparison:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompts, where they went
     other_cached_tokens: int = 0  # where the other policy would have sent them
+    shadowed: int = 0  # decided by a shadow policy, too
+    shadow_equal: int = 0  # of those, the ones whose shadow comes out as recorded
+    shadow_other: int = 0  # the shadow chose another rank
 
     def add(self, record: DecisionRecord, again: KvChoice, asked: KvChoice | None) -> None:
         """Take one decision: as recorded, computed again, and of the other policy."""
@@ -54,6 +58,12 @@ class Comparison:
             self.other += asked.rank != record.rank
             self.other_cached_tokens += _cached(record.state, asked)
 
+    def add_shadow(self, record: DecisionRecord, again: KvChoice) -> None:
+        """Take what the shadow policy chose: as recorded, and computed again."""
+        self.shadowed += 1
+        self.shadow_equal += again.rank == record.shadow_rank and again.cost == record.shadow_cost
+        self.shadow_other += record.shadow_rank != record.rank
+
     def lines(self, policy: str, asked: str | None) -> list[str]:
         """Return the lines of the report."""
         if not self.decisions:
@@ -62,6 +72,11 @@ class Comparison:
             f"{self.decisions} decisions of the policy {policy}: {self.equal} come out as recorded.",
             f"Cached where the requests went: {_share(self.cached_tokens, self.prompt_tokens)} of the prompt tokens.",
         ]
+        if self.shadowed:
+            found.append(
+                f"The shadow policy chose another worker for {self.shadow_other} of {self.shadowed}; {self.shadow_equal} of its "
+                "choices come out as recorded."
+            )
         if asked is not None:
             found += [
                 f"The policy {asked} would have chosen another worker for {self.other} "
@@ -95,8 +110,8 @@ class ExplainFlags:
     """Which decisions to explain, and what to compare them with."""
 
     # fmt: off
-    policy: str | None = setting(None, None, one_of(*kv_policy_types()), f"Ask this policy, too: {', '.join(f'`{name}`' for name in kv_policy_types())}",
-        flag="--policy")
+    policy: str | None = setting(None, None, policy_name(*kv_policy_types()), "Compute the choice of this policy, too: "
+        f"{', '.join(f'`{name}`' for name in kv_policy_types())}, or `FILE.py:CLASS`", flag="--policy")
     parameters: tuple[tuple[str, float], ...] = setting((), None, each(SettingReader(_parameter, metavar="NAME=VALUE")),
         "A parameter of that policy; repeated, all of them", flag="--set", repeats=True)
     request: str | None = setting(None, None, placeholder("ID", text), "Explain the decisions of this request",
@@ -131,25 +146,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({name: getattr(compared, name) for name in Comparison.__slots__}))
     else:
         print("\n".join(compared.lines(name, given.policy)))
-    return 0 if compared.equal == compared.decisions else 1
+    return 0 if (compared.equal, compared.shadow_equal) == (compared.decisions, compared.shadowed) else 1
 
 
 def _compare(decisions: Any, asked: KvPolicy | None, given: ExplainFlags) -> tuple[DecisionHeader | None, Comparison]:
-    compared, policies, header, shown = Comparison(), dict[str, KvPolicy](), None, 0
+    compared, policies, header, shown = Comparison(), RecordedPolicies(), None, 0
     wanted = uuid_in(given.request) if given.request else None
     for header, record in decisions:
-        key = f"{header.policy} {sorted(header.parameters.items())}"
-        policy = policies.get(key)
-        if policy is None:
-            policy = policies[key] = kv_policy(header.policy, header.parameters)
+        policy = policies.named(header.policy, header.parameters)
         again = recompute(policy, record)
         other = None if asked is None else recompute(asked, record)
         compared.add(record, again, other)
+        shadow = None
+        if header.shadow is not None and record.shadow_rank is not None:
+            shadow = policies.named(header.shadow, header.shadow_parameters)
+            compared.add_shadow(record, recompute(shadow, record))
         if shown < given.show or uuid_in(record.request_id) == wanted:
             shown += 1
             _show(record, explain(policy, record.state, again), as_json=given.json)
-            if asked is not None and other is not None and other.rank != again.rank:
-                _show(record, explain(asked, record.state, other), as_json=given.json)
+            for beside in (shadow, asked):
+                if beside is not None and (choice := recompute(beside, record)).rank != again.rank:
+                    _show(record, explain(beside, record.state, choice), as_json=given.json)
     return header, compared
 
 

@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "files": ("dynamo.cli.files", "look after a directory of files: repair its index"),
     "replay": ("dynamo.cli.replay.command", "send recorded requests again and compare, or answer from the recording"),
     "explain": ("dynamo.cli.explain", "say why requests went where they went, and what another policy would have done"),
+    "replay-policy": ("dynamo.cli.replay_policy", "compare routing policies on recorded decisions"),
     "top": ("dynamo.cli.top", "show what a served system is doing, live in the terminal or once as text"),
     "status": ("dynamo.cli.status", "say whether everything is ready, and what is wrong"),
     "drain": ("dynamo.cli.drain", "take a worker out of service, and wait until it can be deleted"),

@@ -78,6 +78,16 @@ class RankInfo(msgspec.Struct, frozen=True):
     fetches: FetchTerms | None = None  # None: the worker takes no part in them
 
 
+class RequestOrigin(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What policies of users know of a request, apart from its prompt. None: not known."""
+
+    session_id: str | None = None
+    tenant: str | None = None  # owner of its API key
+    lora_name: str | None = None
+    priority: float = 0.0
+    suggested_worker_id: int | None = None  # by the policy itself, when it classified the request
+
+
 class KvOverrides(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True):
     """What one request changes in the settings of the router (`router_config_override`). None keeps a setting."""
 
@@ -167,6 +177,8 @@ class KvQuery(msgspec.Struct):
     preferred_topology: Mapping[str, tuple[str, float]] = {}  # domain to (value, weight)
     expected_output: int | None = None  # tokens
     overrides: KvOverrides | None = None
+    origin: RequestOrigin | None = None  # None: no policy reads it
+    defer_seconds: float = 0.0  # how long a policy holds it back before a worker is chosen
 
 
 class RankExclusion(msgspec.Struct, frozen=True, gc=False):

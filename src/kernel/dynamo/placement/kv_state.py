@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import msgspec
 
 from dynamo.kv.overlap import Overlap, WorkerRank
-from dynamo.placement.kv_query import KvOverrides, RankExclusion, Trust
+from dynamo.placement.kv_query import KvOverrides, RankExclusion, RequestOrigin, Trust
 from dynamo.placement.timing import DEFAULT_TIMING, RankTiming
 
 
@@ -28,6 +28,7 @@ class KvRequest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     tracks_prefill: bool = True
     shared_hits: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of blocks in a shared cache
     overrides: KvOverrides | None = None
+    origin: RequestOrigin | None = None
 
 
 class RankState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -54,6 +55,7 @@ class RankState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     max_num_seqs: int | None = None
     trust: Trust = Trust.EXACT
     timing: RankTiming = DEFAULT_TIMING
+    taints: frozenset[str] = frozenset()
 
 
 class RankMatch(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -160,3 +162,4 @@ class Selection(msgspec.Struct, frozen=True, gc=False):
     lookup: Lookup
     tracking_sequence: Sequence[int]  # what is booked
     potential_decode_blocks: float  # of the rank with this prompt, the unfinished last block included
+    shadow: KvChoice | None = None  # of the policy of `--shadow-policy`, which decides beside the one in force

@@ -103,4 +103,5 @@ class RankStates:
             max_num_seqs=info.max_num_seqs,
             trust=info.trust,
             timing=self.timing.timing(rank),
+            taints=info.taints,
         )

@@ -262,6 +262,8 @@ class Call:
         for planned in self._pipeline.hooks.planned:
             planned(exchange, resolved, plan)
         exchange.work = work = WorkRequest(plan, exchange.timer, self._pipeline.stalls)
+        if (identity := exchange.arrival.identity) is not None:
+            work.tally.tenant = identity.owner
         return work
 
     async def _answer(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:

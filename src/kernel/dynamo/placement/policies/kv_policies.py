@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Final
 
 import msgspec
@@ -17,6 +18,7 @@ _TYPES: Final[Mapping[str, tuple[Callable[[Mapping[str, object]], KvPolicy], typ
     kv_time.TYPE_NAME: (kv_time.TimeCost.of, kv_time.TimeParameters),
 }
 _SHORT_NAMES: Final = {"default": kv_default.TYPE_NAME, "two-tier": kv_two_tier.TYPE_NAME}
+_OF_USERS: Final = "dynamo.policies.programmed"
 _NOT_BUILT: Final = frozenset({"thunderagent"})
 
 
@@ -25,16 +27,26 @@ def kv_policy_types() -> tuple[str, ...]:
     return *_TYPES, *_SHORT_NAMES
 
 
+def is_of_user(type_name: str) -> bool:
+    """Return whether a policy is a class in a file or module of the user."""
+    return ":" in type_name
+
+
 def kv_policy_parameters(type_name: str) -> tuple[str, ...]:
-    """Return the names of the parameters of a known type."""
-    return _TYPES[_SHORT_NAMES.get(type_name, type_name)][1].__struct_fields__
+    """Return the names of the parameters of a known type; of a user's policy the settings know none."""
+    return () if is_of_user(type_name) else _TYPES[_SHORT_NAMES.get(type_name, type_name)][1].__struct_fields__
 
 
 def kv_policy(type_name: str, parameters: Mapping[str, object] | None = None) -> KvPolicy:
     """Make a policy from its type name and parameters.
 
+    A name with a colon, such as `policy.py:MyPolicy`, is that of a class of the user.
+
     Raises InvalidArgument: an unknown type or parameter (the message lists the known ones), or a bad value.
     """
+    if is_of_user(type_name):
+        made: KvPolicy = import_module(_OF_USERS).programmed_policy(type_name, parameters or {})
+        return made
     found = _TYPES.get(_SHORT_NAMES.get(type_name, type_name))
     if found is None:
         reason = "is not built in this version" if type_name in _NOT_BUILT else "is unknown"

@@ -373,7 +373,7 @@ class Failover:
             await self._join_session()
         worker, session = self._chosen(order), self.session
         may_queue, self._may_queue = self._may_queue, False
-        if not may_queue or order.last is not None or pool.gate is None:
+        if not may_queue or order.last is not None:
             return worker
         wait = pool.wait_for_turn(worker, self.context)
         if wait is not None and session is not None and session.may_go_elsewhere:

@@ -29,11 +29,12 @@ class DispatchRecord:
     """The workers that served one request, and its moves between them."""
 
     __slots__ = (
-        "bypass", "courses", "encode_instance_id", "failed_attempts", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "queued_seconds", "sequences",
+        "bypass", "courses", "encode_instance_id", "failed_attempts", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "queued_seconds", "sequences", "tenant",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.moves: list[Move] = []  # bounded by the retries and the number of choices
+        self.tenant: str | None = None  # owner of the request's key
         self.courses: list[Course] = []  # of the choices and of the stages before them: what was decided, and why
         self.instances: list[Instance] = []  # the workers that answered
         self.failed_attempts: tuple[FailedAttempt, ...] = ()  # bounded as the moves are

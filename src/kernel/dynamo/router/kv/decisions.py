@@ -16,6 +16,7 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_state import KvChoice, KvPolicy, KvState, Selection
+from dynamo.placement.policies.kv_policies import kv_policy
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class DecisionHeader(msgspec.Struct, frozen=True, tag="header", tag_field="kind"
     policy: str  # its type name
     parameters: Mapping[str, Parameter] = {}
     version: int = VERSION
+    shadow: str | None = None  # the policy that decides beside it
+    shadow_parameters: Mapping[str, Parameter] = {}
 
 
 class DecisionRecord(msgspec.Struct, frozen=True, tag="decision", tag_field="kind"):
@@ -43,6 +46,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, tag="decision", tag_field="kin
     rank: WorkerRank
     cost: float
     cached_tokens: int = 0
+    shadow_rank: WorkerRank | None = None  # None: there is no shadow, or it failed
+    shadow_cost: float = 0.0
 
 
 _LINE: Final = msgspec.json.Decoder(DecisionHeader | DecisionRecord)
@@ -72,10 +77,11 @@ class DecisionLog:
         """Append one decision."""
         if self._file is None:
             return
-        choice = selection.choice
+        choice, shadow = selection.choice, selection.shadow
         made = DecisionRecord(
-            request_id, model, selection.state, choice.draw, choice.rank, choice.cost, selection.cached_tokens
-        )
+            request_id, model, selection.state, choice.draw, choice.rank, choice.cost, selection.cached_tokens,
+            None if shadow is None else shadow.rank, 0.0 if shadow is None else shadow.cost,
+        )  # fmt: skip
         line = self._encoder.encode(made) + b"\n"
         try:
             if self._size + len(line) > self._limit:
@@ -148,3 +154,17 @@ def read_decisions(lines: Iterable[bytes], source: str = "") -> Iterator[tuple[D
 def recompute(policy: KvPolicy, record: DecisionRecord) -> KvChoice:
     """Return what `policy` chooses in the place of a recorded decision, with the same chance."""
     return policy.choose(record.state, record.draw)
+
+
+class RecordedPolicies:
+    """The policies that headers of a recording name, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, KvPolicy] = {}
+
+    def named(self, name: str, parameters: Mapping[str, Parameter]) -> KvPolicy:
+        """Return a policy. Raises InvalidArgument for one that cannot be made here."""
+        key = f"{name} {sorted(parameters.items())}"
+        if key not in self._made:
+            self._made[key] = kv_policy(name, parameters)
+        return self._made[key]

@@ -10,10 +10,12 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Final, NamedTuple, cast
 from weakref import WeakValueDictionary, finalize
+
+from msgspec import structs
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.approximate_index import ApproximateIndex
@@ -21,7 +23,7 @@ from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_state import KvPolicy
-from dynamo.placement.policies.kv_policies import kv_policy, kv_policy_parameters
+from dynamo.placement.policies.kv_policies import is_of_user, kv_policy, kv_policy_parameters
 from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
 from dynamo.router.kv.decisions import DecisionHeader, DecisionLog
 from dynamo.router.kv.domain import KvDomain, KvMember
@@ -40,6 +42,7 @@ from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.observe.metrics import MetricsRegistry
 
+OF_USERS: Final = "dynamo.policies.placement"
 RETRY_SECONDS: Final = 1.0
 AGGREGATED: Final = "aggregated"
 _DECODE: Final = "decode"
@@ -67,12 +70,13 @@ def policy_of(settings: KvRouterSettings, role: str = AGGREGATED) -> tuple[KvPol
     if selector is not None and (selector.parameters or selector.type not in KV_POLICIES):
         given = cast("dict[str, float]", selector.parameters)  # the policy checks them
         return kv_policy(selector.type, given), DecisionHeader(selector.type, given)
-    if selector is not None:
-        settings = replace(settings, policy=selector.type)
-    parameters = {
-        name: getattr(settings, name) for name in kv_policy_parameters(settings.policy) if hasattr(settings, name)
-    }
-    return kv_policy(settings.policy, parameters), DecisionHeader(settings.policy, parameters)
+    return _policy_named(settings, settings.policy if selector is None else selector.type)
+
+
+def _policy_named(settings: KvRouterSettings, name: str) -> tuple[KvPolicy, DecisionHeader]:
+    """Return a policy with the parameters that the settings give it, and how it is written down."""
+    parameters = {each: getattr(settings, each) for each in kv_policy_parameters(name) if hasattr(settings, each)}
+    return kv_policy(name, parameters), DecisionHeader(name, parameters)
 
 
 def router_options(settings: KvRouterSettings, *, is_prefill: bool = False) -> KvRouterOptions:
@@ -140,10 +144,13 @@ class _DomainMaker:
         self.series, self.router_id = series, router_id
         made = {role: policy_of(settings, role) for role in (AGGREGATED, _PREFILL, _DECODE)}
         self._policies = {role: policy for role, (policy, _) in made.items()}
-        header = made[AGGREGATED][1]
+        self._shadow, header = None, made[AGGREGATED][1]
+        if settings.shadow_policy is not None:
+            self._shadow, named = _policy_named(settings, settings.shadow_policy)
+            header = structs.replace(header, shadow=named.policy, shadow_parameters=named.parameters)
         self._decisions: DecisionLog | None = None
         if settings.decisions_path is not None:
-            if any(other != header for _, other in made.values()):
+            if any(other != made[AGGREGATED][1] for _, other in made.values()):
                 raise InvalidArgument("DYN_ROUTER_DECISIONS needs one policy for all roles: its file names one")
             self._decisions = DecisionLog(settings.decisions_path, header, limit_bytes=settings.decisions_limit_bytes)
 
@@ -166,7 +173,12 @@ class _DomainMaker:
             predicted=None if index is None else guesses,
             options=router_options(settings, is_prefill=key.role == _PREFILL),
         )
-        placement = KvPlacement(
+        made: Callable[..., KvPlacement] = KvPlacement
+        if self._shadow is not None or is_of_user(router.policy.name):
+            made = partial(
+                import_module(OF_USERS).ProgrammedPlacement, registry=self.series.registry, shadow=self._shadow
+            )
+        placement = made(
             router,
             rng=self._rng,
             is_eagle=key.is_eagle,

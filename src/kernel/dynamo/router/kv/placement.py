@@ -51,6 +51,7 @@ _PINNED: Final = (PlacementReason("pinned"),)
 class HashedPrompts(Protocol):
     """Where the hashes of a request's prompts are kept, for its choices and stages."""
 
+    tenant: str | None
     sequences: list[tuple[Sequence[int], int, Sequence[int]]] | None
 
 
@@ -290,6 +291,11 @@ class KvPlacement:
             kv_policy=self.router.policy,
             query=query,
         )
+
+    @property
+    def may_defer(self) -> bool:
+        """Whether its policy holds requests back."""
+        return False
 
     def current_router(self) -> KvRouter:
         """Return the router, with the ranks there are now."""

@@ -56,7 +56,8 @@ def gate_for_pool(
         return found is not None and rank in ranks() and found.instance(rank.worker_id) is not None
 
     sessions = _sessions(settings, writer_id, is_known, relay, kind.model)
-    return None if gate is None and sessions is None else PreDispatchGate(gate, sessions)
+    may_wait = gate is not None or sessions is not None or placement.may_defer
+    return PreDispatchGate(gate, sessions) if may_wait else None
 
 
 @asynccontextmanager

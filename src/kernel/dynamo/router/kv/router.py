@@ -79,16 +79,8 @@ class KvRouter:
     """Chooses ranks, and keeps account of what it chose. Bounded by the ranks, the active requests and its indexes."""
 
     __slots__ = (
-        "_block_size",
-        "_options",
-        "_own_blocks",
-        "_policy",
-        "_rng",
-        "_states",
-        "indexes",
-        "load",
-        "observer",
-    )
+        "_block_size", "_options", "_own_blocks", "_policy", "_rng", "_states", "indexes", "load", "observer",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -136,6 +128,10 @@ class KvRouter:
     def ranks(self) -> Mapping[WorkerRank, RankInfo]:
         """The ranks there are, with what is known of each."""
         return self._states.infos
+
+    def records(self) -> Sequence[RankState]:
+        """Return the record of every rank as it is now."""
+        return self._states.current()
 
     def set_ranks(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
         """Take the ranks there are. What is booked on a rank that is gone is forgotten."""
@@ -294,6 +290,7 @@ class KvRouter:
             self._options.tracks_prefill_tokens if tracks is None else tracks,
             query.shared_hits,
             overrides,
+            query.origin,
         )
         matches = self._matches(ranks, loads, lookup.overlaps, tracking)
         if has_preferences:

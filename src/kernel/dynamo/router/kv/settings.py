@@ -11,6 +11,7 @@ import msgspec
 from dynamo.kv.approximate_index import DEFAULT_TTL_SECONDS
 from dynamo.placement.kv_query import MAX_WEIGHT
 from dynamo.placement.policies.kv_default import DefaultCostParameters
+from dynamo.placement.policies.kv_policies import is_of_user
 from dynamo.placement.queueing import PolicyFile, PolicyProfile, QueueOrder, Selector, read_policy_file
 from dynamo.placement.queueing.policy_file import SelectorRole
 from dynamo.placement.session_affinity import MAX_TTL_SECONDS, MIN_TTL_SECONDS
@@ -51,15 +52,27 @@ _part: Final = number(0, 1, metavar="PART")
 _off_at_zero: Final = off_at_zero(seconds())
 
 
+def policy_name(*known: str) -> SettingReader[str]:
+    """Make the reader of a policy: one of `known`, or where a class of the user is. It raises ValueError for anything else."""
+    of_known = one_of(*known)
+    return SettingReader(lambda given: given if is_of_user(given) else of_known.parse(given), metavar="POLICY")
+
+
+_POLICY: Final = policy_name(*KV_POLICIES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRouterSettings:
     """What `--router-mode kv` goes by. The names of the fields are those of the native `KvRouterConfig` where it has them."""
 
     # fmt: off
-    policy: str = setting("time", "DYN_ROUTER_POLICY", one_of(*KV_POLICIES, metavar="POLICY"),
+    policy: str = setting("time", "DYN_ROUTER_POLICY", _POLICY,
         "What `--router-mode kv` decides by: `time` (what a placement costs in milliseconds), `default` (the cost function "
-        "of the native router) or `two-tier` (the longest prefix while the workers are in balance, else the least loaded)",
-        flag="--router-policy", group=_GROUP)
+        "of the native router), `two-tier` (the longest prefix while the workers are in balance, else the least loaded), or a "
+        "class of your own, `FILE.py:CLASS` ([policies](policies.md))", flag="--router-policy", group=_GROUP)
+    shadow_policy: str | None = setting(None, "DYN_ROUTER_SHADOW_POLICY", _POLICY,
+        "Let this policy decide, too, without effect: metrics and `dynamo explain` show both",
+        flag="--shadow-policy", group=_GROUP)
     kv_cache_block_size: int | None = setting(None, "DYN_KV_CACHE_BLOCK_SIZE", integer(1),
         "Tokens of a KV block; unset: as on the model's card", flag="--kv-cache-block-size", group=_GROUP)
     overlap_score_credit: float = setting(_COST.overlap_score_credit, "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", _weight,
@@ -211,7 +224,7 @@ class KvRouterSettings:
         if name is None:
             return self.policies.selector(_ROLES[role]) if role in _ROLES else None
         found = self.policies.named_selector(name)
-        if found is None and name not in KV_POLICIES:
+        if found is None and name not in KV_POLICIES and not is_of_user(name):
             known = ", ".join([*self.policies.selector_names, *KV_POLICIES])
             raise ValueError(f"no worker selection policy is called {name!r}; known: {known}")
         return found or Selector(name, name)

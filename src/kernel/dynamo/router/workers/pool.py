@@ -263,10 +263,26 @@ class ModelPool(PoolMembers):
         It raises RouterQueueLimitExceeded where too many wait already.
         """
         gate, placement = self.gate, worker.placement
-        if gate is None or not isinstance(placement, KvPlaced):
+        if not isinstance(placement, KvPlaced):
+            return None
+        if placement.query.defer_seconds:
+            return self._deferred(placement, context)
+        if gate is None:
             return None
         policy = gate.parks(placement.selection, placement.query, context)
         return None if policy is None else gate.wait(policy, placement.selection, placement.query, context)
+
+    async def _deferred(self, placement: KvPlaced, context: Context) -> bool:
+        """Hold a request back for as long as its policy requires, and then in the queue; False: it was cancelled meanwhile."""
+        query, loop = placement.query, asyncio.get_running_loop()
+        until, query.defer_seconds = loop.time() + query.defer_seconds, 0.0
+        while loop.time() < until and not context.is_stopped():
+            await self.wait_for_change(context, until)
+        gate = self.gate
+        policy = None if gate is None else gate.parks(placement.selection, query, context)
+        if gate is not None and policy is not None and not context.is_stopped():
+            return await gate.wait(policy, placement.selection, query, context)
+        return not context.is_stopped()
 
     def check_room(self, request: PlacementRequest) -> None:
         """Raise Overloaded where `choose` would, because of busy workers; nothing is chosen, so no turn is used up."""
