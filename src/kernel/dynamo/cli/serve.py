@@ -167,14 +167,22 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         raise UsageError(f"--workers {flags.workers} adds and removes processes, and --in-process has one")
     if flags.scale_advise and flags.workers.is_fixed:
         raise UsageError(f"--scale-advise needs a range of workers: --workers MIN..MAX, not {flags.workers}")
-    if flags.in_process and (flags.router_mode or flags.files_dir or flags.fallback or file.frontend_args):
+    of_kv = {
+        "--router-policy": flags.router_policy,
+        "--shadow-policy": flags.shadow_policy,
+        "--router-decisions": flags.router_decisions,
+    }
+    router_mode = flags.router_mode or ("kv" if any(of_kv.values()) else None)
+    if router_mode != "kv" and (named := [flag for flag, value in of_kv.items() if value]):
+        raise UsageError(f"{named[0]} needs --router-mode kv, not {router_mode}")
+    if flags.in_process and (router_mode or flags.files_dir or flags.fallback or file.frontend_args):
         raise UsageError(
             "--router-mode, --files-dir, --fallback and [frontend-args] have no meaning with --in-process: there is one "
             "worker, and no frontend process"
         )
     if flags.in_process and upstream:
         raise UsageError("--upstream beside a model of this machine is a process of its own, and --in-process has one")
-    passed = {"--router-mode": flags.router_mode, "--files-dir": flags.files_dir}
+    passed = {"--router-mode": router_mode, **of_kv, "--files-dir": flags.files_dir}
     passed |= {"--fallback-on": flags.fallback_on, "--fallback-after-ms": flags.fallback_after_ms}
     pairs = [*passed.items(), *(("--fallback", chain) for chain in flags.fallback)]
     if flags.http_port is None and flags.uds is None:

@@ -174,6 +174,14 @@ class ServeFlags:
     router_mode: str | None = setting(None, "DYN_ROUTER_MODE", placeholder("MODE", one_of(*ROUTER_MODES)),
         f"How a worker is chosen: {', '.join(f'`{mode}`' for mode in ROUTER_MODES)}", flag="--router-mode",
         shown="round-robin", is_read_later=True)
+    router_policy: str | None = setting(None, "DYN_ROUTER_POLICY", placeholder("POLICY", text),
+        "How `kv`, which it switches on, decides: `time`, `default`, `two-tier`, or [a class of yours](policies.md), "
+        "`FILE.py:CLASS`", flag="--router-policy", shown="time", is_read_later=True)
+    shadow_policy: str | None = setting(None, "DYN_ROUTER_SHADOW_POLICY", placeholder("POLICY", text),
+        "Let this policy decide, too, without effect", flag="--shadow-policy", is_read_later=True)
+    router_decisions: str | None = setting(None, "DYN_ROUTER_DECISIONS", placeholder("FILE", text),
+        "Append every decision to this file, for `dynamo explain` and `dynamo replay-policy`", flag="--router-decisions",
+        is_read_later=True)
     reload: bool = setting(False, None, switch,
         "Replace the workers, one by one, when a Python file in the engine's directory changes", flag="--reload",
         negative="")

@@ -14,6 +14,7 @@ from dynamo.frontend.base.settings.stored_responses import (
     StoredResponseSettings,
 )
 from dynamo.frontend.http.settings import ROUTES, HttpSettings
+from dynamo.placement.policies.kv_policies import is_of_user
 from dynamo.runtime.base.addresses import bind_host
 from dynamo.runtime.base.settings import FromEnvironment
 from dynamo.settings.readers import (
@@ -55,6 +56,8 @@ class FrontendSettings(BatchesSettings, StoredResponseSettings, RouteExtensionSe
         router_mode = "kv" if self.kv_router.load_aware else self.router_mode
         if self.kv_router.router_session_affinity_ttl_secs is not None and router_mode != "kv":
             raise ValueError(f"--router-session-affinity-ttl-secs needs --router-mode kv, got {router_mode}")
+        if router_mode != "kv" and (self.kv_router.shadow_policy is not None or is_of_user(self.kv_router.policy)):
+            raise ValueError(f"a policy of your own and --shadow-policy need --router-mode kv, got {router_mode}")
         return replace(
             self,
             router_mode=router_mode,
