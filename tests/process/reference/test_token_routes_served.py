@@ -100,7 +100,7 @@ async def test_the_same_tokens_in_the_shapes_of_sglang(served: Served) -> None:
         zip(scores, choice["token_ids"], strict=True)
     )
     refused = await ask(served.frontend.port, "/generate", {**asked, "sampling_params": {"regex": "a"}})
-    assert (refused.status, "sampling_params.regex" in refused.json()["message"]) == (400, True)
+    assert (refused.status, "sampling_params.regex" in refused.json()["error"]["message"]) == (400, True)
 
 
 async def test_a_trainer_finds_the_worker_pauses_it_and_gives_it_new_weights(

@@ -19,7 +19,7 @@ from dynamo.reference.media import NO_MEDIA, MediaPrompt
 from dynamo.reference.picture_codes import Vision, known_tokens
 from dynamo.reference.sampler import Sampling, Stop
 from dynamo.reference.steering import Steering
-from dynamo.reference.token_routes import ENVELOPES, check_envelope
+from dynamo.reference.token_routes import ENVELOPES, check_envelope, with_sglang_sampling
 
 MAX_CHOICES: Final = 128
 MAX_LOGPROBS: Final = 20  # OpenAI's bound
@@ -93,8 +93,13 @@ def read_request(
         if request.get(name):
             raise InvalidArgument(f"{name} is set, but the reference engine does not support {what}")
     prompt, routed, produced, pictured = _prompt(request.get("token_ids"), limits, media, prompt_tokens)
-    sampling = _Group("sampling_options", request.get("sampling_options"))
-    stops = _Group("stop_conditions", request.get("stop_conditions"))
+    extra = request.get("extra_args")
+    extra = extra if isinstance(extra, Mapping) else {}
+    check_envelope(extra)
+    sampling, stops = (
+        _Group(group, with_sglang_sampling(group, request.get(group), extra))
+        for group in ("sampling_options", "stop_conditions")
+    )
     output = _Group("output_options", request.get("output_options"))
     routing = _Group("routing", request.get("routing"))
     if sampling.get("use_beam_search"):
@@ -111,9 +116,6 @@ def read_request(
         raise InvalidArgument(
             "output_options.prompt_logprobs: the tokens of a picture are not predicted, and have none"
         )
-    extra = request.get("extra_args")
-    extra = extra if isinstance(extra, Mapping) else {}
-    check_envelope(extra)
     more = _Group("extra_args.sampling_options", extra.get("sampling_options"))
     if more.get("suffix"):
         raise InvalidArgument("suffix is not supported by the reference engine: its models only continue a text")

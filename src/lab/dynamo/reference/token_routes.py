@@ -37,6 +37,33 @@ SERVED_SGLANG: Final = frozenset(
 WITHOUT_EFFECT: Final = frozenset({"detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"})
 
 
+_OF_SGLANG: Final[Mapping[str, Mapping[str, str]]] = {
+    "sampling_options": {
+        "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "sampling_seed",
+        "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
+        "repetition_penalty": "repetition_penalty",
+    },
+    "stop_conditions": {"stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos"},
+}  # fmt: skip
+"""The names that SGLang's sampling parameters have in a request, by group."""
+
+
+def with_sglang_sampling(group: str, options: object, extra_args: Mapping[str, object]) -> object:
+    """Return a group of a request's options, completed by what its client sent to SGLang's route.
+
+    A frontend of 1.6.1 leaves them in the envelope alone.
+    """
+    envelope = extra_args.get(SGLANG)
+    sampling = envelope.get("sampling_params") if isinstance(envelope, Mapping) else None
+    if not isinstance(sampling, Mapping) or not (options is None or isinstance(options, Mapping)):
+        return options
+    completed = dict(options or {})
+    for name, given in _OF_SGLANG[group].items():
+        if completed.get(name) is None and sampling.get(given) is not None:
+            completed[name] = sampling[given]
+    return completed
+
+
 def check_envelope(extra_args: Mapping[str, object]) -> None:
     """Refuse what only vLLM or SGLang has. Raises InvalidArgument naming the member."""
     of_sglang, envelope = extra_args.get(SGLANG), extra_args.get(VLLM)

@@ -105,13 +105,17 @@ class SglangRejected(RequestRejected):
     """What SGLang's route refuses by its own rules."""
 
 
+class SglangUnfit(SglangRejected):
+    """A body that is not JSON, or of another shape than SGLang's route takes."""
+
+
 class SglangDialect(Dialect):
     """The errors of SGLang's route."""
 
     def error_body(self, rejected: RequestRejected, request_id: str) -> bytes:
-        if rejected.status == 501:
-            return msgspec.json.encode({"error": {"message": rejected.message}})
         text = rejected.message.removeprefix(PREFIX)
+        if not isinstance(rejected, SglangUnfit):
+            return msgspec.json.encode({"error": {"message": text}})
         error = {"object": "error", "message": text, "type": rejected.type, "param": None, "code": rejected.status}
         return msgspec.json.encode(error)
 

@@ -7,7 +7,7 @@ from typing import Final, cast
 from msgspec import Struct
 
 from dynamo.frontend.parts.token_routes.bodies import read_object
-from dynamo.frontend.parts.token_routes.rejections import NotJson, NotTheType, SglangRejected
+from dynamo.frontend.parts.token_routes.rejections import NotJson, NotTheType, SglangRejected, SglangUnfit
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import NOT_BUILT_CODE
 from dynamo.protocol.openai.requests import validate_completion
@@ -69,7 +69,7 @@ def decode_sglang(body: bytes, limits: BodyLimits) -> LoweredSglang:
     try:
         found, sent, is_mended = read_object(body, SglangGenerateRequest, limits)
     except (NotJson, NotTheType) as rejected:
-        raise SglangRejected(400, rejected.as_type(), param=rejected.param) from rejected
+        raise SglangUnfit(400, rejected.as_type(), param=rejected.param) from rejected
     sampling = found.sampling_params or SglangSampling()
     _check(found, sampling, sent)
     request = LoweredSglang(
