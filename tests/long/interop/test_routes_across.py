@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
-from support.native_frontend import NATIVE_PYTHON, Frontend, Reply, environment, frontend_process, process, why_not
+from support.native_frontend import (
+    NATIVE_PYTHON,
+    Frontend,
+    Reply,
+    environment,
+    free_port,
+    frontend_process,
+    process,
+    why_not,
+)
 from support.reference_models import speaking_model
 
 __all__ = ["speaking_model"]
@@ -36,6 +45,7 @@ class Sides(NamedTuple):
 
     ours: Frontend
     native: Frontend
+    of_trainers: tuple[Frontend, Frontend]  # the same two, at the ports of `/v1/rl/workers`
 
     async def both(self, path: str, body: Any) -> tuple[Reply, Reply]:
         """Ask one after the other: in one batch, sums would differ."""
@@ -54,21 +64,24 @@ async def sides(tmp_path_factory: pytest.TempPathFactory, speaking_model: Path) 
     routes = {"DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1", "DYN_SGLANG_ENABLE_GENERATE": "1"}
     env = environment(root, root / "store", DYN_DISCOVERY_BACKEND="file", DYN_REQUEST_PLANE="tcp", **routes)
     async with AsyncExitStack() as stack:
-        worker = ["-m", "dynamo.reference", "--model", str(model), "--served-model-name", "spoken"]
+        argv = [sys.executable, "-m", "dynamo.reference", "--model", str(model), "--served-model-name", "spoken"]
+        argv += ["--kv-cache-mb", "8", "--enable-rl"]
         await stack.enter_async_context(
-            process([sys.executable, *worker, "--kv-cache-mb", "8"], root / "worker.log", env)
+            process(argv, root / "worker.log", env | {"DYN_SYSTEM_PORT": "0", "DYN_SYSTEM_HOST": "127.0.0.1"})
         )
-        found = []
+        found, trainers = [], list[Frontend]()
         for name, python in (("ours", sys.executable), ("native", NATIVE_PYTHON)):
-            home = root / name
+            home, port = root / name, free_port()
             home.mkdir()
+            trainers.append(Frontend(port))
+            of_one = env | {"DYN_ENABLE_RL": "1", "DYN_RL_PORT": str(port)}
             frontend = await stack.enter_async_context(
-                frontend_process(python, home, env, "--discovery-backend", "file")
+                frontend_process(python, home, of_one, "--discovery-backend", "file")
             )
             await frontend.model_appears()
             await frontend.ask_when_ready(GENERATE, {"token_ids": IDS, "sampling_params": SAMPLING})
             found.append(frontend)
-        yield Sides(*found)
+        yield Sides(found[0], found[1], (trainers[0], trainers[1]))
 
 
 def shape(value: Any) -> Any:
@@ -81,7 +94,7 @@ def shape(value: Any) -> Any:
 
 
 def shown(reply: Reply) -> str:
-    return f"{reply.status} {reply.body.decode(errors='replace').strip()[:400]}"
+    return f"{reply.status} {reply.body.decode(errors='replace').strip()[:2400]}"
 
 
 BODIES: dict[str, Any] = {
@@ -169,3 +182,16 @@ async def test_another_method_is_refused_in_the_same_way(sides: Sides, path: str
     ours, native = await asyncio.gather(sides.ours.ask(path), sides.native.ask(path))
     print(f"GET {path}\n  native {shown(native)}\n  ours   {shown(ours)}")
     assert ours.status == native.status == 405
+
+
+async def test_the_workers_of_a_trainer_are_listed_in_the_same_way(sides: Sides) -> None:
+    ours, native = [await one.ask("/v1/rl/workers") for one in sides.of_trainers]
+    print(f"native {shown(native)}\nours   {shown(ours)}")
+    assert (ours.status, native.status) == (200, 200)
+    mine, theirs = ours.json(), native.json()
+    for worker in mine["workers"]:
+        assert worker.pop("system_url").startswith("http://127.0.0.1:")  # which 1.6.1 leaves out here
+    assert mine == theirs
+    for path in ("/v1/rl/nothing", "/health"):
+        ours, native = [await one.ask(path) for one in sides.of_trainers]
+        assert (ours.status, native.status) == (404, 404)

@@ -104,3 +104,15 @@ async def test_a_store_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPa
         refused = await client.call("POST", PATH)
         assert (refused.status, refused.headers["allow"], refused.body) == (405, "GET,HEAD", b"")
         assert (await client.call("GET", "/")).status == 404
+
+
+async def test_a_worker_has_the_model_of_its_card_and_not_of_an_adapter() -> None:
+    (runtime,) = await serve(("ns.a.rl", None))
+    try:
+        endpoint = runtime.endpoint("ns.a.generate")
+        await endpoint.publish_model({"display_name": "adapter"}, suffix="adapter")
+        await endpoint.publish_model({"display_name": "base"})
+        (worker,) = (await listed())["workers"]
+        assert worker["model"] == "base"
+    finally:
+        await runtime.aclose()

@@ -17,15 +17,17 @@ from dynamo.frontend.http.admin import AdminLimits
 from dynamo.frontend.http.server import render_rejection
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.parts.switches import RlSettings
+from dynamo.protocol.records import decode_model_record
 from dynamo.runtime.calls.instances import decode_instance
 from dynamo.runtime.calls.request_plane.base import Instance
-from dynamo.runtime.discovery.base import INSTANCES
+from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.http.service import HttpService
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: Final = 1
+DEFAULT_NAMESPACE: Final = "dynamo"
 QUESTION: Final = {"method": "routes"}
 SHOWN: Final = ("model", "world_size", "admin_base_url")
 """Members of a worker's answer that are shown as they are, where the worker has them."""
@@ -55,6 +57,11 @@ class TrainerDirectory:
         found = await self._instances()
         slots = asyncio.Semaphore(self._settings.probes)
         shown = await asyncio.gather(*(self._shown(instance, slots) for instance in found))
+        models = await self._models() if found else {}
+        for entry, instance in zip(shown, found, strict=True):
+            model = models.get((instance.namespace, instance.component, instance.instance_id))
+            if model is not None:
+                entry.setdefault("model", model)
         name = self._scope.prefix if self._scope.prefix is not None else self._scope.namespace
         return {"protocol_version": PROTOCOL_VERSION, "namespace": name, "workers": shown}
 
@@ -70,6 +77,19 @@ class TrainerDirectory:
             if instance.endpoint == settings.endpoint and is_wanted and self._scope.covers(instance.namespace):
                 found.append(instance)
         return sorted(found, key=lambda one: (one.namespace, one.component, one.endpoint, one.instance_id))
+
+    async def _models(self) -> Mapping[tuple[str, str, int], str]:
+        """Return which model each worker serves, by the first of its cards that is not an adapter's."""
+        found: dict[tuple[str, str, int], str] = {}
+        for _, value in sorted((await self._runtime.discovery.get_prefix(MODEL_CARDS)).items()):
+            try:
+                record = decode_model_record(value)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                continue  # the frontend's own view of the cards reports it
+            name = record.card_json.get("display_name")
+            if record.model_suffix is None and isinstance(name, str):
+                found.setdefault((record.namespace, record.component, record.instance_id), name)
+        return found
 
     async def _shown(self, instance: Instance, slots: asyncio.Semaphore) -> dict[str, object]:
         path = f"{instance.namespace}.{instance.component}.{instance.endpoint}"
@@ -145,7 +165,10 @@ class RlPart(Part):
 
     def __init__(self, kernel: Kernel, settings: RlSettings) -> None:
         self._kernel, self._settings = kernel, settings
-        scope = RlScope(kernel.settings.namespace, kernel.settings.namespace_prefix)
+        prefix = kernel.settings.namespace_prefix
+        # As in 1.6.1: a frontend without a namespace serves all of them, and lists the workers of the usual one.
+        namespace = kernel.settings.namespace or (DEFAULT_NAMESPACE if prefix is None else None)
+        scope = RlScope(namespace, prefix)
         app = RlWorkers(TrainerDirectory(kernel.runtime, settings, scope))
         self._service = HttpService(
             app,
