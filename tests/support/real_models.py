@@ -78,11 +78,17 @@ class Answer(NamedTuple):
         (usage,) = (part["usage"] for part in parts if part.get("usage"))
         return cls(reply.text, reason, usage["prompt_tokens"], usage["completion_tokens"])
 
-    @property
-    def finished(self) -> Self:
-        """The same without a last token that the limit cut within a character: some servers send a sign for it, some nothing."""
-        if self.finish_reason != "length" or not self.text.endswith(UNFINISHED):
-            return self
+    def agrees_with(self, other: Answer) -> bool:
+        """Whether two answers are the same.
+
+        Where the limit cuts within a character, some servers send a sign for it, some nothing, and some lose the blank before it.
+        """
+        if self == other:
+            return True
+        is_cut = self.finish_reason == "length" and UNFINISHED in (self.text[-1:], other.text[-1:])
+        return is_cut and self._uncut() == other._uncut()
+
+    def _uncut(self) -> Self:
         return self._replace(text=self.text.rstrip(UNFINISHED).removesuffix(" "))
 
 

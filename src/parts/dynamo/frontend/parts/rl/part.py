@@ -79,7 +79,7 @@ class TrainerDirectory:
         return sorted(found, key=lambda one: (one.namespace, one.component, one.endpoint, one.instance_id))
 
     async def _models(self) -> Mapping[tuple[str, str, int], str]:
-        """Return which model each worker serves, by the first of its cards that is not an adapter's."""
+        """Return the model of each worker, by the first of its cards that is not that of an adapter."""
         found: dict[tuple[str, str, int], str] = {}
         for _, value in sorted((await self._runtime.discovery.get_prefix(MODEL_CARDS)).items()):
             try:
