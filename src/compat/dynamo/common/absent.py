@@ -14,7 +14,7 @@ __all__ = ["LATE", "absent", "load_name"]
 
 LATE: Final = (
     "ApproxKvIndexer", "FirstTokenSource", "FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber", "KvIndexer", "KvRouter",
-    "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints",
+    "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints", "SelectionCacheConfig", "SelectionService",
 )  # fmt: skip
 """What is loaded at first use: an engine's worker needs none of it."""
 
