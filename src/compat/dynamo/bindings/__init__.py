@@ -10,12 +10,15 @@ from dynamo.bindings.forward_pass import FpmDirectPublisher, FpmEventRelay, FpmE
 from dynamo.bindings.indexers import ApproxKvIndexer, KvIndexer
 from dynamo.bindings.kv_router import ChunkStream, EndpointKvRouter
 from dynamo.bindings.selection import SelectionCacheConfig, SelectionService
+from dynamo.bindings.unary import LLMUnaryClient, UnaryChatModel
+from dynamo.runtime.endpoint import EndpointMetricsAccess
 
 KvRouter = EndpointKvRouter
 RoutingConstraints = TaintConstraints
+RuntimeMetrics = EndpointMetricsAccess
 
 __all__ = [
     "ApproxKvIndexer", "ChunkStream", "FirstTokenSource", "FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber", "KvIndexer",
-    "KvRouter", "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints", "SelectionCacheConfig",
-    "SelectionService",
+    "KvRouter", "KvRouterConfig", "LLMUnaryClient", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints", "RuntimeMetrics",
+    "SelectionCacheConfig", "SelectionService", "UnaryChatModel",
 ]  # fmt: skip

@@ -29,7 +29,7 @@ from dynamo.worker.kv_publishing.publisher import BlockHasher
 class EngineFeed:
     """Keeps an index up to date with the blocks of one rank, by what its engine publishes. Made on the event loop."""
 
-    def __init__(self, rank: WorkerRank, address: str, pool: WorkerPool, metrics: KvPublisherMetrics) -> None:
+    def __init__(self, rank: WorkerRank, address: str, pool: SelectionPool, metrics: KvPublisherMetrics) -> None:
         """Raises InvalidArgument for an address that is not one."""
         from dynamo.worker.kv_publishing.zmq_source import ZmqEngineEvents  # loads ZeroMQ
 
@@ -60,7 +60,7 @@ class EngineFeed:
         return {"worker_id": worker_id, "storage_tier": tier, "residency_domain": "worker", "event": change}
 
 
-class WorkerPool:
+class SelectionPool:
     """The schedulable workers of one model and routing group."""
 
     def __init__(self, block_size: int, is_eagle: bool, lock: threading.RLock, affinity_seconds: float | None) -> None:
@@ -99,7 +99,7 @@ class WorkerCatalog:
 
     def __init__(self, lock: threading.RLock, affinity_seconds: float | None) -> None:
         self.workers: dict[int, WorkerRecord] = {}
-        self.pools: dict[PoolName, WorkerPool] = {}  # each has a member
+        self.pools: dict[PoolName, SelectionPool] = {}  # each has a member
         self._feeds: dict[WorkerRank, EngineFeed] = {}
         self._lock, self._affinity_seconds = lock, affinity_seconds
         self._metrics = KvPublisherMetrics(MetricsRegistry())
@@ -111,7 +111,7 @@ class WorkerCatalog:
             raise refusal("not_found", f"worker {worker_id} not found")
         return record
 
-    def pool(self, name: PoolName) -> WorkerPool:
+    def pool(self, name: PoolName) -> SelectionPool:
         """Return a pool. Raises SelectionServiceError for one without a worker."""
         pool = self.pools.get(name)
         if pool is None:
@@ -163,7 +163,7 @@ class WorkerCatalog:
         for pool in self.pools.values():
             yield from pool.members.values()
 
-    def _pool_for(self, record: WorkerRecord) -> WorkerPool:
+    def _pool_for(self, record: WorkerRecord) -> SelectionPool:
         pool, block_size = self.pools.get(record.pool), record.block_size or 0
         if pool is not None:
             if (pool.block_size, pool.is_eagle) == (block_size, record.is_eagle):
@@ -171,7 +171,7 @@ class WorkerCatalog:
             if pool.members.keys() != {record.worker_id}:
                 shape = f"block_size {pool.block_size} and is_eagle {pool.is_eagle}"
                 raise ValueError(f"worker {record.worker_id}: the other workers of {record.pool} have {shape}")
-        return WorkerPool(block_size, record.is_eagle, self._lock, self._affinity_seconds)
+        return SelectionPool(block_size, record.is_eagle, self._lock, self._affinity_seconds)
 
     def _leave(self, record: WorkerRecord) -> None:
         pool = self.pools.get(record.pool)

@@ -143,7 +143,7 @@ class ReservationRequest(SelectionRequest, kw_only=True):
     effective_prefill_tokens: Count | None = None
 
 
-class Chosen(msgspec.Struct, frozen=True, gc=False):
+class ChosenRank(msgspec.Struct, frozen=True, gc=False):
     """A selection, as far as it takes part in a reservation."""
 
     pool: PoolName
