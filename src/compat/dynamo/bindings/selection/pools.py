@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from dynamo.bindings.selection.records import PoolName, WorkerRecord, refusal
 from dynamo.errors import InvalidArgument
 from dynamo.kv.block_chains import DumpedIndex
-from dynamo.kv.changes import BlockChange, PublishedEvent
+from dynamo.kv.changes import BlockChange, NumberedChange, PublishedEvent
 from dynamo.kv.engine_events import EngineEvent
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
@@ -47,7 +47,7 @@ class EngineFeed:
         else:
             self._loop.call_soon_threadsafe(self._source.close)
 
-    def _take(self, events: list[EngineEvent]) -> None:
+    def _take(self, events: Sequence[EngineEvent]) -> None:
         changes = self._hasher.changes_of(events)
         with self.pool.lock:
             for tier, change in changes:
@@ -56,7 +56,7 @@ class EngineFeed:
 
     def _event(self, event_id: int, tier: str, data: BlockChange) -> PublishedEvent:
         worker_id, dp_rank = self._rank
-        change = {"event_id": event_id, "data": data, "dp_rank": dp_rank}
+        change: NumberedChange = {"event_id": event_id, "data": data, "dp_rank": dp_rank}
         return {"worker_id": worker_id, "storage_tier": tier, "residency_domain": "worker", "event": change}
 
 
