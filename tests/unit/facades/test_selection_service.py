@@ -373,9 +373,11 @@ async def test_a_reservation_that_is_never_freed_expires() -> None:
     service = SelectionService(clock=clock)
     await service.upsert_worker(worker(1))
     await service.select_and_reserve({"token_ids": PROMPT, "selection_id": "old"})
-    clock.now += 301.0
-    await service.select_and_reserve({"token_ids": PROMPT, "selection_id": "new"})
+    clock.now += 299.0
     assert service.loads()[0]["loads"][0]["active_requests"] == 1
+    clock.now += 2.0
+    assert service.loads()[0]["loads"][0]["active_requests"] == 0
+    await service.select_and_reserve({"token_ids": PROMPT, "selection_id": "new"})
     await refused("not_found", 404, "reservation old not found", service.prefill_complete("old"))
     await service.shutdown_async()
 

@@ -21,8 +21,8 @@ from support.frontend_cluster import memory_runtime
 from support.patience import PATIENCE_SECONDS
 
 ELASTIC = {"enable_elastic_ep": True, "data_parallel_backend": "ray"}
-PAUSE = ("pause_generation", {"mode": "keep", "clear_cache": False})
-RESUME = ("resume_generation", {})
+PAUSE: tuple[str, dict[str, Any]] = ("pause_generation", {"mode": "keep", "clear_cache": False})
+RESUME: tuple[str, dict[str, Any]] = ("resume_generation", {})
 
 
 class Client:
@@ -139,7 +139,8 @@ async def test_a_route_of_a_trainer_answers(name: str, body: Any, answer: Any, c
 async def test_every_route_needs_an_object() -> None:
     rig = Rig()
     for name in rig.routes:
-        for body in (None, [], "text", 1):
+        bodies: list[Any] = [None, [], "text", 1]
+        for body in bodies:
             assert await rig.post(name, body) == error("request body must be a JSON object")
     assert (len(rig.routes), rig.client.calls) == (12, [])
 
@@ -178,14 +179,14 @@ async def test_weights_from_a_directory_need_a_pause_and_leave_no_block(tmp_path
 
 
 async def test_a_pause_that_keeps_requests_with_adapters_is_refused(tmp_path: Path) -> None:
-    rig = Rig()
-    rig.operations.adapters._make_request = lambda *parts: parts
-    rig.operations.adapters.endpoint = place = Place()
+    rig, place = Rig(), Place()
+    adapters: Any = rig.operations.adapters
+    adapters._make_request, adapters.endpoint = lambda *parts: parts, place
     (tmp_path / "adapter_config.json").write_text('{"r": 4}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
-    await rig.operations.adapters.load_lora({"lora_name": "A", "lora_path": str(tmp_path)})
+    await adapters.load_lora({"lora_name": "A", "lora_path": str(tmp_path)})
     assert place.published == ["a"]
-    with rig.operations.adapters.used(rig.operations.adapters.of({"model": "A"})):
+    with adapters.used(adapters.of({"model": "A"})):
         assert await rig.post("pause_generation", {}) == error(KEPT_ADAPTERS)
         assert (await rig.post("pause_generation", {"mode": "wait"}))["status"] == "ok"
     assert (await rig.post("pause_generation", {"mode": "keep"}))["status"] == "ok"

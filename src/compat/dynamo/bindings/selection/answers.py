@@ -97,6 +97,7 @@ def answer(
 def loads_of(name: PoolName, pool: SelectionPool, query: KvQuery, now: float) -> dict[str, Any]:
     """Return the load that each rank would have with a prompt."""
     """Return what a caller reads of a selection: where it goes, and what the worker holds of it, in tokens."""
+    pool.router.load.expire(now)  # else that happens with the next reservation only
     unfinished = 1 if (query.prompt_tokens or 0) % pool.block_size else 0  # it counts in no account
     return {
         **named(name),
