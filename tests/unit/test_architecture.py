@@ -51,7 +51,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "worker": WORKER,
     "engines": WORKER | {"engines"},
     "router": frozenset({"errors", "settings", "protocol", "kv", "placement", "runtime", "router"}),
-    "bindings": frozenset({"errors", "protocol", "kv", "placement", "router", "runtime", "worker", "bindings", "common"}),
+    "bindings": frozenset(
+        {"errors", "protocol", "kv", "placement", "router", "runtime", "worker", "bindings", "common"}
+    ),
     "frontend": FRONTEND,
     "common": FACADE,
     "llm": FACADE | {"bindings"},
