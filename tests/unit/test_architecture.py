@@ -52,7 +52,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "engines": WORKER | {"engines"},
     "router": frozenset({"errors", "settings", "protocol", "kv", "placement", "runtime", "router"}),
     "policies": frozenset({"errors", "protocol", "placement", "router", "runtime", "policies"}),
-    "bindings": frozenset({"errors", "protocol", "kv", "placement", "router", "runtime", "bindings", "common"}),
+    "bindings": frozenset(
+        {"errors", "protocol", "kv", "placement", "router", "runtime", "worker", "bindings", "common"}
+    ),
     "frontend": FRONTEND,
     "common": FACADE,
     "llm": FACADE | {"bindings"},

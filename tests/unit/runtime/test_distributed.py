@@ -621,8 +621,19 @@ async def test_unary_endpoints_answer_with_one_value(mem_runtime: DistributedRun
     endpoint = mem_runtime.endpoint(PATH)
     serving = asyncio.create_task(serve_unary_endpoint(endpoint, double))
     client = await connect(mem_runtime)
-    assert await UnaryClient(client).generate(21) == 42
+    assert await UnaryClient(client).generate(21) == await UnaryClient(client).complete(21) == 42
     assert await UnaryClient(client).direct(4, mem_runtime.connection_id()) == 8
+    mem_runtime.shutdown()
+    await serving
+
+
+async def test_a_unary_handler_may_take_its_context_by_name(mem_runtime: DistributedRuntime) -> None:
+    async def name(_request: object, *, context: Context) -> str | None:
+        return context.id()
+
+    serving = asyncio.create_task(serve_unary_endpoint(mem_runtime.endpoint(PATH), name))
+    client = await connect(mem_runtime)
+    assert await UnaryClient(client).complete(None, context=Context("mine")) == "mine"
     mem_runtime.shutdown()
     await serving
 

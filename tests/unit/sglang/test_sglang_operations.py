@@ -32,6 +32,11 @@ class UpdateWeightFromDiskReqInput:
 
 
 @dataclass
+class ScaleElasticEPReqInput:
+    new_ep_size: int
+
+
+@dataclass
 class MemoryRequest:
     tags: list[str] | None = None
 
@@ -72,6 +77,18 @@ class Manager:
         return asked.load_format != "wrong", "loaded" if asked.load_format != "wrong" else "no such format", 0
 
 
+class ElasticManager(Manager):
+    def get_elastic_ep_state(self) -> dict[str, Any]:
+        self.note("state", None)
+        return {"is_scaling_elastic_ep": False, "effective_ep_size": 4, "scale_phase": "idle", "last_error": None}
+
+    async def scale_elastic_ep(self, asked: Any) -> Any:
+        self.note("scale", asked.new_ep_size)
+        if asked.new_ep_size == 6:
+            return SimpleNamespace(success=False, message="joining", old_ep_size=4, new_ep_size=4, pending_ep_size=8)
+        return SimpleNamespace(success=asked.new_ep_size > 4, message="", old_ep_size=4, new_ep_size=asked.new_ep_size)
+
+
 class OlderManager(Manager):
     async def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> None:
         self.note("profile", (output_dir, num_steps))
@@ -89,8 +106,10 @@ class Rig:
     structures: ModuleType
     operations: SglangOperations = field(init=False)
 
-    async def open(self, manager: Manager, *, saves_memory: bool = True, model: str = "name") -> SglangOperations:
-        settings = SimpleNamespace(enable_memory_saver=saves_memory)
+    async def open(
+        self, manager: Manager, *, saves_memory: bool = True, model: str = "name", elastic: str | None = None
+    ) -> SglangOperations:
+        settings = SimpleNamespace(enable_memory_saver=saves_memory, elastic_ep_backend=elastic)
         self.manager = manager
         self.thread.engine.tokenizer_manager, self.thread.engine.server_args = manager, settings
         return SglangOperations(self.thread, model)
@@ -106,6 +125,7 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
         ReleaseMemoryOccupationReqInput=MemoryRequest,
         ResumeMemoryOccupationReqInput=MemoryRequest,
         ProfileReq=SimpleNamespace,
+        ScaleElasticEPReqInput=ScaleElasticEPReqInput,
     )
     managers = ModuleType("sglang.srt.managers")
     managers.__dict__["io_struct"] = structures
@@ -190,6 +210,37 @@ async def test_weights_come_from_a_directory_of_the_same_shapes(rig: Rig, tmp_pa
 
 async def test_what_sglang_cannot_do_here_is_refused_with_the_reason(rig: Rig) -> None:
     operations = (await rig.open(Manager())).table
-    for name, named in (("sleep", "release_memory_occupation"), ("scale_elastic_ep", "not built")):
+    for name, named in (("sleep", "release_memory_occupation"), ("ep_capacity", "is_scaling_elastic_ep")):
         assert named in (await operations.control(name, {}))["message"]
     assert "JSON body" in (await operations.update("update_weights_from_tensor", {}))["message"]
+
+
+@each_case(
+    "size, answer",
+    [
+        (8, {"status": "ok", "message": "Scaled to ep_size=8", "old_ep_size": 4, "new_ep_size": 8}),
+        (4, {"status": "error", "message": "scale_elastic_ep failed", "old_ep_size": 4, "new_ep_size": 4}),
+        (6, {"status": "error", "message": "joining", "old_ep_size": 4, "new_ep_size": 4, "pending_ep_size": 8}),
+        (None, {"status": "error", "message": "Missing required field: new_ep_size"}),
+        (True, {"status": "error", "message": "new_ep_size must be an integer, got: True"}),
+        ("8", {"status": "error", "message": "new_ep_size must be an integer, got: '8'"}),
+        (0, {"status": "error", "message": "new_ep_size must be a positive integer"}),
+    ],
+)
+async def test_ranks_are_added_where_sglang_was_started_for_it(rig: Rig, size: Any, answer: dict[str, Any]) -> None:
+    operations = (await rig.open(ElasticManager(), elastic="mooncake")).table
+    assert await operations.control("scale_elastic_ep", {} if size is None else {"new_ep_size": size}) == answer
+    assert rig.manager.log == ([("scale", size)] if "old_ep_size" in answer else [])
+    state = await operations.control("is_scaling_elastic_ep", {})
+    assert (state["status"], state["effective_ep_size"]) == ("ok", 4)
+    assert rig.manager.threads == {"sglang"}
+
+
+@each_case(
+    "elastic, named", [(None, "elastic EP is not enabled (set --elastic-ep-backend)"), ("mooncake", "0.5.16 can")]
+)
+async def test_ranks_that_cannot_change_are_refused(rig: Rig, elastic: str | None, named: str) -> None:
+    operations = (await rig.open(Manager(), elastic=elastic)).table
+    for name in ("scale_elastic_ep", "is_scaling_elastic_ep"):
+        assert name not in operations.controls
+        assert named in (await operations.control(name, {"new_ep_size": 8}))["message"]

@@ -331,12 +331,13 @@ class Sink:
 
 async def test_the_rl_directory_lists_the_routes() -> None:
     sink = Sink()
-    directory = RlDirectory("http://h:1", ["update/weights", "control/sleep"])
+    served = ["control/refused", "drain", "pause_generation", "resume", "status", "update/weights"]
+    directory = RlDirectory("http://h:1", ["update/weights", "control/sleep"], lambda: served)
     await directory.handle({"method": "routes"}, Context(), sink)  # type: ignore[arg-type]
     await directory.handle({"method": "x"}, Context(), sink)  # type: ignore[arg-type]
     assert sink.objects[0] == {
         "status": "ok",
         "base_url": "http://h:1",
-        "routes": ["/engine/control/sleep", "/engine/update/weights"],
+        "routes": ["/engine/control/sleep", "/engine/pause_generation", "/engine/update/weights"],
     }
     assert sink.objects[1]["status"] == "error"

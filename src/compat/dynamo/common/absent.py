@@ -14,7 +14,8 @@ __all__ = ["LATE", "absent", "load_name"]
 
 LATE: Final = (
     "ApproxKvIndexer", "FirstTokenSource", "FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber", "KvIndexer", "KvRouter",
-    "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints",
+    "KvRouterConfig", "LLMUnaryClient", "LoadThresholdConfig", "RouterConfig", "RoutingConstraints", "RuntimeMetrics", "SelectionCacheConfig",
+    "SelectionService", "UnaryChatModel",
 )  # fmt: skip
 """What is loaded at first use: an engine's worker needs none of it."""
 

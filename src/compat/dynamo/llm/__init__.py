@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from dynamo.common.absent import LATE, load_name
 from dynamo.common.lora import LoRADownloader
 from dynamo.contract.request_fields import with_engine_data
-from dynamo.errors import HttpError, RouterQueueLimitExceeded
+from dynamo.errors import HttpError, RouterQueueLimitExceeded, SelectionServiceError
 from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
 from dynamo.protocol.frontend_routes import FrontendExtensionContext, FrontendResponse, FrontendRoute
 from dynamo.protocol.lora import lora_name_to_id
@@ -31,7 +31,7 @@ __all__ = [
     "FrontendExtensionContext", "FrontendResponse", "FrontendRoute",
     "HttpError", "KvEventPublisher", "LoRADownloader", "MediaDecoder", "MediaFetcher", "ModelInput",
     "ModelRuntimeConfig", "ModelType", "OverlapScores", "RadixTree", "RouterMode", "RouterQueueLimitExceeded",
-    "WorkerMetricsPublisher", "WorkerType", "compute_block_hash_for_seq", "fetch_llm", "fetch_model", "lora_name_to_id",
+    "SelectionServiceError", "WorkerMetricsPublisher", "WorkerType", "compute_block_hash_for_seq", "fetch_llm", "fetch_model", "lora_name_to_id",
     "register_llm", "register_model", "unregister_llm", "unregister_model", "update_model_taints", "with_engine_data",
 ]  # fmt: skip
 __all__ += LATE

@@ -20,14 +20,19 @@ from dynamo.worker.adapters import path_member
 NAME: Final = "SGLang"
 PAUSE_MODES: Final = ("keep", "retract", "abort")
 PROFILE_FIELDS: Final = frozenset({"output_dir", "start_step", "num_steps", "activities", "profile_prefix"})
+# What these methods get is not followed by SGLang's HTTP request.
+WITHOUT_REQUEST: Final = ("PauseGenerationReqInput", "ContinueGenerationReqInput", "ScaleElasticEPReqInput")
 MEMORY: Final = ("release_memory_occupation", "resume_memory_occupation")
 
 _NO_SAVER: Final = "SGLang gives no memory back: start it with --enable-memory-saver"
-_NO_EXPERTS: Final = "elastic EP is not built for SGLang's workers; start another worker"
+_NO_EXPERTS: Final = "elastic EP is not enabled (set --elastic-ep-backend)"
+_OLD: Final = "this release of SGLang cannot change the number of its ranks; 0.5.16 can"
+_NO_CAPACITY: Final = "SGLang does not report the GPUs of its cluster; is_scaling_elastic_ep has its ranks"
+EXPERTS: Final = ("scale_elastic_ep", "is_scaling_elastic_ep")
 _NO_LORA: Final = "adapters are not built for SGLang; vLLM and the reference engine have them"
 REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("sleep", "wake_up"), f"the names are {' and '.join(MEMORY)} for SGLang"),
-    **dict.fromkeys(("scale_elastic_ep", "is_scaling_elastic_ep", "ep_capacity"), _NO_EXPERTS),
+    "ep_capacity": _NO_CAPACITY,
     "update_weights_from_tensor": "tensors do not travel in a JSON body; use a directory or a weights update group",
     "update_weight_version": "give weight_version with the update of the weights",
     **dict.fromkeys(("load_lora", "unload_lora", "list_loras"), _NO_LORA),
@@ -53,6 +58,13 @@ class SglangOperations:
             controls["resume_memory_occupation"] = Operation(self._resume, frozenset({"tags"}))
         else:
             refused |= dict.fromkeys(MEMORY, _NO_SAVER)
+        if getattr(thread.engine.server_args, "elastic_ep_backend", None) is None:
+            refused |= dict.fromkeys(EXPERTS, _NO_EXPERTS)
+        elif not hasattr(self._manager, "get_elastic_ep_state"):
+            refused |= dict.fromkeys(EXPERTS, _OLD)
+        else:
+            controls["scale_elastic_ep"] = Operation(self._scale, frozenset({"new_ep_size"}))
+            controls["is_scaling_elastic_ep"] = Operation(self._scaling)
         group = frozenset(
             {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"}
         )  # as SGLang's own request has them
@@ -86,7 +98,7 @@ class SglangOperations:
             asked = getattr(io_struct, structure)(**members)
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"{method}: {error}") from error
-        given = (asked,) if structure in ("PauseGenerationReqInput", "ContinueGenerationReqInput") else (asked, None)
+        given = (asked,) if structure in WITHOUT_REQUEST else (asked, None)
         return await self._thread.ask(lambda: getattr(self._manager, method)(*given))
 
     # -- halting and memory -------------------------------------------------------------------------------------------
@@ -126,6 +138,31 @@ class SglangOperations:
         if not found.success:
             raise InvalidArgument("Cannot clear KV cache while requests are active")
         return {"status": "success", "message": "KV cache cleared"}
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    async def _scale(self, body: Mapping[str, Any]) -> Body:
+        """Change the number of expert-parallel ranks, as far as others have been started that join."""
+        size = body.get("new_ep_size")
+        if size is None:
+            raise InvalidArgument("Missing required field: new_ep_size")
+        if type(size) is not int:
+            raise InvalidArgument(f"new_ep_size must be an integer, got: {size!r}")
+        if size < 1:
+            raise InvalidArgument("new_ep_size must be a positive integer")
+        found = await self._ask("scale_elastic_ep", "ScaleElasticEPReqInput", body)
+        said = found.message or (f"Scaled to ep_size={size}" if found.success else "scale_elastic_ep failed")
+        sizes = {"message": said, "old_ep_size": found.old_ep_size, "new_ep_size": found.new_ep_size}
+        if found.success:
+            return sizes
+        pending = getattr(found, "pending_ep_size", None)
+        return {"status": "error", **sizes, **({} if pending is None else {"pending_ep_size": pending})}
+
+    async def _scaling(self, _body: Mapping[str, Any]) -> Body:
+        async def read() -> Any:
+            return self._manager.get_elastic_ep_state()
+
+        return dict(await self._thread.ask(read))
 
     # -- profile ------------------------------------------------------------------------------------------------------
 

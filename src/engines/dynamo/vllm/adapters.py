@@ -124,6 +124,11 @@ class VllmAdapters:
         """How many adapters vLLM holds."""
         return len(self._loaded) + len(self._leaving)
 
+    @property
+    def requests(self) -> int:
+        """How many requests use an adapter."""
+        return sum(adapter.requests for adapter in (*self._loaded.values(), *self._leaving.values()))
+
     async def close(self) -> None:
         """Forget the adapters; the engine is about to end."""
         await self._background.close()

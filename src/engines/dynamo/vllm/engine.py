@@ -39,6 +39,7 @@ from dynamo.vllm.pooling import POOLING, VllmPooling, check_tasks
 from dynamo.vllm.reports import LoadReports, event_sources
 from dynamo.vllm.starting import Started, start_vllm
 from dynamo.vllm.submissions import VllmSubmissions, local_ranks
+from dynamo.vllm.training import VllmTraining
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
@@ -81,7 +82,9 @@ class VllmEngine(AdapterEngine[Arguments]):
         config = started.config
         model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
         limits = adapter_limits(config.lora_config, is_cpu=started.is_cpu)
-        self._operations = VllmOperations(started.client, self._make_step, model=model.model, limits=limits)
+        self._operations = VllmOperations(
+            started.client, self._make_step, model=model.model, limits=limits, parallel=parallel
+        )
         self._submissions = VllmSubmissions(started.client, config, self._arguments.role, self._operations.adapters)
         if model.runner_type == POOLING:
             tasks = await started.client.get_supported_tasks()
@@ -209,7 +212,10 @@ class VllmEngine(AdapterEngine[Arguments]):
             pass
 
     async def abort(self, context: Context) -> None:
-        ids = list(self._running.get(context.id(), ()))
+        await self._abort_running(context.id())
+
+    async def _abort_running(self, context_id: str) -> None:
+        ids = list(self._running.get(context_id, ()))
         if ids and self._started is not None:
             await self._started.client.abort(ids)
 
@@ -222,6 +228,8 @@ class VllmEngine(AdapterEngine[Arguments]):
         while True:
             if self._started is not None and not self._was_cleaned_up and self._started.client.errored:
                 return "vLLM's engine core is gone"
+            if self._operations is not None and self._operations.experts.failure:
+                return self._operations.experts.failure
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def cleanup(self) -> None:
@@ -248,8 +256,13 @@ class VllmEngine(AdapterEngine[Arguments]):
     # -- what an operator calls ---------------------------------------------------------------------------------------
 
     async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
-        if self._operations is not None:
-            self._operations.adapters.endpoint = endpoint
+        if self._operations is None or self._started is None:
+            return
+        self._operations.adapters.endpoint = endpoint
+        if self._arguments.worker.enable_rl:
+            training = VllmTraining(self._started.client, self._operations, self._abort_running)
+            for name, route in training.routes().items():
+                endpoint.runtime.register_engine_route(name, route)
 
     def supported_controls(self) -> set[str]:
         return set(CONTROLS)

@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from dynamo.engines.operations import error_body
 from dynamo.engines.weight_files import check_alike
 from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
 from dynamo.vllm.adapters import AdapterLimits, VllmAdapters
+from dynamo.vllm.experts import ElasticExperts
 from dynamo.worker.adapters import path_member
 
 Body = dict[str, Any]
@@ -29,16 +31,20 @@ class VllmOperations:
         *,
         model: str = "",
         limits: AdapterLimits | None = None,
+        parallel: Any = None,
     ) -> None:
         """`client`: vLLM's `AsyncLLM`. `make_step` has the engine compute something, however little.
 
-        `model`: what is served, a directory or a name. `limits`: of its adapters; None: it takes none.
+        `model`: what is served, a directory or a name. `limits`: of its adapters; None: it takes none. `parallel`: vLLM's
+        `ParallelConfig`.
         """
         self._client, self._make_step = client, make_step
-        self._is_asleep = self._is_paused = False
+        self._is_asleep = self.is_paused = False
+        self.weight_version: str | None = None  # as it was declared with the weights; None: it was not
+        self.experts = ElasticExperts(client, parallel)
         self._directory = Path(model)  # of the weights
         self.adapters = VllmAdapters(client, limits, self.forget_blocks)
-        self._lock = asyncio.Lock()  # held while weights change
+        self.lock = asyncio.Lock()  # held while weights change, and while the engine is paused or resumed
 
     def check_serving(self) -> None:
         """Raise WorkerUnavailable while the model's memory is given away: another worker serves the request."""
@@ -47,7 +53,7 @@ class VllmOperations:
 
     def refusal(self, name: str, body: Mapping[str, Any]) -> Body | None:
         """Return the answer to a control that cannot be done, before anything is touched."""
-        return _unknown_field(body, CONTROLS[name][1])
+        return unknown_field(body, CONTROLS[name][1])
 
     async def control(self, name: str, body: Mapping[str, Any]) -> Body:
         """Do it; a failure that the caller should read is a body with `"status": "error"`."""
@@ -59,33 +65,39 @@ class VllmOperations:
 
     async def _serve(self, table: Mapping[str, Operation], name: str, body: Mapping[str, Any]) -> Body:
         if name not in table:
-            return _error(f"unknown operation {name!r}; there are {', '.join(sorted(table))}")
+            return error_body(f"unknown operation {name!r}; there are {', '.join(sorted(table))}")
         operation, fields = table[name]
-        if (refusal := _unknown_field(body, fields)) is not None:
+        if (refusal := unknown_field(body, fields)) is not None:
             return refusal
         try:
             found = await operation(self, body)
         except InvalidArgument as error:
-            return _error(str(error))
+            return error_body(str(error))
         except DynamoException:
             raise
         except Exception as error:  # vLLM's own message names what is missing, such as --profiler-config
-            return _error(f"{type(error).__name__}: {error}")
+            return error_body(f"{type(error).__name__}: {error}")
         return {"status": "ok", **found}
 
     async def pause_generation(self, body: Mapping[str, Any]) -> Body:
-        mode = _one_of(body, "mode", PAUSE_MODES, "keep")
-        await self._client.pause_generation(mode=mode, clear_cache=False)
-        self._is_paused = True
+        mode = member_of(body, "mode", PAUSE_MODES, "keep")
+        await self.pause(mode, clears_cache=False)
         return {"message": f"paused; running requests: {mode}"}
 
     async def resume_generation(self, _body: Mapping[str, Any]) -> Body:
-        await self._client.resume_generation()
-        self._is_paused = False
+        async with self.lock:
+            await self._client.resume_generation()
+            self.is_paused = False
         return {"message": "resumed"}
 
+    async def pause(self, mode: str, *, clears_cache: bool) -> None:
+        """Halt the engine, with what is to become of the requests that run: one of `PAUSE_MODES`."""
+        async with self.lock:
+            await self._client.pause_generation(mode=mode, clear_cache=clears_cache)
+            self.is_paused = True
+
     async def sleep(self, body: Mapping[str, Any]) -> Body:
-        level = _one_of(body, "level", SLEEP_LEVELS, 1)
+        level = member_of(body, "level", SLEEP_LEVELS, 1)
         if not self._is_asleep:
             self._is_asleep = True  # first: what arrives from here on goes elsewhere
             try:
@@ -104,7 +116,7 @@ class VllmOperations:
     async def clear_kv_blocks(self, _body: Mapping[str, Any]) -> Body:
         if await self._client.reset_prefix_cache() is False:
             raise InvalidArgument("vLLM did not clear its cache: blocks of running requests are in it")
-        if not self._is_paused and not self._is_asleep:  # vLLM publishes it to routers with its next step only
+        if not self.is_paused and not self._is_asleep:  # vLLM publishes it to routers with its next step only
             async with asyncio.timeout(STEP_SECONDS):
                 await self._make_step()
         return {"message": "the prefix cache is empty"}
@@ -114,13 +126,14 @@ class VllmOperations:
         if await self._client.reset_prefix_cache(reset_running_requests=True) is False:
             raise InvalidArgument("vLLM did not clear its cache")
 
-    async def update_weights(self, body: Mapping[str, Any]) -> Body:
-        """Go on with the weights of another directory: same shapes, other values. Streams recompute and go on."""
+    async def update_weights(self, body: Mapping[str, Any], rpc: str = "reload_weights") -> Body:
+        """Go on with the weights of another directory: same shapes, other values. Streams recompute and go on.
+
+        `rpc`: the method of vLLM's workers that reads them.
+        """
         directory = path_member(body, "model_path")
-        version = body.get("weight_version")
-        if version is not None and not isinstance(version, str):
-            raise InvalidArgument(f"weight_version must be a string, got {version!r}")
-        async with self._lock:
+        version = text_member(body, "weight_version")
+        async with self.lock:
             if self._is_asleep:
                 raise InvalidArgument("vLLM is asleep; wake it up first")
             if self.adapters.count:
@@ -130,17 +143,17 @@ class VllmOperations:
                     f"the weights that are served came from {self._directory}, which is not a directory to compare with"
                 )
             await asyncio.to_thread(check_alike, self._directory, directory)
-            if not self._is_paused:
+            if not self.is_paused:
                 await self._client.pause_generation(mode="keep", clear_cache=False)
             try:
-                await self._client.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+                await self._client.collective_rpc(rpc, kwargs={"weights_path": str(directory)})
                 await self.forget_blocks()
                 if version is not None and hasattr(self._client, "update_weight_version"):
                     await self._client.update_weight_version(version)
             finally:
-                if not self._is_paused:
+                if not self.is_paused:
                     await self._client.resume_generation()
-            self._directory = directory
+            self._directory, self.weight_version = directory, version
         return {"model_path": str(directory)}
 
     async def load_lora(self, body: Mapping[str, Any]) -> Body:
@@ -160,6 +173,12 @@ class VllmOperations:
         await self._client.stop_profile()
         return {"message": "profile written"}
 
+    async def scale_elastic_ep(self, body: Mapping[str, Any]) -> Body:
+        return await self.experts.scale(body)
+
+    async def ep_capacity(self, _body: Mapping[str, Any]) -> Body:
+        return await self.experts.capacity()
+
 
 Operation = tuple[Callable[[VllmOperations, Mapping[str, Any]], Awaitable[Body]], frozenset[str]]
 
@@ -172,6 +191,8 @@ CONTROLS: Final[dict[str, Operation]] = {
     "clear_kv_blocks": (VllmOperations.clear_kv_blocks, frozenset()),
     "start_profile": (VllmOperations.start_profile, frozenset()),
     "stop_profile": (VllmOperations.stop_profile, frozenset()),
+    "scale_elastic_ep": (VllmOperations.scale_elastic_ep, frozenset({"new_data_parallel_size"})),
+    "ep_capacity": (VllmOperations.ep_capacity, frozenset()),
 }
 UPDATES: Final[dict[str, Operation]] = {
     "load_lora": (VllmOperations.load_lora, frozenset({"lora_name", "lora_path", "source"})),
@@ -181,20 +202,26 @@ UPDATES: Final[dict[str, Operation]] = {
 }
 
 
-def _unknown_field(body: Mapping[str, Any], fields: frozenset[str]) -> Body | None:
+def unknown_field(body: Mapping[str, Any], fields: frozenset[str]) -> Body | None:
+    """Return the answer to a body with a member that is not known; None: there is none."""
     unknown = sorted(set(body) - fields)
     if not unknown:
         return None
     known = f"known are {', '.join(sorted(fields))}" if fields else "there are none"
-    return _error(f"unknown field {unknown[0]!r}; {known}")
+    return error_body(f"unknown field {unknown[0]!r}; {known}")
 
 
-def _one_of(body: Mapping[str, Any], name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+def member_of(body: Mapping[str, Any], name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+    """Return a member of a body that is one of some values. Raises InvalidArgument naming the member."""
     value = body.get(name, default)
     if value not in allowed or isinstance(value, bool):
         raise InvalidArgument(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
     return value
 
 
-def _error(message: str) -> Body:
-    return {"status": "error", "message": message}
+def text_member(body: Mapping[str, Any], name: str) -> str | None:
+    """Return a member of a body that is a text, or absent. Raises InvalidArgument naming the member."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidArgument(f"{name} must be a string, got {value!r}")
+    return value

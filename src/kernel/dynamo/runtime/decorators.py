@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -82,11 +83,19 @@ async def serve_unary_endpoint(
     metrics_labels: MetricsLabels | None = None,
     health_check_payload: Mapping[str, object] | None = None,
 ) -> None:
-    """Serve `async def handler(request[, context])` that returns one value; see `Endpoint.serve_endpoint`."""
+    """Serve `async def handler(request[, context])` that returns one value; see `Endpoint.serve_endpoint`.
+
+    The context may be a parameter that is given by its name only.
+    """
     with_context = takes_context(handler)
+    named = inspect.signature(handler).parameters.get("context")
+    by_name = named is not None and named.kind is named.KEYWORD_ONLY
 
     async def stream(request: object, context: Context) -> AsyncIterator[object]:
-        yield await (handler(request, context) if with_context else handler(request))
+        if by_name:
+            yield await handler(request, context=context)
+        else:
+            yield await (handler(request, context) if with_context else handler(request))
 
     await endpoint.serve_endpoint(stream, graceful_shutdown, metrics_labels, health_check_payload)
 
@@ -103,6 +112,10 @@ class UnaryClient:
         """
         stream = await self._client.generate(request, annotated=False, context=context)
         return await self._only(stream)
+
+    async def complete(self, request: object, *, context: Context | None = None) -> Any:
+        """Return the one value of the answer, as `generate`."""
+        return await self.generate(request, context)
 
     async def direct(self, request: object, instance_id: int, context: Context | None = None) -> Any:
         """Return the one value of an answer from the given instance."""

@@ -19,6 +19,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.tasks import Background, is_being_cancelled
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
+from dynamo.runtime.http.engine_routes import RESERVED
 from dynamo.worker.instance_record import GuardedRecord, Hold
 from dynamo.worker.lifecycle import AdminGate
 from dynamo.worker.registration import checked_taints
@@ -216,10 +217,13 @@ def rl_endpoint_name(serving_endpoint: str, *, env: Mapping[str, str] | None = N
 class RlDirectory:
     """Answers where the admin routes of this worker are, for a trainer; a runtime `Handler`."""
 
-    def __init__(self, base_url: str, routes: Iterable[str]) -> None:
-        self._answer = {"status": "ok", "base_url": base_url, "routes": sorted(f"/engine/{route}" for route in routes)}
+    def __init__(self, base_url: str, admin: Iterable[str], served: Callable[[], Iterable[str]]) -> None:
+        """`served`: all routes there are now. Those without a folder that are not the worker's are the engine's own."""
+        self._base_url, self._admin, self._served = base_url, tuple(admin), served
 
     async def handle(self, body: object, context: Context, sink: ResponseSink) -> None:
         method = body.get("method") if isinstance(body, Mapping) else None
         unknown = None if method == "routes" else _error(f"unsupported method: {method!r}; use 'routes'")
-        sink.send_object({"data": unknown or self._answer})
+        own = {name for name in self._served() if "/" not in name and name not in RESERVED}
+        routes = sorted(f"/engine/{route}" for route in {*self._admin, *own})
+        sink.send_object({"data": unknown or {"status": "ok", "base_url": self._base_url, "routes": routes}})

@@ -301,7 +301,9 @@ class Setup:
                 "DYN_ADMIN_PORT (0 for any free port)"
             )
         endpoint = self._runtime.endpoint(f"{self._config.namespace}.{self._config.component}.{name}")
-        self.parts.rl = await endpoint.start_serving(RlDirectory(url, self.parts.admin.routes()).handle)
+        status = self._runtime.status_server
+        directory = RlDirectory(url, self.parts.admin.routes(), lambda: status.route_names)
+        self.parts.rl = await endpoint.start_serving(directory.handle)
 
     async def serve_adapters(self) -> None:
         """Let frontends load and unload adapters, where that is switched on and the engine can."""

@@ -97,7 +97,7 @@ MAX_BATCHING_TIMEOUT_MS: Final = 15_000
 MAX_SIZE_WARNINGS: Final = 3
 DEVICE: Final = "device"  # the storage tier of an accelerator's own memory
 
-_TierChange = tuple[str, BlockChange]
+TierChange = tuple[str, BlockChange]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class _StoredBlocks:
     cache_salt: str | None = None
 
 
-class _BlockHasher:
+class BlockHasher:
     """Makes of the blocks of an engine those that routers know: hashed, and of the size that the worker registered."""
 
     def __init__(self, block_size: int, placeholders: frozenset[int]) -> None:
@@ -157,6 +157,32 @@ class _BlockHasher:
             pieces.append({"stored": {"parent_hash": parent, "start_position": None, "blocks": piece}})
             parent = names[start + len(piece) - 1]
         return pieces
+
+    def changes_of(self, events: Sequence[EngineEvent]) -> list[TierChange]:
+        """Return an engine's own events as changes to publish, by tier. Raises ValueError."""
+        changes: list[TierChange] = []
+        for event in events:
+            match event:
+                case Stored():
+                    blocks = _StoredBlocks(
+                        event.token_ids,
+                        [event.block_size] * len(event.block_hashes),
+                        event.block_hashes,
+                        parent_hash=event.parent,
+                        block_mm_infos=event.mm_infos,
+                        lora_name=event.lora_name,
+                        is_eagle=event.is_eagle,
+                        cache_salt=event.cache_salt,
+                    )
+                    changes += [(event.tier, change) for change in self.changes(blocks)]
+                case Removed():
+                    removed = _removed(event.block_hashes) or [{"removed": {"block_hashes": []}}]
+                    changes += [(event.tier, change) for change in removed]
+                case Cleared():
+                    changes.append((DEVICE, "cleared"))
+                case _:
+                    assert_never(event)
+        return changes
 
     def _whole_blocks(self, num_block_tokens: Sequence[int]) -> int:
         """Count the blocks that can be published: up to the first block of another size, on which the later blocks
@@ -220,7 +246,7 @@ class KvEventPublisher:
         self._lock = threading.Lock()  # holds the order of event ids and messages together
         self._ledger = KvLedger(self._envelope)
         placeholders = frozenset(each for each in (image_token_id, video_token_id) if each is not None)
-        self._hasher = _BlockHasher(kv_block_size, placeholders)
+        self._hasher = BlockHasher(kv_block_size, placeholders)
         self._engine: ZmqEngineEvents | None = None
         self._recovery: BackgroundRecovery | None = None
         if own_channel is not None and enable_local_indexer:
@@ -295,29 +321,7 @@ class KvEventPublisher:
         """Publish an engine's own events together. Raises ValueError for a stored event whose parts do not fit together:
         then none of them is published.
         """
-        changes: list[_TierChange] = []
-        for event in events:
-            match event:
-                case Stored():
-                    blocks = _StoredBlocks(
-                        event.token_ids,
-                        [event.block_size] * len(event.block_hashes),
-                        event.block_hashes,
-                        parent_hash=event.parent,
-                        block_mm_infos=event.mm_infos,
-                        lora_name=event.lora_name,
-                        is_eagle=event.is_eagle,
-                        cache_salt=event.cache_salt,
-                    )
-                    changes += [(event.tier, change) for change in self._hasher.changes(blocks)]
-                case Removed():
-                    removed = _removed(event.block_hashes) or [{"removed": {"block_hashes": []}}]
-                    changes += [(event.tier, change) for change in removed]
-                case Cleared():
-                    changes.append((DEVICE, "cleared"))
-                case _:
-                    assert_never(event)
-        self._send_changes(changes)
+        self._send_changes(self._hasher.changes_of(events))
 
     def answer(self, start_event_id: int | None, end_event_id: int | None) -> dict[str, Any]:
         """Return the answer for a router that missed events; see `KvLedger.answer`. Any thread."""
@@ -355,7 +359,7 @@ class KvEventPublisher:
     def _send(self, changes: Sequence[BlockChange], tier: str = DEVICE) -> None:
         self._send_changes([(tier, change) for change in changes])
 
-    def _send_changes(self, changes: Sequence[_TierChange]) -> None:
+    def _send_changes(self, changes: Sequence[TierChange]) -> None:
         with self._lock:
             events = [event for tier, data in changes if (event := self._ledger.add(tier, data)) is not None]
             for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
