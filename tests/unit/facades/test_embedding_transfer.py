@@ -25,7 +25,7 @@ from dynamo.common.multimodal import (
     read_mm_kwargs,
 )
 from dynamo.engines.handover import HeldFiles, Leftovers, RawTensor, TakenFile, raw_tensor, restored_tensor
-from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
+from dynamo.errors import Disconnected, InvalidArgument, Overloaded, WorkerUnavailable
 from support.cases import each_case
 
 SHARED = Path("/dev/shm")
@@ -117,7 +117,7 @@ async def test_shared_memory_has_no_name_any_more_once_it_is_received() -> None:
         _, found = await pair.receiver.receive_embeddings(request)
         assert not place_of(request).exists()
         assert np.array_equal(found, EMBEDDING)
-        with pytest.raises(WorkerUnavailable, match="is not there: its sender is gone"):
+        with pytest.raises(Disconnected, match="is not there: its sender is gone"):
             await pair.receiver.receive_embeddings(request)
 
 
@@ -161,7 +161,7 @@ async def test_a_handle_to_any_other_file_is_refused_and_the_file_stays(
     handles += [{"name": name, "size": 48} for name in (str(other), f"../../{other}", "..", "encoder_cache.lock")]
     async with Pair(mode) as pair:
         for handle in handles:
-            with pytest.raises((InvalidArgument, WorkerUnavailable)):
+            with pytest.raises((InvalidArgument, Disconnected)):
                 await pair.receiver.receive_embeddings(TransferRequest([3, 4], "float32", handle))
     assert other.read_bytes() == b"\0" * 48
 
@@ -351,7 +351,7 @@ async def test_a_message_without_one_of_its_items_is_an_error_that_another_worke
     writer = MmKwargsShmWriter()
     message = await writer.write("image", [b"first", b"other"], ["a", "b"])
     (SHARED / message["items"][1]["name"]).unlink()
-    with pytest.raises(WorkerUnavailable, match="is not there"):
+    with pytest.raises(Disconnected, match="is not there"):
         await read_mm_kwargs({"mm_kwargs_shm": message})
     assert writer.waiting == 0
     await writer.aclose()

@@ -20,6 +20,7 @@ from dynamo.common.multimodal.embedding_transfer import (
     SharedMemoryEmbeddingReceiver,
     SharedMemoryEmbeddingSender,
     TransferRequest,
+    check_transfer_mode,
 )
 from dynamo.common.multimodal.encoder_cache import AsyncEncoderCache
 from dynamo.common.multimodal.mm_kwargs_shm import MmKwargs, MmKwargsShmWriter, read_mm_kwargs
@@ -29,7 +30,7 @@ __all__ = [
     "EMBEDDING_RECEIVER_FACTORIES", "EMBEDDING_SENDER_FACTORIES", "AsyncEncoderCache", "EmbeddingReceiver", "EmbeddingSender",
     "EmbeddingTransferMode", "LocalEmbeddingReceiver", "LocalEmbeddingSender", "MmKwargs", "MmKwargsShmWriter",
     "NixlReadEmbeddingReceiver", "NixlReadEmbeddingSender", "NixlWriteEmbeddingReceiver", "NixlWriteEmbeddingSender",
-    "SharedMemoryEmbeddingReceiver", "SharedMemoryEmbeddingSender", "TransferRequest", "read_mm_kwargs",
+    "SharedMemoryEmbeddingReceiver", "SharedMemoryEmbeddingSender", "TransferRequest", "check_transfer_mode", "read_mm_kwargs",
 ]  # fmt: skip
 
 

@@ -135,7 +135,7 @@ class EmbeddingReceiver(ABC):
     async def receive_embeddings(self, request: TransferRequest) -> tuple[int, Any]:
         """Return the tensor, and the number under which it is released.
 
-        Raises WorkerUnavailable where it is gone (another worker may have it encoded again), InvalidArgument where it is
+        Raises Disconnected where it is gone (another worker may have it encoded again), InvalidArgument where it is
         not what the handle describes or is above the bound, and Overloaded while too much is not released. After an error
         nothing is left of the embedding.
         """
@@ -255,27 +255,27 @@ class SharedMemoryEmbeddingReceiver(EmbeddingReceiver):
         return RawTensor(request.embedding_dtype_str, tuple(request.embeddings_shape), data)
 
 
-def _no_nixl(mode: EmbeddingTransferMode, *arguments: object, **more: object) -> Any:
-    """Raise InvalidArgument for a mode over NIXL."""
-    built = [each.value for each in EMBEDDING_SENDER_FACTORIES if "nixl" not in each.value]
-    missing = "the package nixl is not installed, and " if importlib.util.find_spec("nixl") is None else ""
-    raise InvalidArgument(
-        f"{mode.value}: {missing}embeddings do not travel over NIXL in this system; use {' or '.join(built)}"
-    )
+def check_transfer_mode(mode: EmbeddingTransferMode) -> None:
+    """Raises InvalidArgument for a mode that is not built."""
+    if mode in (EmbeddingTransferMode.NIXL_READ, EmbeddingTransferMode.NIXL_WRITE):
+        missing = "the package nixl is not installed, and " if importlib.util.find_spec("nixl") is None else ""
+        raise InvalidArgument(
+            f"{mode.value}: {missing}embeddings do not travel over NIXL in this system; use local or shared-memory"
+        )
 
 
 class NixlReadEmbeddingSender:
     """Stands for the mode `nixl-read`, which is not built: the constructor raises InvalidArgument."""
 
     def __init__(self, *arguments: object, **more: object) -> None:
-        _no_nixl(EmbeddingTransferMode.NIXL_READ)
+        check_transfer_mode(EmbeddingTransferMode.NIXL_READ)
 
 
 class NixlWriteEmbeddingSender:
     """Stands for the mode `nixl-write`, which is not built: the constructor raises InvalidArgument."""
 
     def __init__(self, *arguments: object, **more: object) -> None:
-        _no_nixl(EmbeddingTransferMode.NIXL_WRITE)
+        check_transfer_mode(EmbeddingTransferMode.NIXL_WRITE)
 
 
 class NixlReadEmbeddingReceiver(NixlReadEmbeddingSender):

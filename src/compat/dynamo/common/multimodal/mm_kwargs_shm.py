@@ -98,7 +98,7 @@ class MmKwargsShmWriter:
 async def read_mm_kwargs(extra_args: Mapping[str, Any] | None, *, max_bytes: int = MAX_BYTES) -> MmKwargs | None:
     """Return what a request's `extra_args` name in shared memory, which is removed; None: they name nothing.
 
-    Raises InvalidArgument for a message that is wrong or above the bound, and WorkerUnavailable where an item is gone; then
+    Raises InvalidArgument for a message that is wrong or above the bound, and Disconnected where an item is gone; then
     the others are removed, too.
     """
     found = (extra_args or {}).get(FIELD)

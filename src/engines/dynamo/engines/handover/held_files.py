@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
+from dynamo.errors import Disconnected, InvalidArgument, Overloaded, WorkerUnavailable
 
 MAX_BYTES: Final = 1 << 30
 """How much a writer holds, and a reader has mapped, unless another bound is given."""
@@ -170,12 +170,13 @@ class TakenFile(NamedTuple):
     def open(cls, path: Path, *, max_bytes: int = MAX_BYTES, maps: bool) -> TakenFile:
         """Return the content of a file, mapped or read; a mapped one loses its name at once.
 
-        Raises WorkerUnavailable for one that is not there, and InvalidArgument for one that is too large or of another user.
+        Raises Disconnected for one that is not there, and InvalidArgument for one that is too large or of another user.
         """
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise WorkerUnavailable(
+            # Not WorkerUnavailable: after that the same handle would be sent to another worker, and not a new one.
+            raise Disconnected(
                 f"{path.name} is not there: its sender is gone, or it waited too long, or the two processes do not share "
                 f"{path.parent}"
             ) from None
@@ -192,7 +193,7 @@ class TakenFile(NamedTuple):
                 with open(file, "rb", closefd=False) as opened:
                     content = bytearray(status.st_size)
                     if opened.readinto(content) != status.st_size:
-                        raise WorkerUnavailable(f"{path.name} became shorter while it was read")
+                        raise Disconnected(f"{path.name} became shorter while it was read")
                     return cls(path, memoryview(content))
             path.unlink(missing_ok=True)  # a reader that is killed from here on leaves nothing
             if status.st_size == 0:
