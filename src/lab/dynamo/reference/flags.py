@@ -10,6 +10,7 @@ from dynamo.common.multimodal import check_transfer_mode
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments
 from dynamo.contract.modes import DisaggregationMode, EmbeddingTransferMode
 from dynamo.contract.requests.pooling import MODES
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference import demo
@@ -36,6 +37,7 @@ def read_arguments(
     if args.model is None:
         demo.choose(args)
     try:
+        refuse_media_output(argv)
         options = Options(
             block_size=args.block_size,
             kv_cache_mb=args.kv_cache_mb,
