@@ -17,11 +17,14 @@ from safetensors.numpy import load_file, save_file
 from dynamo.common.multimodal import (
     EMBEDDING_RECEIVER_FACTORIES,
     EMBEDDING_SENDER_FACTORIES,
+    DecodedMediaWriter,
     EmbeddingTransferMode,
     LocalEmbeddingReceiver,
     LocalEmbeddingSender,
     MmKwargsShmWriter,
     TransferRequest,
+    decoded_content_hash,
+    read_decoded_media,
     read_mm_kwargs,
 )
 from dynamo.engines.handover import HeldFiles, Leftovers, RawTensor, TakenFile, raw_tensor, restored_tensor
@@ -45,7 +48,12 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def ours(directory: Path) -> list[str]:
     """What this process has left where embeddings are handed over."""
     names = [path.name for path in (*directory.iterdir(), *SHARED.iterdir())]
-    marks = (f"encoder_cache.{os.getpid()}-", f"dynamo_embedding.{os.getpid()}-", f"mm_kwargs_{os.getpid()}_")
+    marks = (
+        f"encoder_cache.{os.getpid()}-",
+        f"dynamo_embedding.{os.getpid()}-",
+        f"mm_kwargs_{os.getpid()}_",
+        f"dynamo_pixels.{os.getpid()}-",
+    )
     return [name for name in names if name.startswith(marks)]
 
 
@@ -387,3 +395,49 @@ def test_a_receiver_removes_what_dead_senders_left(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"")
     LocalEmbeddingReceiver(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+# -- decoded pixels ------------------------------------------------------------------------------------------------------
+
+
+def test_the_hash_of_pixels_is_the_native_one() -> None:
+    assert decoded_content_hash(raw_tensor(np.arange(6, dtype=np.uint8).reshape(1, 2, 3))) == "7a9bbcb11a898630"
+
+
+@pytest.mark.parametrize(("channels", "left"), [(1, 1), (2, 1), (3, 3), (4, 3)])
+async def test_pixels_travel_without_their_alpha(channels: int, left: int) -> None:
+    writer, picture = DecodedMediaWriter(), np.arange(5 * 7 * channels, dtype=np.uint8).reshape(5, 7, channels)
+    slot = await writer.write(picture, format="png")
+    assert (slot["Decoded"]["shape"], slot["Decoded"]["dtype"]) == ([5, 7, left], "UINT8")
+    found = await read_decoded_media(slot)
+    assert np.array_equal(found.pixels, picture[:, :, :left])
+    assert found.content_hash == decoded_content_hash(raw_tensor(np.ascontiguousarray(picture[:, :, :left])))
+    assert found.metadata == {"format": "png", "color_type": "L" if left == 1 else "RGB", "layout": "HWC"}
+    assert writer.waiting == 0
+    with pytest.raises(Disconnected):
+        await read_decoded_media(slot)
+    await writer.aclose()
+
+
+@each_case("picture", [np.zeros((2, 2), np.uint8), np.zeros((2, 2, 5), np.uint8), np.zeros((2, 2, 3), np.float32)])
+async def test_what_is_not_a_picture_of_bytes_is_not_written(picture: object) -> None:
+    writer = DecodedMediaWriter()
+    with pytest.raises(InvalidArgument, match="decoded pixels are unsigned bytes"):
+        await writer.write(picture, format="png")
+    await writer.aclose()
+
+
+async def test_a_slot_of_other_pixels_is_refused() -> None:
+    writer, picture = DecodedMediaWriter(), np.zeros((2, 3, 3), np.uint8)
+    memory = {"name": "dynamo_embedding.1-a_0.x", "size": 18}
+    for change in (
+        {"content_hash": "0" * 16},
+        {"shape": [3, 3, 3]},
+        {"dtype": "UINT16"},
+        {"shared_memory": memory},
+        None,
+    ):
+        slot = await writer.write(picture, format="png")
+        with pytest.raises(InvalidArgument):
+            await read_decoded_media({"Decoded": None if change is None else {**slot["Decoded"], **change}})
+    await writer.aclose(0)

@@ -6,6 +6,7 @@ It imports without torch: a tensor may be of torch, of NumPy, or any buffer. Wha
 from typing import Any
 
 from dynamo.common.absent import load_name
+from dynamo.common.multimodal.decoded_media import DecodedMediaWriter, Pixels, decoded_content_hash, read_decoded_media
 from dynamo.common.multimodal.embedding_transfer import (
     EMBEDDING_RECEIVER_FACTORIES,
     EMBEDDING_SENDER_FACTORIES,
@@ -27,10 +28,10 @@ from dynamo.common.multimodal.mm_kwargs_shm import MmKwargs, MmKwargsShmWriter, 
 from dynamo.contract.modes import EmbeddingTransferMode
 
 __all__ = [
-    "EMBEDDING_RECEIVER_FACTORIES", "EMBEDDING_SENDER_FACTORIES", "AsyncEncoderCache", "EmbeddingReceiver", "EmbeddingSender",
-    "EmbeddingTransferMode", "LocalEmbeddingReceiver", "LocalEmbeddingSender", "MmKwargs", "MmKwargsShmWriter",
-    "NixlReadEmbeddingReceiver", "NixlReadEmbeddingSender", "NixlWriteEmbeddingReceiver", "NixlWriteEmbeddingSender",
-    "SharedMemoryEmbeddingReceiver", "SharedMemoryEmbeddingSender", "TransferRequest", "check_transfer_mode", "read_mm_kwargs",
+    "EMBEDDING_RECEIVER_FACTORIES", "EMBEDDING_SENDER_FACTORIES", "AsyncEncoderCache", "DecodedMediaWriter", "EmbeddingReceiver",
+    "EmbeddingSender",    "EmbeddingTransferMode", "LocalEmbeddingReceiver", "LocalEmbeddingSender", "MmKwargs", "MmKwargsShmWriter",
+    "NixlReadEmbeddingReceiver", "NixlReadEmbeddingSender", "NixlWriteEmbeddingReceiver", "NixlWriteEmbeddingSender", "Pixels",
+    "SharedMemoryEmbeddingReceiver", "SharedMemoryEmbeddingSender", "TransferRequest", "check_transfer_mode", "decoded_content_hash", "read_decoded_media", "read_mm_kwargs",
 ]  # fmt: skip
 
 
