@@ -80,7 +80,7 @@ class Pair:
         await self.sender.aclose(0)
 
 
-TENSORS = {
+TENSORS: dict[str, Any] = {
     "float32": EMBEDDING,
     "a transposed float16": EMBEDDING.astype(np.float16).T,
     "nothing": np.zeros((0, 3)),
@@ -232,6 +232,16 @@ async def test_a_closed_sender_has_given_its_receiver_a_moment_and_sends_no_more
         assert np.array_equal(found, EMBEDDING)
         with pytest.raises(WorkerUnavailable, match="closed"):
             await pair.sender.send_embeddings(EMBEDDING)
+
+
+async def test_a_sender_that_is_closed_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    sender = LocalEmbeddingSender()
+    sending = asyncio.ensure_future(sender.send_embeddings(np.zeros(1 << 20, np.float32)))
+    await asyncio.sleep(0)
+    await sender.aclose(0)
+    with pytest.raises(WorkerUnavailable, match="was closed"):
+        await sending
+    assert ours(tmp_path) == []
 
 
 async def test_a_request_that_is_cancelled_while_its_embedding_is_written_leaves_nothing(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def test_the_options_of_the_decoder_are_those_of_1_6_1(
     enable_frontend_video_decoding(decoder)
     assert decoder["video"] == {"max_frames": 8}
     assert caplog.records == []
-    enable_frontend_video_decoding(object())  # type: ignore[arg-type]
+    other: Any = object()
+    enable_frontend_video_decoding(other)
     assert "decoding of videos is not enabled" in caplog.text
 
 

@@ -6,7 +6,12 @@ It imports without torch: a tensor may be of torch, of NumPy, or any buffer. Wha
 from typing import Any
 
 from dynamo.common.absent import load_name
-from dynamo.common.multimodal.decoded_media import DecodedMediaWriter, Pixels, decoded_content_hash, read_decoded_media
+from dynamo.common.multimodal.decoded_media import (
+    DecodedMediaWriter,
+    DecodedPixels,
+    decoded_content_hash,
+    read_decoded_media,
+)
 from dynamo.common.multimodal.embedding_transfer import (
     EMBEDDING_RECEIVER_FACTORIES,
     EMBEDDING_SENDER_FACTORIES,
@@ -28,9 +33,9 @@ from dynamo.common.multimodal.mm_kwargs_shm import MmKwargs, MmKwargsShmWriter, 
 from dynamo.contract.modes import EmbeddingTransferMode
 
 __all__ = [
-    "EMBEDDING_RECEIVER_FACTORIES", "EMBEDDING_SENDER_FACTORIES", "AsyncEncoderCache", "DecodedMediaWriter", "EmbeddingReceiver",
+    "EMBEDDING_RECEIVER_FACTORIES", "EMBEDDING_SENDER_FACTORIES", "AsyncEncoderCache", "DecodedMediaWriter", "DecodedPixels", "EmbeddingReceiver",
     "EmbeddingSender",    "EmbeddingTransferMode", "LocalEmbeddingReceiver", "LocalEmbeddingSender", "MmKwargs", "MmKwargsShmWriter",
-    "NixlReadEmbeddingReceiver", "NixlReadEmbeddingSender", "NixlWriteEmbeddingReceiver", "NixlWriteEmbeddingSender", "Pixels",
+    "NixlReadEmbeddingReceiver", "NixlReadEmbeddingSender", "NixlWriteEmbeddingReceiver", "NixlWriteEmbeddingSender",
     "SharedMemoryEmbeddingReceiver", "SharedMemoryEmbeddingSender", "TransferRequest", "check_transfer_mode", "decoded_content_hash", "read_decoded_media", "read_mm_kwargs",
 ]  # fmt: skip
 

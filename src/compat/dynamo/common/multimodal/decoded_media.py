@@ -46,7 +46,7 @@ class DecodedImage(msgspec.Struct, frozen=True):
     content_hash: str
 
 
-class Pixels(NamedTuple):
+class DecodedPixels(NamedTuple):
     """A picture that was read: an array of height, width and colours, of unsigned bytes."""
 
     pixels: Any
@@ -114,7 +114,7 @@ def _without_alpha(raw: RawTensor) -> RawTensor:
     return RawTensor(raw.dtype, (height, width, left), memoryview(opaque))
 
 
-async def read_decoded_media(slot: Mapping[str, Any], *, max_bytes: int = MAX_BYTES) -> Pixels:
+async def read_decoded_media(slot: Mapping[str, Any], *, max_bytes: int = MAX_BYTES) -> DecodedPixels:
     """Return the picture of a slot, which is removed from shared memory.
 
     Raises InvalidArgument for a slot of another form, and where the content is not what the slot describes; Disconnected
@@ -132,4 +132,4 @@ async def read_decoded_media(slot: Mapping[str, Any], *, max_bytes: int = MAX_BY
     raw = RawTensor("uint8", tuple(found.shape), taken.data)
     if found.dtype != _UINT8 or await to_thread(decoded_content_hash, raw) != found.content_hash:
         raise InvalidArgument(f"{name} does not hold the picture that its slot describes")
-    return Pixels(restored_tensor(raw), found.metadata.get("Image", {}), found.content_hash)
+    return DecodedPixels(restored_tensor(raw), found.metadata.get("Image", {}), found.content_hash)

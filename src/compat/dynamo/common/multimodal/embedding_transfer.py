@@ -156,7 +156,7 @@ class EmbeddingReceiver(ABC):
                 )
             tensor = restored_tensor(RawTensor(request.embedding_dtype_str, raw.shape, raw.data))
         except BaseException:
-            with suppress(OSError):  # of another user, who keeps it
+            with suppress(OSError):  # a file of another user stays
                 path.unlink(missing_ok=True)
             raise
         number = next(self._numbers)

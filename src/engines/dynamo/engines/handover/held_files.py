@@ -1,8 +1,8 @@
 """Files that one process writes and another one takes: bounded, held for a while, and removed when their writer is gone.
 
 A writer has a lock file with the stem of all its names, and holds its lock while it lives. So the files of a dead writer are
-found without a look at process numbers, which mean nothing in another container: whoever gets the lock removes the files with
-its stem. This needs no helper process, and holds after SIGKILL, too.
+found without process numbers, which mean nothing in another container: a process that gets the lock removes the files with its
+stem. This needs no helper process, and holds after SIGKILL, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_FILES: Final = 4096
 HOLD_SECONDS: Final = 60.0
 """How long a file waits for its reader, as long as transfers over NIXL wait."""
 SWEEP_SECONDS: Final = 30.0  # between two searches for what dead processes left
-WAIT_SECONDS: Final = 0.02  # between two looks whether all was taken, at the end of a writer
+WAIT_SECONDS: Final = 0.02  # between two checks of a writer that ends whether all was taken
 LOCK: Final = ".lock"
 
 
@@ -88,8 +88,8 @@ class HeldFiles:
         self._lock: int | None = _locked(directory / (stem + LOCK))
 
     @property
-    def bytes(self) -> int:
-        """How much waits for a reader, or has been taken since the last look."""
+    def held_bytes(self) -> int:
+        """How much waits for a reader, or was taken since `waiting` was called last."""
         return sum(size for size, _ in self._held.values())
 
     def waiting(self) -> list[str]:
@@ -106,12 +106,14 @@ class HeldFiles:
         WorkerUnavailable once this writer is closed.
         """
         size = sum(memoryview(piece).nbytes for piece in pieces)
-        if self._lock is None:
+        if self._is_closed():
             raise WorkerUnavailable("the sender of embeddings is closed")
         if size > self._max_bytes:
             raise InvalidArgument(f"{size} bytes are to be handed over, more than the bound of {self._max_bytes}")
         if self._is_full(size) and self.waiting() and self._is_full(size):
-            raise Overloaded(f"{self.bytes} bytes of {self._max_bytes} wait for the workers that were to take them")
+            raise Overloaded(
+                f"{self.held_bytes} bytes of {self._max_bytes} wait for the workers that were to take them"
+            )
         loop, path = asyncio.get_running_loop(), self.directory / name
         self._held[name] = size, None  # booked before it is written: others write at the same time
         writing = loop.run_in_executor(None, _write, path, tuple(pieces))
@@ -123,14 +125,17 @@ class HeldFiles:
         except BaseException:
             writing.add_done_callback(partial(self._discard, name))  # the thread cannot be stopped
             raise
-        if self._lock is None:
+        if self._is_closed():  # meanwhile
             self.remove(name)
             raise WorkerUnavailable("the sender of embeddings was closed")
         self._held[name] = size, loop.call_later(self._hold_seconds, self.remove, name)
         return path
 
+    def _is_closed(self) -> bool:
+        return self._lock is None
+
     def _is_full(self, size: int) -> bool:
-        return self.bytes + size > self._max_bytes or len(self._held) >= MAX_FILES
+        return self.held_bytes + size > self._max_bytes or len(self._held) >= MAX_FILES
 
     def _discard(self, name: str, writing: asyncio.Future[None]) -> None:
         if not writing.cancelled():
@@ -239,5 +244,5 @@ def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
 
 
 def sender_id() -> str:
-    """Return a name for a writer: the process, for people who look, and what makes it the only one."""
+    """Return a name for a writer: its process, for the reader of a listing, and random digits that make it unique."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"

@@ -130,7 +130,9 @@ def _as_view(data: memoryview, format: str, shape: Sequence[int]) -> memoryview:
         raise InvalidArgument("a tensor of float16 was handed over, and NumPy is not installed here")
     if data.nbytes == 0:
         return data
-    return data.cast(format, shape) if format != "B" else data.cast("B", shape)
+    cast: Any = data.cast  # its declaration has each format alone
+    found: memoryview = cast(format, shape)
+    return found
 
 
 def _installed(name: str) -> Any:
