@@ -30,6 +30,7 @@ from dynamo.cli.top import TopFlags
 from dynamo.common import engine_monitor
 from dynamo.common.lora import downloader as lora_downloader
 from dynamo.common.snapshot import constants as snapshot
+from dynamo.common.utils.media_decoder import VIDEO_FRAMES
 from dynamo.contract import args as worker
 from dynamo.contract.config import ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, NAMESPACE_SUFFIX, WorkerConfig
 from dynamo.frontend import settings as frontend
@@ -91,7 +92,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "worker-variables": (
         NAMESPACE_SUFFIX, *own(ShutdownTimes), variables.VALIDATE, variables.MAP_BUILTIN_ERRORS,
         variables.SELF_HOST_METADATA, variables.RL_ENDPOINT, KEEP_SGLANG_FORMAT, *engine_monitor.SETTINGS, lora_downloader.CACHE,
-        snapshot.CONTROL_DIR,
+        VIDEO_FRAMES, snapshot.CONTROL_DIR,
         *topology.VARIABLES,
     ),
     "foreign": FOREIGN,

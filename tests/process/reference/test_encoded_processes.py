@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from dynamo.contract.conformance import mock_context
+from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.worker_request import WorkerRequest
@@ -44,6 +46,33 @@ def die(self, request, context):
     return asked(self, request, context)
 asked = {module}.{name}.generate
 {module}.{name}.generate = die
+"""
+# What a request is answered with, by the number of the request, goes wrong: the list `wrong` says how.
+MISTAKES = """
+import os, signal
+from pathlib import Path
+from dynamo.reference.handover import EncodedSender
+wrong = ["gone", None, "another shape", "too large", "killed"]
+well = EncodedSender.result
+async def result(self, found):
+    how = wrong.pop(0) if wrong else None
+    files = self._sender._files
+    if how == "too large":
+        bound, files._max_bytes = files._max_bytes, 10
+        try:
+            return await well(self, found)
+        finally:
+            files._max_bytes = bound
+    made = await well(self, found)
+    if how == "gone":
+        for name in files.waiting():
+            files.remove(name)
+    if how == "another shape":
+        made["embedding"]["embeddings_shape"] = [4, 4]
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return made
+EncodedSender.result = result
 """
 DYING_ENCODER = DIES_WHEN_ASKED.format(module="encoder", name="ReferenceEncoder")
 DYING_ENGINE = DIES_WHEN_ASKED.format(module="engine", name="ReferenceEngine")
@@ -77,7 +106,16 @@ class Stack:
 
     def worker(self, role: str, name: str, *flags: str, program: str = "") -> Worker:
         mode = ("--disaggregation-mode", role, "--component", role)
-        return self.cluster.reference(name, MODEL, self._directory, *mode, *SIZES, *TOKENS, *flags, program=program)
+        files = self.cluster.root / "files"
+        files.mkdir(exist_ok=True)
+        argv = (*mode, *SIZES, *TOKENS, *flags)
+        return self.cluster.reference(name, MODEL, self._directory, *argv, program=program, TMPDIR=str(files))
+
+    def left_by(self, *processes: Worker) -> list[str]:
+        """What processes have left where embeddings are handed over."""
+        places = (self.cluster.root / "files", Path("/dev/shm"))
+        marks = [f".{process.pid}-" for process in processes]
+        return [path.name for place in places for path in place.iterdir() if any(mark in path.name for mark in marks)]
 
     async def knows(self, workers: int) -> None:
         """Wait until the frontend has seen this many workers, and serves the model."""
@@ -93,7 +131,8 @@ class Stack:
         found = self.frontend.models.readiness(MODEL)
         assert found is not None
         (namespace,) = found["namespaces"].values()
-        return set(namespace["worker_types"]["aggregated" if role == "agg" else role]["instance_ids"])
+        found = namespace["worker_types"].get("aggregated" if role == "agg" else role)
+        return set(found["instance_ids"]) if found else set()
 
     async def ask(
         self, body: WorkerRequest, at_token: AtToken = lambda count, worker: None
@@ -219,3 +258,57 @@ async def test_a_worker_lost_in_any_phase_costs_no_answer(
     assert any(move.is_ongoing and move.outcome == "success" for move in record.moves)
     # Dead, and the store may still list it.
     await whole()
+
+
+@pytest.mark.parametrize(("routed", "mode"), [(("agg",), "local"), (("prefill", "decode"), "shared-memory")])
+async def test_an_embedding_reaches_the_next_worker_and_no_mistake_leaves_it_anywhere(
+    routed: tuple[str, ...], mode: str, stack: Stack, directory: Path
+) -> None:
+    first, transfer = routed[0], ("--embedding-transfer-mode", mode)
+    encode = stack.worker("encode", "encode", *transfer, program=MISTAKES)
+    takers = [stack.worker(first, f"{first}-{name}", "--route-to-encoder") for name in "ab"]
+    takers += [stack.worker(role, role) for role in routed[1:]]
+    for worker in (encode, *takers):
+        worker.wait_ready()
+    await stack.knows(len(takers) + 1)
+    numbers = iter(range(1000))
+
+    async def whole() -> DispatchRecord:
+        """A request is answered as one worker alone answers it."""
+        body = body_of(next(numbers), max_tokens=8)
+        alone = await expected(directory, body)
+        said, record = await stack.ask(body)
+        assert said == alone
+        assert record.encode_instance_id is not None
+        assert [name for name in stack.left_by(encode) if not name.endswith(".lock")] == []
+        return record
+
+    await whole()  # it was gone when the worker came for it, so that it was encoded again for the other one
+    assert any("is not there: its sender is gone" in taker.log for taker in takers)
+    for said in (r"int32 \[4, 4\]", "bytes are to be handed over, more than the bound of 10"):
+        with pytest.raises(InvalidArgument, match=said):
+            await stack.ask(body_of(next(numbers), max_tokens=8))
+        assert [name for name in stack.left_by(encode) if not name.endswith(".lock")] == []
+    dead = stack.instance_ids("encode")
+    # Killed when the embedding is written and nobody knows of it: another encode worker takes its place, and its files.
+    with pytest.raises(WorkerUnavailable, match="no encode worker"):
+        await stack.ask(body_of(next(numbers), max_tokens=8))
+    assert encode.exit_code() == -signal.SIGKILL
+    assert len(stack.left_by(encode)) == 2
+    spare = stack.worker("encode", "spare", *transfer)
+    spare.wait_ready()
+    assert stack.left_by(encode) == []
+    await until(lambda: bool(stack.instance_ids("encode") - dead))
+    # Killed before it takes the embedding: that waits for a while, and leaves with its sender.
+    before = stack.instance_ids(first)
+    dying = stack.worker(first, "dying-taker", "--route-to-encoder", program=DYING_ENGINE)
+    dying.wait_ready()
+    await until(lambda: bool(stack.instance_ids(first) - before))
+    for _ in range(50):
+        await whole()
+        if dying.has_ended:
+            break
+    assert dying.has_ended
+    spare.terminate()
+    assert spare.exit_code() == 0
+    assert stack.left_by(encode, spare, dying, *takers) == []

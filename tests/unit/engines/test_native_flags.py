@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
+from dynamo.engines.callable.engine import engine_class
 from dynamo.engines.native_flags import NATIVE_FLAGS, SGLANG, TRTLLM, VLLM, without_native_flags
+from dynamo.engines.sample.diffusion_engine import SampleDiffusionEngine
+from dynamo.engines.sample.engine import SampleLLMEngine
+from dynamo.engines.sample.speech_engine import SampleSpeechEngine
 from dynamo.errors import InvalidArgument
+from dynamo.llamacpp import arguments as llamacpp
+from dynamo.mocker import arguments as mocker
+from dynamo.reference import flags as reference
 from dynamo.sglang import arguments as sglang
+from dynamo.transformers import arguments as transformers
 from dynamo.trtllm import arguments as trtllm
+from dynamo.upstream import arguments as upstream
 from dynamo.vllm import arguments as vllm
 from support.cases import each_case
 
@@ -243,3 +254,28 @@ def test_the_version_needs_no_engine(program: str, read: object, capsys: pytest.
         read(["--version"])  # type: ignore[operator]
     assert end.value.code == 0
     assert capsys.readouterr().out == f"{program} (dynamo-unified {version('dynamo-unified')})\n"
+
+
+def backwards(messages: list[Any]) -> str:
+    return str(messages[-1])[::-1]
+
+
+@each_case("flag", ["--media-output-fs-url=file:///m", "--media-output-http-url=http://m", "--output-modalities=image"])
+def test_where_media_are_kept_is_no_affair_of_an_engine_and_the_flags_say_so(flag: str) -> None:
+    refusal = rf"^{flag.partition('=')[0]}: "
+    for program in (VLLM, SGLANG, TRTLLM):
+        with pytest.raises(InvalidArgument, match=refusal):
+            without_native_flags(program, [flag])
+    for read in (transformers.read_arguments, llamacpp.read_arguments, upstream.read_arguments):
+        with pytest.raises(InvalidArgument, match=refusal):
+            read([flag])
+    for engine in (SampleLLMEngine, SampleDiffusionEngine, SampleSpeechEngine, engine_class(backwards)):
+        with pytest.raises(InvalidArgument, match=refusal):
+            asyncio.run(engine.from_args([flag]))
+
+
+@each_case("read", [reference.read_arguments, mocker.read_arguments])
+def test_a_worker_without_a_gpu_says_so_in_one_line(read: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read(["--media-output-fs-url", "file:///m"])
+    assert "error: --media-output-fs-url: what engines make is kept by the frontend" in capsys.readouterr().err

@@ -85,6 +85,11 @@ NAMES = {
     "cancelling_context ConformanceFailure",
     "dynamo.common.constants": "DisaggregationMode EmbeddingTransferMode KV_HINT_TRANSFER_CAPABILITY_KEY "
     "KV_HINT_TRANSFER_WORKER_TYPE_RUNTIME_KEY KV_HINT_TRANSFER_SOURCE_CONTROL_ENDPOINTS_RUNTIME_KEY",
+    "dynamo.common.memory": "CacheMutation CacheReservation CachedEmbedding MultimodalEmbeddingCacheManager",
+    "dynamo.common.multimodal": "AsyncEncoderCache EMBEDDING_RECEIVER_FACTORIES EMBEDDING_SENDER_FACTORIES TransferRequest "
+    "LocalEmbeddingReceiver LocalEmbeddingSender NixlReadEmbeddingReceiver NixlReadEmbeddingSender "
+    "NixlWriteEmbeddingReceiver NixlWriteEmbeddingSender",
+    "dynamo.common.utils.media_decoder": "build_frontend_image_decoder_options enable_frontend_video_decoding",
     "dynamo.common.utils.engine_response": "normalize_finish_reason",
     "dynamo.common.utils.structural_tag": "serialize_structural_tag",
     "dynamo.common.utils.token_ids": "token_ids_to_list token_ids_len normalize_request_token_ids",
@@ -150,6 +155,10 @@ FACADES = {
 SNAPSHOT = "constants lifecycle restore_context running"
 LIGHT = "_version engine_monitor forward_pass_metrics lora.downloader lora.manager lora.once_lock metadata_upload model_fetch native_offloading rl"
 FACADES |= dict.fromkeys([f"dynamo.common.{name}" for name in LIGHT.split()], "itself")
+MEDIA = "memory.embedding_cache multimodal.decoded_media multimodal.embedding_transfer multimodal.encoder_cache "
+MEDIA += "multimodal.mm_kwargs_shm utils.media_decoder"
+FACADES |= dict.fromkeys([f"dynamo.common.{name}" for name in MEDIA.split()], "itself")
+FACADES |= dict.fromkeys(["dynamo.common.memory", "dynamo.common.multimodal"], "a folder")
 FACADES |= dict.fromkeys([f"dynamo.common.snapshot.{name}" for name in SNAPSHOT.split()], "itself")
 FACADES["dynamo.common.snapshot"] = "a folder"
 

@@ -35,6 +35,7 @@ from dynamo.common.utils.endpoint_types import parse_endpoint_types
 from dynamo.common.utils.env import env_bool
 from dynamo.common.utils.guided_json import admits_only_empty_object, reject_nonprogressing_guided_json_ref_cycles
 from dynamo.common.utils.input_params import InputParamManager, resolve_thinking_token_budget
+from dynamo.common.utils.media_decoder import build_frontend_image_decoder_options, enable_frontend_video_decoding
 from dynamo.common.utils.namespace import get_worker_namespace
 from dynamo.common.utils.prometheus import LLMBackendMetrics, get_prometheus_expfmt, register_engine_metrics_callback
 from dynamo.common.utils.runtime import create_runtime, parse_endpoint, run_async
@@ -60,7 +61,7 @@ from support.patience import PATIENCE_SECONDS
 
 
 @each_case("name", sorted(absent("names")))
-@each_case("module", ["dynamo._core", "dynamo.llm", "dynamo.common.utils.prometheus"])
+@each_case("module", ["dynamo._core", "dynamo.llm", "dynamo.common.multimodal", "dynamo.common.utils.prometheus"])
 def test_a_name_that_is_not_here_names_its_like(module: str, name: str) -> None:
     with pytest.raises(ImportError, match=rf"{module}\.{name} is not part of dynamo-unified; \w"):
         getattr(importlib.import_module(module), name)
@@ -90,7 +91,7 @@ def test_a_native_layer_in_a_folder_of_its_own_adds_what_is_not_here(tmp_path: P
         "storage",
         "configuration/groups/http_args",
         "utils/topology",
-        "memory",
+        "recv_forward_pass_metrics",
     )
     for name in more:
         file = tmp_path / "dynamo" / "common" / f"{name}.py"
@@ -103,6 +104,23 @@ def test_a_native_layer_in_a_folder_of_its_own_adds_what_is_not_here(tmp_path: P
     lines += [f"import {module}; assert {module}.HERE" for module in modules]
     lines.append("from dynamo.common.configuration import ArgGroup")  # ours stays in front
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=PATIENCE_SECONDS)
+
+
+def test_the_options_of_the_decoder_are_those_of_1_6_1(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = MediaDecoder()
+    assert build_frontend_image_decoder_options() == {"limits": {"max_alloc": 134217728}}
+    decoder.enable_image(build_frontend_image_decoder_options(max_alloc=1000))
+    enable_frontend_video_decoding(decoder)
+    assert decoder == {"image": {"limits": {"max_alloc": 1000}}, "video": {"max_frames": 32}}
+    monkeypatch.setenv("DYN_MM_VIDEO_NUM_FRAMES", "8")
+    enable_frontend_video_decoding(decoder)
+    assert decoder["video"] == {"max_frames": 8}
+    assert caplog.records == []
+    other: Any = object()
+    enable_frontend_video_decoding(other)
+    assert "decoding of videos is not enabled" in caplog.text
 
 
 def test_the_native_module_has_the_names_of_the_lower_level_path() -> None:

@@ -7,6 +7,7 @@ One table for `dynamo.vllm`, `dynamo.sglang` and `dynamo.trtllm`. The native fla
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,16 @@ from typing import Final
 from dynamo.errors import InvalidArgument
 from dynamo.settings.extras import DISTRIBUTION
 
-__all__ = ["NATIVE_FLAGS", "SGLANG", "TRTLLM", "VLLM", "NativeFlag", "add_version", "without_native_flags"]
+__all__ = [
+    "NATIVE_FLAGS",
+    "SGLANG",
+    "TRTLLM",
+    "VLLM",
+    "NativeFlag",
+    "add_version",
+    "refuse_media_output",
+    "without_native_flags",
+]
 
 VLLM: Final = "dynamo.vllm"
 SGLANG: Final = "dynamo.sglang"
@@ -43,7 +53,14 @@ _NO_DIFFUSION: Final = "diffusion is not built for this engine; write a RawEngin
 _MEASURE: Final = "measure with dynamo bench"
 _OVERRIDE: Final = "write --override-engine-args with a JSON object of the engine's own arguments"
 
+_KEPT_BY_FRONTENDS: Final = "what engines make is kept by the frontend: start that with --media-store, and DYN_MEDIA_OUTPUT_HTTP_URL for its links"
+_MEDIA_OUTPUT: Final = (
+    *_flags(_ALL, _KEPT_BY_FRONTENDS, "media-output-fs-url", "media-output-http-url"),
+    *_flags(_ALL, "what an engine makes is its own affair, see --endpoint-types; leave it out", "output-modalities"),
+)
+
 NATIVE_FLAGS: Final[tuple[NativeFlag, ...]] = (
+    *_MEDIA_OUTPUT,
     # vLLM
     *_flags([VLLM], "the frontend tokenizes", "use-vllm-tokenizer", is_switch=True),
     *_flags([SGLANG], "the frontend tokenizes", "use-sglang-tokenizer", is_switch=True),
@@ -128,6 +145,18 @@ def without_native_flags(program: str, words: Sequence[str]) -> list[str]:
         if flag not in dropped:
             kept.append(word)
     return kept
+
+
+def refuse_media_output(words: Sequence[str] | None) -> None:
+    """Raise InvalidArgument for a flag of what is made and where it is kept: every worker takes it, for engines that read it.
+
+    The variables of the same meaning are not refused: a frontend in the same environment reads them.
+    """
+    refused = {each.name: each.instead for each in _MEDIA_OUTPUT}
+    for word in sys.argv[1:] if words is None else words:
+        flag = word.partition("=")[0]
+        if flag in refused:
+            raise InvalidArgument(f"{flag}: {refused[flag]}")
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

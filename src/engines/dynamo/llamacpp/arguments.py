@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import DEFAULT_ENDPOINT_TYPES, WorkerConfig
 from dynamo.engines.adapter import positive, refuse_roles
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.gguf_header import GgufHeader, read_gguf_header
 from dynamo.llamacpp.gguf_tokenizer import tokenizer_of
@@ -102,6 +103,7 @@ def read_arguments(
 
     Raises InvalidArgument for a file that is not served, a missing package, and what is not built.
     """
+    refuse_media_output(argv)
     args = _parser().parse_args(argv)
     file = _file(args)
     refuse_roles(args, "llama.cpp")

@@ -11,6 +11,7 @@ from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, w
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.requests.pooling import MODES
 from dynamo.engines.adapter import positive, refuse_roles
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.errors import InvalidArgument
 from dynamo.settings.extras import install_command
 from dynamo.worker.hub import served_name
@@ -46,6 +47,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TransformersArgum
 
     Raises InvalidArgument for a missing package and for what is not built.
     """
+    refuse_media_output(argv)
     args = _parser().parse_args(argv)
     refuse_roles(args, "transformers")
     check_installed()

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.model_types import ModelInput
 from dynamo.settings.extras import install_command
@@ -58,6 +59,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[UpstreamArguments
 
     Raises InvalidArgument for what cannot be served, and where aiohttp is missing.
     """
+    refuse_media_output(argv)
     args = _parser().parse_args(argv)
     if importlib.util.find_spec("aiohttp") is None:
         raise InvalidArgument(f"to call another server a package is needed: {install_command('upstream')}")

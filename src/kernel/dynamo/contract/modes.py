@@ -52,6 +52,7 @@ class EmbeddingTransferMode(Enum):
     LOCAL = "local"
     NIXL_WRITE = "nixl-write"
     NIXL_READ = "nixl-read"
+    SHARED_MEMORY = "shared-memory"  # of this system: the native one has no such mode
 
 
 _SLUGS: Final = {mode.value: mode for mode in DisaggregationMode} | {"aggregated": DisaggregationMode.AGGREGATED}

@@ -13,6 +13,7 @@ from typing import Any, Final
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import DEFAULT_COMPONENT, WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.errors import InvalidArgument
 from dynamo.mocker.configuration import (
     AIS,
@@ -139,6 +140,7 @@ def read_arguments(argv: list[str] | None) -> MockFleet:
     args = parser.parse_args(argv)
     settings = read_settings(MockerSettings, os.environ, vars(args))
     try:
+        refuse_media_output(argv)
         return _fleet(settings, args)
     except InvalidArgument as error:
         parser.error(str(error))

@@ -13,10 +13,12 @@ from dynamo.contract.args import worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, final_chunk, usage
 from dynamo.contract.health_check import build_health_check_payload
+from dynamo.contract.modes import EmbeddingTransferMode
 from dynamo.contract.requests.multimodal import encoder_terminal_chunk
 from dynamo.errors import Cancelled, EngineShutdown
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.flags import read_arguments
+from dynamo.reference.handover import EncodedSender
 from dynamo.reference.media import EncodedMedia, MediaItem, MediaOptions
 from dynamo.runtime.base.tasks import SingleFlight
 from dynamo.runtime.calls.context import Context
@@ -62,19 +64,26 @@ def _bytes_of(tokens: tuple[int, ...]) -> int:
 
 
 class ReferenceEncoder(LLMEngine):
-    """Answers each request with one chunk that holds the digests and tokens of its media."""
+    """Answers each request with one chunk that holds the digests of its media, and their tokens or a handle to them."""
 
     def __init__(
-        self, directory: Path, media: MediaOptions, *, served_model_name: str | None = None, cache_bytes: int = 0
+        self,
+        directory: Path,
+        media: MediaOptions,
+        *,
+        served_model_name: str | None = None,
+        cache_bytes: int = 0,
+        transfer: EmbeddingTransferMode | None = None,
     ) -> None:
-        """`cache_bytes`: how much of what was encoded is kept, by the digest of its content."""
+        """`cache_bytes`: how much of what was encoded is kept, by the digest of its content. `transfer`: how what was encoded
+        gets to the next worker; None: in the answer."""
         self._directory, self._media = directory, media
         self.cache = EncodedCache(cache_bytes)
         self._attempts: SingleFlight[str, tuple[int, ...]] = SingleFlight()
         self._waiting: dict[str, list[Context]] = {}  # the requests that need a content, by its digest
         self._name = served_model_name or directory.resolve().name
         self._config: ModelConfig | None = None
-        self._is_closed = False
+        self._sender = EncodedSender(transfer)
         self.encoded = 0  # parts that were not in the cache
 
     @classmethod
@@ -82,19 +91,24 @@ class ReferenceEncoder(LLMEngine):
         args, _, role = read_arguments(argv, may_encode=True)
         gigabytes = args.multimodal_embedding_cache_capacity_gb or 0.0
         engine = cls(
-            args.model, role.media, served_model_name=args.served_model_name, cache_bytes=int(gigabytes * 2**30)
+            args.model,
+            role.media,
+            served_model_name=args.served_model_name,
+            cache_bytes=int(gigabytes * 2**30),
+            transfer=args.embedding_transfer_mode,
         )
         return engine, worker_config_from(args, model_name=str(engine._directory), served_model_name=engine._name)
 
     async def start(self, worker_id: int) -> EngineConfig:
-        if self._is_closed:
+        if self._sender.is_closed:
             raise EngineShutdown("this engine was cleaned up; make a new one")
+        self._sender.start()
         self._config = await asyncio.to_thread(read_model_config, self._directory)
         return EngineConfig(model=self._name, served_model_name=self._name)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         config = self._config
-        if config is None or self._is_closed:
+        if config is None or self._sender.is_closed:
             raise EngineShutdown("the reference encoder is not running")
         counts = usage(len(request["token_ids"]), 0)
         items = await asyncio.to_thread(self._media.parts_of, request)
@@ -107,7 +121,7 @@ class ReferenceEncoder(LLMEngine):
         if context.is_stopped():
             yield final_chunk("cancelled", usage=counts)
             return
-        yield encoder_terminal_chunk(found.to_result(), completion_usage=counts)
+        yield encoder_terminal_chunk(await self._sender.result(found), completion_usage=counts)
 
     async def _encoded(self, item: MediaItem, config: ModelConfig, context: Context) -> tuple[int, ...]:
         """Return the tokens of a part, from the cache where it was encoded before; once for all requests at the same time.
@@ -154,7 +168,7 @@ class ReferenceEncoder(LLMEngine):
         ]
 
     async def cleanup(self) -> None:
-        self._is_closed = True
+        await self._sender.close()
         await self._attempts.close()
 
     async def health_check_payload(self) -> dict[str, object] | None:

@@ -23,6 +23,7 @@ from dynamo.protocol.records import LABELS, RESUMES_GUIDED
 from dynamo.reference.blocks import BlockEvent, BlocksStored
 from dynamo.reference.core import Core
 from dynamo.reference.flags import read_arguments
+from dynamo.reference.handover import with_tokens
 from dynamo.reference.job_stream import JobStream
 from dynamo.reference.kv_transfer import Ticket, TransferOptions
 from dynamo.reference.loading import Options, load_core
@@ -275,6 +276,7 @@ class ReferenceEngine(LLMEngine):
         if not request.get("multi_modal_data") and request.get("encoder_result") is None:
             return NO_MEDIA
         see = self._role_options.media.prompt_of
+        request = await with_tokens(request)
         return await asyncio.to_thread(see, request, limits.vocab_size, limits.vision, context.is_stopped)
 
     async def _receive(

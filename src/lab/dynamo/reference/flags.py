@@ -6,9 +6,11 @@ import argparse
 import os
 from pathlib import Path
 
+from dynamo.common.multimodal import check_transfer_mode
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments
-from dynamo.contract.modes import DisaggregationMode
+from dynamo.contract.modes import DisaggregationMode, EmbeddingTransferMode
 from dynamo.contract.requests.pooling import MODES
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference import demo
@@ -35,6 +37,7 @@ def read_arguments(
     if args.model is None:
         demo.choose(args)
     try:
+        refuse_media_output(argv)
         options = Options(
             block_size=args.block_size,
             kv_cache_mb=args.kv_cache_mb,
@@ -60,12 +63,27 @@ def read_arguments(
         is_encoder = args.disaggregation_mode is DisaggregationMode.ENCODE
         if is_encoder and not may_encode:
             raise InvalidArgument("--disaggregation-mode encode needs the command python -m dynamo.reference")
+        if args.embedding_transfer_mode is not None:
+            if not is_encoder:
+                raise InvalidArgument(
+                    "--embedding-transfer-mode is a flag of encode workers: the other side reads the mode in what it gets"
+                )
+            check_transfer_mode(args.embedding_transfer_mode)
         part_tokens = args.media_tokens or (DEFAULT_PART_TOKENS if is_encoder else 0)
         media = MediaOptions(part_tokens, args.disaggregation_mode, args.route_to_encoder)
         role = RoleOptions(args.disaggregation_mode, transfer, args.require_prefill_result, media)
     except InvalidArgument as error:
         parser.error(str(error))
     return args, options, role
+
+
+def _transfer_mode(text: str) -> EmbeddingTransferMode:
+    """Read a mode. Raises ArgumentTypeError listing all of them."""
+    try:
+        return EmbeddingTransferMode(text)
+    except ValueError:
+        modes = ", ".join(mode.value for mode in EmbeddingTransferMode)
+        raise argparse.ArgumentTypeError(f"must be one of {modes}, got {text!r}") from None
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +164,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="let each sound or video of a request, and each image where the model does not see, stand as N tokens that are "
         "drawn from its content: this shows the way of media through encode workers (default: 0, they are refused; encode "
         "workers: 16)",
+    )
+    add(
+        "--embedding-transfer-mode",
+        type=_transfer_mode,
+        metavar="MODE",
+        help="how an encode worker hands over what it made: local (a temporary file) or shared-memory, to workers on the same "
+        "machine (default: in its answer, which reaches any machine)",
     )
     add(
         "--pooling",

@@ -32,6 +32,7 @@ from dynamo.contract.engine import (
 )
 from dynamo.contract.requests.token_ids import normalize_request_token_ids
 from dynamo.engines.callable.signature import CallableKind, CallPlan, Source, plan_call
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.errors import Unknown
 from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.openai.plain_text import TextPiece, count, cut, prompt_tokens, stream_piece
@@ -77,6 +78,7 @@ class CallableEngine(BaseEngine):
         if cls.model_input is ModelInput.Tokens:
             parser.add_argument("--model-path", default="", help="directory with the tokenizer (default: bytes)")
         add_backend_arguments(parser)
+        refuse_media_output(argv)
         args = parser.parse_args(argv)
         config = worker_config_from(
             args,

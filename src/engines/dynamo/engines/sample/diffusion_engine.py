@@ -18,6 +18,7 @@ from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import DiffusionEngine, EngineConfig, RawRequest, RawResponseChunk
 from dynamo.contract.health_check import build_raw_health_check_payload, is_probe
 from dynamo.contract.requests.invalid import InvalidRequest
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.engines.sample.drawing import FULL_STEP, draw_png, edited_png
 from dynamo.engines.sample.png import Pixels, read_png
 from dynamo.errors import Cancelled
@@ -45,6 +46,7 @@ class SampleDiffusionEngine(DiffusionEngine):
         parser.add_argument("--model-name", default="sample-diffusion-model", help="name to serve")
         parser.add_argument("--delay", type=float, default=0.05, help="seconds per request (default: 0.05)")
         add_backend_arguments(parser, component="sample", endpoint_types="images")
+        refuse_media_output(argv)
         args = parser.parse_args(argv)
         config = worker_config_from(
             args,

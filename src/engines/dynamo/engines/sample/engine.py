@@ -42,6 +42,7 @@ from dynamo.contract.requests.multimodal import (
     require_encoder_result,
 )
 from dynamo.contract.requests.token_ids import token_ids_to_list
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.calls.context import Context
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher, SnapshotPublisher
@@ -194,6 +195,7 @@ class SampleLLMEngine(LLMEngine):
         )
         parser.add_argument("--delay", type=float, default=0.01, help="seconds per token (default: 0.01)")
         add_backend_arguments(parser, component="sample")
+        refuse_media_output(argv)
         args = parser.parse_args(argv)
         config = worker_config_from(args, model_name=args.model_name, served_model_name=args.model_name)
         engine = cls(args.model_name, args.max_tokens, args.delay, config.disaggregation_mode, config.route_to_encoder)

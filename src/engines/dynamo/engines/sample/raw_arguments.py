@@ -8,6 +8,7 @@ from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, w
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import RawRequest
 from dynamo.contract.requests.invalid import InvalidRequest
+from dynamo.engines.native_flags import refuse_media_output
 from dynamo.protocol.model_types import ModelInput
 
 
@@ -19,6 +20,7 @@ def read_arguments(
     parser.add_argument("--model-name", default=model_name, help="name to serve")
     parser.add_argument("--delay", type=float, default=0.05, help="seconds per request (default: 0.05)")
     add_backend_arguments(parser, component="sample", endpoint_types=endpoint_types)
+    refuse_media_output(argv)
     args = parser.parse_args(argv)
     config = worker_config_from(
         args, served_model_name=args.model_name, model_input=ModelInput.Text, enable_kv_routing=False
