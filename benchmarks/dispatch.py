@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import Any, Final, cast
 
 import uvloop
@@ -57,7 +57,7 @@ class Workers:
     def instance_ids(self) -> list[int]:
         return [*IDS]
 
-    def candidates(self, *, members: Container[int] | None = None, busy: Container[int] = ()) -> list[Candidate]:
+    def candidates(self, *, members: Container[int] | None = None, busy: Collection[int] = ()) -> list[Candidate]:
         return self.listed
 
     def named(self, instance_id: int) -> Instance:

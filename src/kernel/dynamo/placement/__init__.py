@@ -2,6 +2,7 @@
 
 from dynamo.placement.candidates import (
     Candidate,
+    CandidateList,
     Placement,
     PlacementReason,
     PlacementRequest,
@@ -16,6 +17,7 @@ from dynamo.placement.policies import Policy, RouterMode, policy_for
 __all__ = [
     "Booking",
     "Candidate",
+    "CandidateList",
     "CircuitBreaker",
     "LoadBook",
     "Placement",

@@ -6,7 +6,7 @@ workers with an open circuit only by the rules below. A `Policy` chooses among w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -33,6 +33,39 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def key(self) -> WorkerKey:
         return self.endpoint, self.instance_id
+
+
+class CandidateList(list[Candidate]):
+    """The workers of one endpoint, by id, as they are kept between choices. It never changes: a new one comes in its place."""
+
+    __slots__ = ("are_free", "in_flight", "positions")
+
+    def __init__(self, candidates: Iterable[Candidate], positions: Mapping[int, int] | None = None) -> None:
+        """`positions`: where each id is; the same object as of another list with the same ids."""
+        super().__init__(candidates)
+        self.positions = {each.instance_id: at for at, each in enumerate(self)} if positions is None else positions
+        self.in_flight = [each.in_flight for each in self]
+        """Of each, in the order of the list."""
+        self.are_free = not any(each.is_busy or each.is_circuit_open for each in self)
+        """Whether none is busy or has an open circuit."""
+
+    def replaced(self, changes: Mapping[int, Candidate], *, are_free: bool) -> CandidateList:
+        """Return a list with other records at some positions, of the same ids."""
+        made = CandidateList.__new__(CandidateList)
+        list.__init__(made, self)
+        made.positions, made.in_flight, made.are_free = self.positions, self.in_flight.copy(), are_free
+        for at, candidate in changes.items():
+            made[at] = candidate
+            made.in_flight[at] = candidate.in_flight
+        return made
+
+
+def find(candidates: Sequence[Candidate], instance_id: int) -> Candidate | None:
+    """Return the first candidate with this id; None: there is none."""
+    if isinstance(candidates, CandidateList):
+        at = candidates.positions.get(instance_id)
+        return None if at is None else candidates[at]
+    return next((each for each in candidates if each.instance_id == instance_id), None)
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
@@ -104,15 +137,15 @@ def place(
         Overloaded: every worker that is left is busy.
     """
     if request.pinned_instance_id is not None:
-        for candidate in candidates:
-            if candidate.instance_id == request.pinned_instance_id:
-                return Placement(candidate, "pinned", _PINNED)
+        pinned = find(candidates, request.pinned_instance_id)
+        if pinned is not None:
+            return Placement(pinned, "pinned", _PINNED)
         raise InvalidArgument("Invalid request")  # the native text for an unknown worker id
     found = eligible(request, candidates, scope=scope)
     if request.bound is not None:
-        for candidate in found:
-            if candidate.instance_id == request.bound.worker_id and not candidate.is_circuit_open:
-                return Placement(candidate, "session", _SESSION, dp_rank=request.bound.dp_rank)
+        bound = find(found, request.bound.worker_id)
+        if bound is not None and not bound.is_circuit_open:
+            return Placement(bound, "session", _SESSION, dp_rank=request.bound.dp_rank)
     placement = policy.choose(request, found, now)
     if placement.candidate.is_circuit_open:
         return msgspec.structs.replace(placement, reasons=(*placement.reasons, _ALL_CIRCUITS_OPEN))
@@ -125,6 +158,8 @@ def eligible(request: PlacementRequest, candidates: Sequence[Candidate], *, scop
     Raises `WorkerUnavailable` when no worker is left, `Overloaded` when every worker that is left is busy.
     """
     excluded = request.excluded
+    if not excluded and isinstance(candidates, CandidateList) and candidates and candidates.are_free:
+        return candidates
     left = [each for each in candidates if each.key not in excluded] if excluded else candidates
     found = [each for each in left if not (each.is_circuit_open or each.is_busy)]
     return found or _second_choice(request, left, scope)

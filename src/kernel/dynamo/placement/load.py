@@ -9,14 +9,18 @@ from __future__ import annotations
 class LoadBook:
     """Open streams by worker id. Bounded by the streams in flight."""
 
-    __slots__ = ("by_worker",)
+    __slots__ = ("by_worker", "changed")
 
     def __init__(self) -> None:
         self.by_worker: dict[int, int] = {}  # absent: no stream
+        self.changed: list[set[int]] = []
+        """Sets that get the id of each worker whose count changes; their owners empty them."""
 
     def book(self, instance_id: int) -> Booking:
         """Count one stream. Book before awaiting, or two requests of one turn of the loop see the same load."""
         self.by_worker[instance_id] = self.by_worker.get(instance_id, 0) + 1
+        for changed in self.changed:
+            changed.add(instance_id)
         return Booking(self, instance_id)
 
     def in_flight(self, instance_id: int) -> int:
@@ -29,6 +33,8 @@ class LoadBook:
         return sum(self.by_worker.values())
 
     def _release(self, instance_id: int) -> None:
+        for changed in self.changed:
+            changed.add(instance_id)
         left = self.by_worker[instance_id] - 1
         if left:
             self.by_worker[instance_id] = left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
@@ -10,6 +11,10 @@ from dynamo.placement.kv_query import RankInfo
 from dynamo.placement.kv_state import RankState
 from dynamo.placement.rank_load import LoadOfRank
 from dynamo.placement.timing_learner import TimingLearner
+
+MOVED_AT_ONCE: Final = 32
+"""How many records one choice makes anew because the speed of the whole fleet is believed to be another. Among many ranks the others
+follow with the next choices: all of them at once would hold up the event loop."""
 
 
 def _nothing_held(_: WorkerRank) -> int:
@@ -64,9 +69,8 @@ class RankStates:
     def current(self) -> tuple[RankState, ...]:
         """Return the record of every rank as it is now."""
         changed, moved = self._load.changed, self.timing.moved
-        if moved:
-            changed |= moved
-            moved.clear()
+        for _ in range(min(len(moved), MOVED_AT_ONCE)):
+            changed.add(moved.pop())
         if changed:
             states = list(self._states)
             for rank in changed:

@@ -142,7 +142,7 @@ class Client:
 
     # -- calls, as the planes see them ---------------------------------------------------------------------------
 
-    def candidates(self, *, members: Container[int] | None = None, busy: Container[int] = ()) -> list[Candidate]:
+    def candidates(self, *, members: Container[int] | None = None, busy: Collection[int] = ()) -> list[Candidate]:
         """Return what a choice is made from, by id. `members`: only these ids; `busy`: the ids that are full."""
         return self._set.candidates(asyncio.get_running_loop().time(), members=members, busy=busy)
 

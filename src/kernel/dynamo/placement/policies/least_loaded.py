@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
+from dynamo.placement.candidates import Candidate, CandidateList, Placement, PlacementReason, PlacementRequest
 
 
 class LeastLoaded:
@@ -26,7 +26,11 @@ def fewest_in_flight(candidates: Sequence[Candidate], rng: random.Random, policy
 
     Without chance the lowest id would get every burst.
     """
-    lowest = min([candidate.in_flight for candidate in candidates])
-    equals = [candidate for candidate in candidates if candidate.in_flight == lowest]
-    chosen = equals[0] if len(equals) == 1 else rng.choice(equals)
+    loads = candidates.in_flight if isinstance(candidates, CandidateList) else [each.in_flight for each in candidates]
+    lowest = min(loads)
+    equals = loads.count(lowest)
+    at = loads.index(lowest)
+    for _ in range(rng.randrange(equals) if equals > 1 else 0):
+        at = loads.index(lowest, at + 1)
+    chosen = candidates[at]
     return Placement(chosen, policy, (PlacementReason("in_flight", lowest),))

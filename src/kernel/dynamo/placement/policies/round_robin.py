@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
-from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
+from dynamo.placement.candidates import Candidate, CandidateList, Placement, PlacementReason, PlacementRequest
 
 _POSITION: Final = attrgetter("instance_id", "endpoint")
 _TURN: Final = (PlacementReason("turn"),)
@@ -25,6 +26,11 @@ class RoundRobinCursor:
 
         The order is that of the ids, so a turn survives workers that come and go.
         """
+        if isinstance(candidates, CandidateList):  # in that order already, and of one endpoint
+            at = bisect_right(candidates, self.last, key=_POSITION)
+            chosen = candidates[at if at < len(candidates) else 0]
+            self.last = _POSITION(chosen)
+            return chosen
         later = [each for each in candidates if (each.instance_id, each.endpoint) > self.last]
         chosen = min(later or candidates, key=_POSITION)
         self.last = _POSITION(chosen)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -20,7 +20,8 @@ from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.media_routing import RoutedPrompt
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest, Policy
+from dynamo.placement import Candidate, CandidateList, Placement, PlacementReason, PlacementRequest, Policy
+from dynamo.placement.candidates import find
 from dynamo.placement.kv_query import (
     KvQuery,
     PinnedWorkerOverloaded,
@@ -128,6 +129,28 @@ class _RunningRequests:
         return f"{request_id}\0{self._repeated}"
 
 
+class _KnownWorkers:
+    """The workers that the router knows, beside those that may serve a request."""
+
+    __slots__ = ("_same", "ids")
+
+    def __init__(self, ids: frozenset[int]) -> None:
+        self.ids = ids
+        self._same: Mapping[int, int] | None = None  # positions of a list whose ids are all of these
+
+    def allowed(self, candidates: Sequence[Candidate]) -> Collection[int] | None:
+        """Return the ids of the candidates; None: they are all that the router knows, so nothing has to be left out."""
+        if not isinstance(candidates, CandidateList):
+            ids = {each.instance_id for each in candidates}
+            return None if ids == self.ids else ids
+        positions = candidates.positions
+        if positions is not self._same:
+            if positions.keys() != self.ids:
+                return positions.keys()
+            self._same = positions
+        return None
+
+
 class KvPlacement:
     """The policy of pools in the kv mode: `dynamo.placement.Policy`, and the booking of what it has chosen.
 
@@ -154,7 +177,7 @@ class KvPlacement:
         self.router = router
         self.read_ranks: Callable[[], Mapping[WorkerRank, RankInfo]] = dict
         self.is_stale = False  # the ranks have changed since they were read
-        self._workers: frozenset[int] = frozenset()  # that the router knows
+        self._workers = _KnownWorkers(frozenset())
         self._is_eagle = is_eagle
         self._rng = rng
         self._watcher = watcher or KvWatcher()
@@ -237,16 +260,17 @@ class KvPlacement:
         if query is None:  # not a request of a client's own, such as the release of blocks after a hand-over
             query = KvQuery(token_ids=request.token_ids, lora_name=request.lora_name)
         self._refresh()
-        by_id = {each.instance_id: each for each in reversed(candidates)}
-        query.allowed = None if by_id.keys() == self._workers else by_id.keys()
-        if query.allowed is not None and self._workers.isdisjoint(by_id):  # no card of these workers was seen yet
-            return fewest_in_flight(candidates, self._rng, "kv")
+        query.allowed = self._workers.allowed(candidates)
+        if query.allowed is not None and self._workers.ids.isdisjoint(query.allowed):
+            return fewest_in_flight(candidates, self._rng, "kv")  # no card of these workers was seen yet
         try:
             selection = self.select(query, now)
         except WorkerUnavailable as error:
             logger.debug("the kv router can place at none of %d workers: %s", len(candidates), error)
             return fewest_in_flight(candidates, self._rng, "kv")
-        return self._placed(by_id[selection.rank.worker_id], selection, query)
+        candidate = find(candidates, selection.rank.worker_id)
+        assert candidate is not None, "the router chooses among them"
+        return self._placed(candidate, selection, query)
 
     def settle(self, placement: Placement, request: PlacementRequest, now: float) -> Placement:
         """Return a placement with its decision: a request that names its worker was placed without one.
@@ -258,7 +282,7 @@ class KvPlacement:
         if placement.candidate.is_busy:
             raise PinnedWorkerOverloaded
         self._refresh()
-        if placement.candidate.instance_id not in self._workers:
+        if placement.candidate.instance_id not in self._workers.ids:
             return placement
         # A query of its own: without the session's rank, the request may have to go elsewhere.
         query = msgspec.structs.replace(request.kv, allowed=None, pinned_worker_id=placement.candidate.instance_id)
@@ -307,7 +331,7 @@ class KvPlacement:
         if self.is_stale:
             self.is_stale = False
             ranks = self.read_ranks()
-            self._workers = frozenset(rank.worker_id for rank in ranks)
+            self._workers = _KnownWorkers(frozenset(rank.worker_id for rank in ranks))
             self.router.set_ranks(ranks)
 
     def previewing(self) -> Policy:

@@ -34,7 +34,7 @@ class WorkerClient(Protocol):
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]: ...
 
-    def candidates(self, *, members: Container[int] | None = None, busy: Container[int] = ()) -> list[Candidate]: ...
+    def candidates(self, *, members: Container[int] | None = None, busy: Collection[int] = ()) -> list[Candidate]: ...
 
     def named(self, instance_id: int) -> Instance: ...
 
@@ -337,6 +337,10 @@ class ModelPool(PoolMembers):
 
     def listed(self) -> list[Candidate]:
         """Return the members that discovery lists, held by an operator or not."""
+        if len(self._members) == 1:
+            ((endpoint, ids),) = self._members.items()
+            client = self._clients.get(endpoint)
+            return [] if client is None else client.candidates(members=ids, busy=self._busy)
         found: list[Candidate] = []
         for endpoint, ids in self._members.items():
             if (client := self._clients.get(endpoint)) is not None:

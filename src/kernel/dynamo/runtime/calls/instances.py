@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from dynamo.errors import WorkerUnavailable
-from dynamo.placement import Booking, Candidate, CircuitBreaker, LoadBook, RouterMode
+from dynamo.placement import Booking, Candidate, CandidateList, CircuitBreaker, LoadBook, RouterMode
 from dynamo.runtime.calls.request_plane.base import Instance
 
 __all__ = [
@@ -25,6 +25,22 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 DEFAULT_INHIBIT_SECONDS: Final = 5.0  # DYN_RUNTIME_INHIBITED_DURATION_SECS
+
+
+MAX_KEPT: Final = 64
+"""Groups of workers whose candidates are kept; a group is the members of one model in one role."""
+
+
+class _KeptCandidates:
+    """The candidates of a group of workers, as the last choice was made from them."""
+
+    __slots__ = ("busy", "changed", "found", "instances", "members")
+
+    def __init__(
+        self, members: Container[int] | None, busy: Collection[int], instances: Sequence[Instance], found: CandidateList
+    ) -> None:
+        self.members, self.busy, self.instances, self.found = members, busy, instances, found
+        self.changed: set[int] = set()  # ids whose open streams have changed since
 
 
 class InstanceSet:
@@ -43,6 +59,7 @@ class InstanceSet:
         self._ids: dict[str, int] = {}  # key -> the id it claims
         self._sorted: list[Instance] = []
         self._collisions: set[int] = set()  # ids whose collision was logged
+        self._kept: dict[int, _KeptCandidates] = {}  # by the identity of the members
         self.breaker = CircuitBreaker(inhibit_seconds)
         self.loads = LoadBook()
 
@@ -128,23 +145,60 @@ class InstanceSet:
         return self.loads.book(instance_id)
 
     def candidates(
-        self, now: float, *, members: Container[int] | None = None, busy: Container[int] = ()
+        self, now: float, *, members: Container[int] | None = None, busy: Collection[int] = ()
     ) -> list[Candidate]:
         """Return the records that a choice is made from, by id. `members`: only these ids; None: all of them."""
-        opened = self.breaker.open_circuits(now) if self.breaker.open else ()
-        in_flight, endpoint = self.loads.by_worker.get, self._endpoint
-        return [
-            Candidate(
-                each.instance_id,
-                endpoint,
-                each.device_type,
-                in_flight(each.instance_id, 0),
-                each.instance_id in busy,
-                each.instance_id in opened,
-            )
-            for each in self._sorted
-            if members is None or each.instance_id in members
-        ]
+        if self.breaker.open:
+            opened = self.breaker.open_circuits(now)
+            return [
+                self._candidate(each, busy, opened)
+                for each in self._sorted
+                if members is None or each.instance_id in members
+            ]
+        kept = self._kept.get(id(members))
+        if kept is None or kept.instances is not self._sorted:
+            kept = self._keep(members, busy)
+        if busy is not kept.busy:
+            kept.changed |= frozenset(busy) ^ frozenset(kept.busy)
+            kept.busy = busy
+        if kept.changed:
+            positions, found = kept.found.positions, {}
+            for instance_id in kept.changed:
+                at = positions.get(instance_id)
+                if at is not None:
+                    found[at] = self._candidate(self._by_id[instance_id], busy, ())
+            kept.changed.clear()
+            kept.found = kept.found.replaced(found, are_free=not busy)
+        return kept.found
+
+    def _candidate(self, instance: Instance, busy: Container[int], opened: Container[int]) -> Candidate:
+        instance_id = instance.instance_id
+        return Candidate(
+            instance_id,
+            self._endpoint,
+            instance.device_type,
+            self.loads.in_flight(instance_id),
+            instance_id in busy,
+            instance_id in opened,
+        )
+
+    def _keep(self, members: Container[int] | None, busy: Collection[int]) -> _KeptCandidates:
+        """Make the candidates of a group of workers anew, and keep them for the next choice."""
+        former = self._kept.pop(id(members), None)
+        if former is None and len(self._kept) >= MAX_KEPT:
+            self._drop(self._kept.pop(next(iter(self._kept))))
+        chosen = [each for each in self._sorted if members is None or each.instance_id in members]
+        found = CandidateList([self._candidate(each, busy, ()) for each in chosen])
+        if former is not None:
+            self._drop(former)
+            if former.found.positions == found.positions:
+                found.positions = former.found.positions  # the same object: the ids are the same
+        kept = self._kept[id(members)] = _KeptCandidates(members, busy, self._sorted, found)
+        self.loads.changed.append(kept.changed)
+        return kept
+
+    def _drop(self, kept: _KeptCandidates) -> None:
+        self.loads.changed = [each for each in self.loads.changed if each is not kept.changed]
 
     def _use(self, instance: Instance) -> None:
         self._by_id[instance.instance_id] = instance

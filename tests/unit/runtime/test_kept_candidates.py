@@ -1,0 +1,101 @@
+"""The candidates that are kept between choices are at any time those that would be made anew."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.errors import Overloaded, WorkerUnavailable
+from dynamo.placement import Candidate, CandidateList, PlacementRequest, RouterMode, place, policy_for
+from dynamo.placement.candidates import find
+from dynamo.runtime.calls.instances import MAX_KEPT, InstanceSet
+from dynamo.runtime.calls.request_plane.base import Instance
+
+ENDPOINT = "ns.c.e"
+ACTS = st.tuples(
+    st.sampled_from(["book", "release", "put", "remove", "fail", "answer", "busy", "choose"]), st.integers(0, 9)
+)
+
+
+def instance(number: int) -> Instance:
+    return Instance(namespace="ns", component="c", endpoint="e", instance_id=number, transport={"mem": str(number)})
+
+
+def anew(instances: InstanceSet, now: float, members: frozenset[int] | None, busy: frozenset[int]) -> list[Candidate]:
+    opened = instances.breaker.open_circuits(now)
+    return [
+        Candidate(
+            each.instance_id,
+            ENDPOINT,
+            each.device_type,
+            instances.loads.in_flight(each.instance_id),
+            each.instance_id in busy,
+            each.instance_id in opened,
+        )
+        for each in instances.discovered
+        if members is None or each.instance_id in members
+    ]
+
+
+@given(st.lists(ACTS, max_size=60))
+def test_kept_candidates_are_those_that_would_be_made_anew(acts: list[tuple[str, int]]) -> None:
+    instances, now, busy = InstanceSet(ENDPOINT), 0.0, frozenset[int]()
+    bookings: list[object] = []
+    groups = (None, frozenset(range(5)), frozenset(range(3, 9)))
+    seen: list[tuple[list[Candidate], list[Candidate]]] = []
+    for act, number in acts:
+        now += 0.1
+        if act == "book":
+            bookings.append(instances.book(number))
+        elif act == "release" and bookings:
+            bookings.pop(number % len(bookings)).release()  # type: ignore[attr-defined]
+        elif act == "put":
+            instances.put(f"ns/c/e/{number:x}", instance(number))
+        elif act == "remove":
+            instances.remove(f"ns/c/e/{number:x}")
+        elif act == "fail":
+            instances.inhibit(number, now)
+        elif act == "answer":
+            instances.breaker.record_answer(number)
+        elif act == "busy":
+            busy ^= {number}
+        for members in groups:
+            found = instances.candidates(now, members=members, busy=busy)
+            assert found == anew(instances, now, members, busy)
+            seen.append((found, list(found)))
+            if isinstance(found, CandidateList):
+                assert found.in_flight == [each.in_flight for each in found]
+                assert found.positions == {each.instance_id: at for at, each in enumerate(found)}
+                assert not found.are_free or not any(each.is_busy or each.is_circuit_open for each in found)
+            for wanted in range(10):
+                assert find(found, wanted) == next((each for each in found if each.instance_id == wanted), None)
+            chosen_alike(found)
+    assert all(found == copy for found, copy in seen)  # what was handed out never changes
+
+
+def chosen_alike(candidates: list[Candidate]) -> None:
+    """Every mode chooses from kept candidates what it chooses from a plain list of them."""
+    for mode in (RouterMode.ROUND_ROBIN, RouterMode.RANDOM, RouterMode.POWER_OF_TWO, RouterMode.LEAST_LOADED):
+        found = []
+        for given_list in (candidates, [*candidates]):
+            policy = policy_for(mode, rng=random.Random(4))
+            try:
+                placed = [place(policy, PlacementRequest(), given_list, 0.0, scope="s").candidate for _ in range(3)]
+            except (WorkerUnavailable, Overloaded) as error:
+                found.append(type(error).__name__)
+            else:
+                found.append(str(placed))
+        assert found[0] == found[1]
+
+
+def test_the_groups_that_are_kept_are_bounded() -> None:
+    instances = InstanceSet(ENDPOINT)
+    instances.put("ns/c/e/1", instance(1))
+    groups = [frozenset({1, 1000 + number}) for number in range(2 * MAX_KEPT)]
+    for members in groups:
+        assert len(instances.candidates(0.0, members=members)) == 1
+    assert len(instances.loads.changed) == MAX_KEPT
+    instances.book(1)
+    assert [instances.candidates(0.0, members=members)[0].in_flight for members in groups] == [1] * len(groups)
