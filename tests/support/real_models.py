@@ -81,12 +81,10 @@ class Answer(NamedTuple):
     def agrees_with(self, other: Answer) -> bool:
         """Whether two answers are the same.
 
-        Where the limit cuts within a character, some servers send a sign for it, some nothing, and some lose the blank before it.
+        Where the limit cuts within a character, some answers have a sign for it, some nothing, and those that llama.cpp streams
+        also lose a blank that belongs to the same token.
         """
-        if self == other:
-            return True
-        is_cut = self.finish_reason == "length" and UNFINISHED in (self.text[-1:], other.text[-1:])
-        return is_cut and self._uncut() == other._uncut()
+        return self == other or (self.finish_reason == "length" and self._uncut() == other._uncut())
 
     def _uncut(self) -> Self:
         return self._replace(text=self.text.rstrip(UNFINISHED).removesuffix(" "))
