@@ -141,18 +141,18 @@ class _Cost:
             return [self._total(rank, matches.get(at, NO_MATCH)) for at, rank in enumerate(state.ranks)]
         # The common case, in one loop: the same sums as in `_total`, which a test compares.
         device, host, disk = weights.overlap_score_credit, weights.host_cache_hit_weight, weights.disk_cache_hit_weight
-        costs = []
-        for at, rank in enumerate(state.ranks):
+        costs = [
+            scale * (((rank.prefill_tokens if rank.has_load else 0) + tokens) / block_size)
+            + (rank.decode_blocks + complete)
+            + request_weight * rank.requests
+            for rank in state.ranks
+        ]
+        for at, match in matches.items():
+            rank, overlap = state.ranks[at], match.overlap
             raw = ((rank.prefill_tokens if rank.has_load else 0) + tokens) / block_size
-            match = matches.get(at)
-            decode = rank.decode_blocks + complete
-            if match is not None:
-                overlap = match.overlap
-                decode -= match.active_blocks
-                raw -= device * overlap.device + host * overlap.host + disk * overlap.disk
-                if raw < 0.0:
-                    raw = 0.0
-            costs.append(scale * raw + decode + request_weight * rank.requests)
+            raw = max(0.0, raw - (device * overlap.device + host * overlap.host + disk * overlap.disk))
+            decode = rank.decode_blocks + complete - match.active_blocks
+            costs[at] = scale * raw + decode + request_weight * rank.requests
         return costs
 
     def _total(self, rank: RankState, match: RankMatch) -> float:

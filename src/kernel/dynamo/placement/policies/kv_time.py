@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import compress
+from operator import is_not, itemgetter
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -33,6 +35,7 @@ from dynamo.placement.kv_query import DISK_HIT_WEIGHT, HOST_HIT_WEIGHT, Trust
 from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, RankMatch, RankState
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
+from dynamo.placement.policies.kv_time_arrays import ARRAYS_FROM, Decision, Limits, TimeArrays, numpy
 from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, pass_ms
 
@@ -97,6 +100,7 @@ class _View(NamedTuple):
 
 
 _Row = tuple[float, ...]
+_RECORD: Final = itemgetter(0)  # of a view
 
 
 def _row_of(view: _View) -> _Row:
@@ -107,6 +111,13 @@ def _row_of(view: _View) -> _Row:
         view.waiting_ms, view.step, view.others, view.decode, view.decode_growth, float(view.room), float(view.free),
         view.seat_ms,
     )  # fmt: skip
+
+
+def _more_of(view: _View) -> _Row:
+    """Return what the arrays hold of a view beyond its row, in their order."""
+    tokens = view.record.pass_tokens
+    with_pass = pass_ms(view.record.timing.prefill, view.waiting + tokens, view.budget)
+    return float(tokens), with_pass, view.block_ms, view.oldest_use_at, view.room_ms
 
 
 class _Prompt(NamedTuple):
@@ -126,7 +137,17 @@ class _Prompt(NamedTuple):
 class TimeCost:
     """The policy `time`."""
 
-    __slots__ = ("_block_size", "_oldest", "_parameters", "_requests", "_rows", "_streams", "_views")
+    __slots__ = (
+        "_arrays",
+        "_block_size",
+        "_oldest",
+        "_parameters",
+        "_requests",
+        "_rows",
+        "_stale",
+        "_streams",
+        "_views",
+    )
 
     name: Final = "time"
 
@@ -138,6 +159,8 @@ class TimeCost:
         self._requests: list[int] = []
         self._streams: list[int] = []
         self._oldest: list[float] = []
+        self._arrays: TimeArrays | None = None  # of the views; None: of none, or they are too few
+        self._stale: set[int] = set()  # positions where the arrays are behind the views
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> TimeCost:
@@ -152,10 +175,16 @@ class TimeCost:
         """Choose the rank where the request costs least, or sample one."""
         views = self._current_views(state)
         prompt = self._prompt(state, views)
-        costs = self._costs(state, prompt, views)
         request, temperature = state.request, self._parameters.router_temperature
         if request.overrides is not None and request.overrides.router_temperature is not None:
             temperature = request.overrides.router_temperature
+        if len(views) >= ARRAYS_FROM and not (temperature or with_terms or request.has_preferences):
+            arrays = self._current_arrays(views)
+            if arrays is not None:
+                found = arrays.costs(self._decision(state, prompt, views))
+                position, cost, tied = arrays.lowest(found, draw)
+                return KvChoice(self.name, "ms", state.ranks[position].rank, position, cost, tied, draw)
+        costs = self._costs(state, prompt, views)
         if temperature > 0.0:
             position, tied = pick_sampled(costs, temperature, draw)
             reason = "sampled"
@@ -186,14 +215,52 @@ class TimeCost:
             self._requests = [view.requests for view in views]
             self._streams = [view.streams for view in views]
             self._oldest = [view.oldest_use_at for view in views]
+            self._arrays = None
             return views
-        for at, (rank, known) in enumerate(zip(ranks, views, strict=True)):
-            if known[0] is not rank:  # its record
-                view = views[at] = self._view(rank, state.block_size)
-                self._rows[at] = _row_of(view)
-                self._requests[at], self._streams[at] = view.requests, view.streams
-                self._oldest[at] = view.oldest_use_at
+        for at in [*compress(range(len(ranks)), map(is_not, ranks, map(_RECORD, views)))]:
+            view = views[at] = self._view(ranks[at], state.block_size)
+            self._rows[at] = _row_of(view)
+            self._requests[at], self._streams[at] = view.requests, view.streams
+            self._oldest[at] = view.oldest_use_at
+            self._stale.add(at)
         return views
+
+    def _current_arrays(self, views: list[_View]) -> TimeArrays | None:
+        """Return the figures of all views; None where NumPy is not installed."""
+        arrays = self._arrays
+        if arrays is None:
+            np = numpy()
+            if np is None:
+                return None
+            limits = Limits(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO)
+            rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
+            arrays = self._arrays = TimeArrays(np, rows, limits)
+        else:
+            for at in self._stale:
+                arrays.change(at, (*self._rows[at], *_more_of(views[at])))
+        self._stale.clear()
+        return arrays
+
+    def _decision(self, state: KvState, prompt: _Prompt, views: list[_View]) -> Decision:
+        """Return what `_costs` has in common for all ranks, and what is held where."""
+        needed = prompt.blocks + prompt.output / state.block_size
+        held = {}
+        for at, match in state.matches.items():
+            blocks = self._held_blocks(views[at].record, match, prompt)
+            uncached = max(prompt.tokens - blocks * state.block_size, 1.0)
+            held[at] = uncached, needed - blocks, needed - match.active_blocks
+        return Decision(
+            state.now,
+            float(max(1, prompt.tokens)),
+            needed,
+            prompt.output,
+            prompt.output * prompt.decode_weight,
+            prompt.added,
+            prompt.is_computed,
+            prompt.mean_idle,
+            prompt.block_weight,
+            held,
+        )
 
     def _view(self, rank: RankState, block_size: int) -> _View:
         weights, timing, total = self._parameters, rank.timing, rank.total_kv_blocks or 0

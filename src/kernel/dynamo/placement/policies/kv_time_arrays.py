@@ -1,0 +1,119 @@
+"""The costs of the policy `time` among very many ranks: the same sums as in `kv_time`, all ranks at once, with NumPy.
+
+NumPy is no requirement of this package. Where it is not installed, the loop of `kv_time` computes the same, in longer time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+ARRAYS_FROM: Final = 128
+"""Ranks from which on this is quicker than the loop."""
+
+
+class Limits(NamedTuple):
+    """Constants of the policy."""
+
+    most_steps: float
+    least_idle_seconds: float
+    most_idle_ratio: float
+
+
+class Decision(NamedTuple):
+    """What the costs of one decision have in common."""
+
+    now: float
+    fresh: float  # tokens to be computed where nothing is held
+    needed: float  # blocks
+    output: float  # tokens
+    decoded: float
+    added: float
+    is_computed: bool
+    mean_idle: float
+    block_weight: float
+    held: Mapping[
+        int, tuple[float, float, float]
+    ]  # by position: tokens to be computed, blocks that are missing, and over
+
+
+def numpy() -> Any:
+    """Return NumPy; None where it is not installed."""
+    try:
+        import numpy as found
+    except ImportError:
+        return None
+    return found
+
+
+class TimeArrays:
+    """The figures of all ranks, a row for each figure. Kept between decisions, and changed where a rank has changed."""
+
+    __slots__ = ("_limits", "_np", "_table")
+
+    def __init__(self, np: Any, rows: Sequence[Sequence[float]], limits: Limits) -> None:
+        """`rows`: of each rank, in the order of `costs`."""
+        self._np, self._limits = np, limits
+        self._table = np.array(rows, dtype=np.float64).T.copy()
+
+    def change(self, at: int, row: Sequence[float]) -> None:
+        """Take the figures of a rank that has changed."""
+        self._table[:, at] = row
+
+    def costs(self, one: Decision) -> Any:
+        """Return the cost of each rank, as an array."""
+        np = self._np
+        with np.errstate(all="ignore"):  # what is infinite or not a number is left out
+            return self._costs(np, one)
+
+    def _costs(self, np: Any, one: Decision) -> Any:
+        (
+            begins_at, ends_at, boundary_at, idle_wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth,
+            room, free, seat, pass_tokens, waiting_with_pass_ms, block_ms, oldest, room_ms,
+        ) = self._table  # fmt: skip
+        now, limits, where = one.now, self._limits, np.where
+        computed = waiting + one.fresh
+        missing = over = one.needed
+        if one.held:
+            missing, over = np.full(len(waiting), one.needed), np.full(len(waiting), one.needed)
+            for at, (uncached, lost, beyond) in one.held.items():
+                computed[at], missing[at], over[at] = waiting[at] + uncached, lost, beyond
+        begins_later = begins_at > now
+        since = (now - boundary_at) * 1000.0
+        wait = where(
+            (boundary_at != 0.0) & (step != 0.0) & (since < limits.most_steps * step), step - since % step, idle_wait
+        )
+        wait = where(ends_at != 0.0, np.maximum((ends_at - now) * 1000.0, 0.0), wait)
+        wait = where(begins_later, (begins_at - now) * 1000.0, wait)
+        computed = where(begins_later, computed + pass_tokens, computed)
+        waiting_ms = where(begins_later, waiting_with_pass_ms, waiting_ms)
+        cost = wait + seat + one.decoded * (decode + growth * one.added)
+        if one.is_computed:
+            work = base + (linear + square * computed) * computed
+            added = work + step + others * (work - waiting_ms)
+            is_long = computed > budget
+            if is_long.any():
+                whole, rest = np.divmod(computed, budget)
+                work = whole * (base + (linear + square * budget) * budget)
+                work = work + where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
+                added = where(is_long, work + step * (whole + 1) + others * (work - waiting_ms), added)
+            cost = cost + added
+        lost = missing - free
+        if (lost > 0.0).any():
+            price = lost * block_ms * one.block_weight
+            if one.mean_idle > 0.0:
+                ratio = one.mean_idle / np.maximum(limits.least_idle_seconds, now - oldest)
+                price = price * where(oldest != 0.0, np.minimum(limits.most_idle_ratio, ratio * ratio), 1.0)
+            cost = where(lost > 0.0, cost + price, cost)
+        beyond = over - room
+        return where(beyond > 0.0, cost + beyond * room_ms * one.output, cost)
+
+    def lowest(self, costs: Any, draw: float) -> tuple[int, float, int]:
+        """Return where the lowest cost is, the cost, and how many share it. Among those `draw` in [0, 1) decides, evenly."""
+        np = self._np
+        at = int(costs.argmin())
+        lowest = costs[at]
+        tied = int(np.count_nonzero(costs == lowest))
+        if tied > 1:
+            at = int(np.flatnonzero(costs == lowest)[min(int(draw * tied), tied - 1)])
+        return at, float(lowest), tied
