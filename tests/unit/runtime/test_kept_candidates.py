@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import Overloaded, WorkerUnavailable
-from dynamo.placement import Candidate, CandidateList, PlacementRequest, RouterMode, place, policy_for
+from dynamo.placement import Booking, Candidate, CandidateList, PlacementRequest, RouterMode, place, policy_for
 from dynamo.placement.candidates import find
 from dynamo.runtime.calls.instances import MAX_KEPT, InstanceSet
 from dynamo.runtime.calls.request_plane.base import Instance
@@ -42,7 +42,7 @@ def anew(instances: InstanceSet, now: float, members: frozenset[int] | None, bus
 @given(st.lists(ACTS, max_size=60))
 def test_kept_candidates_are_those_that_would_be_made_anew(acts: list[tuple[str, int]]) -> None:
     instances, now, busy = InstanceSet(ENDPOINT), 0.0, frozenset[int]()
-    bookings: list[object] = []
+    bookings: list[Booking] = []
     groups = (None, frozenset(range(5)), frozenset(range(3, 9)))
     seen: list[tuple[list[Candidate], list[Candidate]]] = []
     for act, number in acts:
@@ -50,7 +50,7 @@ def test_kept_candidates_are_those_that_would_be_made_anew(acts: list[tuple[str,
         if act == "book":
             bookings.append(instances.book(number))
         elif act == "release" and bookings:
-            bookings.pop(number % len(bookings)).release()  # type: ignore[attr-defined]
+            bookings.pop(number % len(bookings)).release()
         elif act == "put":
             instances.put(f"ns/c/e/{number:x}", instance(number))
         elif act == "remove":

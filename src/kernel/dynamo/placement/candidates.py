@@ -36,28 +36,26 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class CandidateList(list[Candidate]):
-    """The workers of one endpoint, by id, as they are kept between choices. It never changes: a new one comes in its place."""
+    """The workers of one endpoint, by id, as they are kept between choices. It never changes: a new one comes in its place.
+
+    `positions`: where each id is; `in_flight`: of each, in the order of the list; `are_free`: none is busy or has an open circuit.
+    """
 
     __slots__ = ("are_free", "in_flight", "positions")
 
-    def __init__(self, candidates: Iterable[Candidate], positions: Mapping[int, int] | None = None) -> None:
-        """`positions`: where each id is; the same object as of another list with the same ids."""
+    def __init__(
+        self, candidates: Iterable[Candidate], changes: Mapping[int, Candidate] | None = None, *, are_free: bool = False
+    ) -> None:
+        """`changes`: `candidates` is such a list, and these come in the place of others with the same ids, by position."""
         super().__init__(candidates)
-        self.positions = {each.instance_id: at for at, each in enumerate(self)} if positions is None else positions
-        self.in_flight = [each.in_flight for each in self]
-        """Of each, in the order of the list."""
-        self.are_free = not any(each.is_busy or each.is_circuit_open for each in self)
-        """Whether none is busy or has an open circuit."""
-
-    def replaced(self, changes: Mapping[int, Candidate], *, are_free: bool) -> CandidateList:
-        """Return a list with other records at some positions, of the same ids."""
-        made = CandidateList.__new__(CandidateList)
-        list.__init__(made, self)
-        made.positions, made.in_flight, made.are_free = self.positions, self.in_flight.copy(), are_free
+        if changes is None or not isinstance(candidates, CandidateList):
+            self.positions = {each.instance_id: at for at, each in enumerate(self)}
+            self.in_flight = [each.in_flight for each in self]
+            self.are_free = not any(each.is_busy or each.is_circuit_open for each in self)
+            return
+        self.positions, self.in_flight, self.are_free = candidates.positions, [*candidates.in_flight], are_free
         for at, candidate in changes.items():
-            made[at] = candidate
-            made.in_flight[at] = candidate.in_flight
-        return made
+            self[at], self.in_flight[at] = candidate, candidate.in_flight
 
 
 def find(candidates: Sequence[Candidate], instance_id: int) -> Candidate | None:

@@ -35,7 +35,7 @@ from dynamo.placement.kv_query import DISK_HIT_WEIGHT, HOST_HIT_WEIGHT, Trust
 from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, RankMatch, RankState
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
-from dynamo.placement.policies.kv_time_arrays import ARRAYS_FROM, Decision, Limits, TimeArrays, numpy
+from dynamo.placement.policies.kv_time_arrays import ARRAYS_FROM, TimeArrays, TimeConstants, TimeDecision, numpy
 from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, pass_ms
 
@@ -181,7 +181,7 @@ class TimeCost:
         if len(views) >= ARRAYS_FROM and not (temperature or with_terms or request.has_preferences):
             arrays = self._current_arrays(views)
             if arrays is not None:
-                found = arrays.costs(self._decision(state, prompt, views))
+                found = arrays.costs(_decision_of(self, state, prompt, views))
                 position, cost, tied = arrays.lowest(found, draw)
                 return KvChoice(self.name, "ms", state.ranks[position].rank, position, cost, tied, draw)
         costs = self._costs(state, prompt, views)
@@ -232,7 +232,7 @@ class TimeCost:
             np = numpy()
             if np is None:
                 return None
-            limits = Limits(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO)
+            limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO)
             rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
             arrays = self._arrays = TimeArrays(np, rows, limits)
         else:
@@ -240,27 +240,6 @@ class TimeCost:
                 arrays.change(at, (*self._rows[at], *_more_of(views[at])))
         self._stale.clear()
         return arrays
-
-    def _decision(self, state: KvState, prompt: _Prompt, views: list[_View]) -> Decision:
-        """Return what `_costs` has in common for all ranks, and what is held where."""
-        needed = prompt.blocks + prompt.output / state.block_size
-        held = {}
-        for at, match in state.matches.items():
-            blocks = self._held_blocks(views[at].record, match, prompt)
-            uncached = max(prompt.tokens - blocks * state.block_size, 1.0)
-            held[at] = uncached, needed - blocks, needed - match.active_blocks
-        return Decision(
-            state.now,
-            float(max(1, prompt.tokens)),
-            needed,
-            prompt.output,
-            prompt.output * prompt.decode_weight,
-            prompt.added,
-            prompt.is_computed,
-            prompt.mean_idle,
-            prompt.block_weight,
-            held,
-        )
 
     def _view(self, rank: RankState, block_size: int) -> _View:
         weights, timing, total = self._parameters, rank.timing, rank.total_kv_blocks or 0
@@ -453,6 +432,28 @@ class TimeCost:
             "eviction": lost * view.block_ms * prompt.block_weight * ratio,
             "room": over * view.room_ms * prompt.output,
         }
+
+
+def _decision_of(policy: TimeCost, state: KvState, prompt: _Prompt, views: list[_View]) -> TimeDecision:
+    """Return what the costs have in common for all ranks, and what is held where."""
+    needed = prompt.blocks + prompt.output / state.block_size
+    held = {}
+    for at, match in state.matches.items():
+        blocks = policy._held_blocks(views[at].record, match, prompt)
+        uncached = max(prompt.tokens - blocks * state.block_size, 1.0)
+        held[at] = uncached, needed - blocks, needed - match.active_blocks
+    return TimeDecision(
+        state.now,
+        float(max(1, prompt.tokens)),
+        needed,
+        prompt.output,
+        prompt.output * prompt.decode_weight,
+        prompt.added,
+        prompt.is_computed,
+        prompt.mean_idle,
+        prompt.block_weight,
+        held,
+    )
 
 
 def _seat_ms(rank: RankState, step: float) -> float:

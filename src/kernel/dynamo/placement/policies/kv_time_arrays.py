@@ -6,13 +6,18 @@ NumPy is no requirement of this package. Where it is not installed, the loop of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from numpy import float64
+    from numpy.typing import NDArray
 
 ARRAYS_FROM: Final = 128
 """Ranks from which on this is quicker than the loop."""
 
 
-class Limits(NamedTuple):
+class TimeConstants(NamedTuple):
     """Constants of the policy."""
 
     most_steps: float
@@ -20,7 +25,7 @@ class Limits(NamedTuple):
     most_idle_ratio: float
 
 
-class Decision(NamedTuple):
+class TimeDecision(NamedTuple):
     """What the costs of one decision have in common."""
 
     now: float
@@ -37,7 +42,7 @@ class Decision(NamedTuple):
     ]  # by position: tokens to be computed, blocks that are missing, and over
 
 
-def numpy() -> Any:
+def numpy() -> ModuleType | None:
     """Return NumPy; None where it is not installed."""
     try:
         import numpy as found
@@ -51,7 +56,7 @@ class TimeArrays:
 
     __slots__ = ("_limits", "_np", "_table")
 
-    def __init__(self, np: Any, rows: Sequence[Sequence[float]], limits: Limits) -> None:
+    def __init__(self, np: ModuleType, rows: Sequence[Sequence[float]], limits: TimeConstants) -> None:
         """`rows`: of each rank, in the order of `costs`."""
         self._np, self._limits = np, limits
         self._table = np.array(rows, dtype=np.float64).T.copy()
@@ -60,18 +65,17 @@ class TimeArrays:
         """Take the figures of a rank that has changed."""
         self._table[:, at] = row
 
-    def costs(self, one: Decision) -> Any:
+    def costs(self, one: TimeDecision) -> NDArray[float64]:
         """Return the cost of each rank, as an array."""
-        np = self._np
-        with np.errstate(all="ignore"):  # what is infinite or not a number is left out
-            return self._costs(np, one)
+        with self._np.errstate(all="ignore"):  # what is infinite or not a number is left out
+            return self._costs(one)
 
-    def _costs(self, np: Any, one: Decision) -> Any:
+    def _costs(self, one: TimeDecision) -> NDArray[float64]:
         (
             begins_at, ends_at, boundary_at, idle_wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth,
             room, free, seat, pass_tokens, waiting_with_pass_ms, block_ms, oldest, room_ms,
         ) = self._table  # fmt: skip
-        now, limits, where = one.now, self._limits, np.where
+        np, now, limits, where = self._np, one.now, self._limits, self._np.where
         computed = waiting + one.fresh
         missing = over = one.needed
         if one.held:
@@ -106,9 +110,10 @@ class TimeArrays:
                 price = price * where(oldest != 0.0, np.minimum(limits.most_idle_ratio, ratio * ratio), 1.0)
             cost = where(lost > 0.0, cost + price, cost)
         beyond = over - room
-        return where(beyond > 0.0, cost + beyond * room_ms * one.output, cost)
+        found: NDArray[float64] = where(beyond > 0.0, cost + beyond * room_ms * one.output, cost)
+        return found
 
-    def lowest(self, costs: Any, draw: float) -> tuple[int, float, int]:
+    def lowest(self, costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
         """Return where the lowest cost is, the cost, and how many share it. Among those `draw` in [0, 1) decides, evenly."""
         np = self._np
         at = int(costs.argmin())

@@ -27,8 +27,7 @@ class RoundRobinCursor:
         The order is that of the ids, so a turn survives workers that come and go.
         """
         if isinstance(candidates, CandidateList):  # in that order already, and of one endpoint
-            at = bisect_right(candidates, self.last, key=_POSITION)
-            chosen = candidates[at if at < len(candidates) else 0]
+            chosen = candidates[bisect_right(candidates, self.last, key=_POSITION) % len(candidates)]
             self.last = _POSITION(chosen)
             return chosen
         later = [each for each in candidates if (each.instance_id, each.endpoint) > self.last]

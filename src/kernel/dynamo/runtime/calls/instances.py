@@ -42,6 +42,12 @@ class _KeptCandidates:
         self.members, self.busy, self.instances, self.found = members, busy, instances, found
         self.changed: set[int] = set()  # ids whose open streams have changed since
 
+    def renew(self, changes: Mapping[int, Candidate]) -> CandidateList:
+        """Return the candidates with others at some positions: of all that have changed."""
+        self.changed.clear()
+        self.found = CandidateList(self.found, changes, are_free=not self.busy)
+        return self.found
+
 
 class InstanceSet:
     """The instances of one endpoint, each with its circuit breaker and the streams that are open there.
@@ -149,27 +155,25 @@ class InstanceSet:
     ) -> list[Candidate]:
         """Return the records that a choice is made from, by id. `members`: only these ids; None: all of them."""
         if self.breaker.open:
-            opened = self.breaker.open_circuits(now)
-            return [
-                self._candidate(each, busy, opened)
-                for each in self._sorted
-                if members is None or each.instance_id in members
-            ]
+            return self._anew(members, busy, self.breaker.open_circuits(now))
         kept = self._kept.get(id(members))
         if kept is None or kept.instances is not self._sorted:
             kept = self._keep(members, busy)
+        return kept.found if not kept.changed and busy is kept.busy else self._renewed(kept, busy)
+
+    def _anew(self, members: Container[int] | None, busy: Container[int], opened: Container[int]) -> list[Candidate]:
+        chosen = [each for each in self._sorted if members is None or each.instance_id in members]
+        return [self._candidate(each, busy, opened) for each in chosen]
+
+    def _renewed(self, kept: _KeptCandidates, busy: Collection[int]) -> CandidateList:
+        """Return kept candidates with new records of those that have changed."""
         if busy is not kept.busy:
             kept.changed |= frozenset(busy) ^ frozenset(kept.busy)
             kept.busy = busy
-        if kept.changed:
-            positions, found = kept.found.positions, {}
-            for instance_id in kept.changed:
-                at = positions.get(instance_id)
-                if at is not None:
-                    found[at] = self._candidate(self._by_id[instance_id], busy, ())
-            kept.changed.clear()
-            kept.found = kept.found.replaced(found, are_free=not busy)
-        return kept.found
+        return kept.renew({
+            kept.found.positions[known]: self._candidate(self._by_id[known], busy, ())
+            for known in kept.changed & kept.found.positions.keys()
+        })  # fmt: skip
 
     def _candidate(self, instance: Instance, busy: Container[int], opened: Container[int]) -> Candidate:
         instance_id = instance.instance_id
@@ -177,7 +181,7 @@ class InstanceSet:
             instance_id,
             self._endpoint,
             instance.device_type,
-            self.loads.in_flight(instance_id),
+            self.loads.by_worker.get(instance_id, 0),
             instance_id in busy,
             instance_id in opened,
         )
@@ -187,8 +191,7 @@ class InstanceSet:
         former = self._kept.pop(id(members), None)
         if former is None and len(self._kept) >= MAX_KEPT:
             self._drop(self._kept.pop(next(iter(self._kept))))
-        chosen = [each for each in self._sorted if members is None or each.instance_id in members]
-        found = CandidateList([self._candidate(each, busy, ()) for each in chosen])
+        found = CandidateList(self._anew(members, busy, ()))
         if former is not None:
             self._drop(former)
             if former.found.positions == found.positions:
