@@ -17,7 +17,7 @@ from dynamo.placement.kv_query import KvQuery, RankInfo, RequestOrigin
 from dynamo.placement.kv_state import KvChoice, KvRequest, KvState, RankMatch, RankState
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.policies import Classified, PolicyCandidate
-from dynamo.policies.programmed import FAILURES_IN_A_ROW, NoWorkerLeft, ProgrammedPolicy
+from dynamo.policies.programmed import FAILURES_IN_A_ROW, KINDS, NoWorkerLeft, ProgrammedPolicy
 from dynamo.policies.records import MAX_DEFER_SECONDS, PolicyRequest
 from dynamo.router.kv.explain import explain
 from dynamo.router.kv.router import KvRouter
@@ -190,7 +190,7 @@ def test_whatever_a_policy_does_the_request_is_served(case: str, caplog: pytest.
         choice = policy.choose(state, 0.0)
     expected: KvChoice = kv_policy("time").choose(state, 0.0)
     assert (choice.rank, choice.cost, choice.policy) == (expected.rank, expected.cost, "time (for test.py:Policy)")
-    assert policy.health.count == {"raised": 0, "stalled": 0, "invalid": 0, "resting": 0} | {kind: 1}
+    assert policy.health.count == dict.fromkeys(KINDS, 0) | {kind: 1}
     assert "test.py:Policy" in caplog.text
 
 
@@ -235,6 +235,20 @@ def test_a_policy_that_fails_in_a_row_is_left_alone_and_tried_again(monkeypatch:
     assert kinds[-2:] == ["raised", "resting"]
     now[0], fails[0] = now[0] + 11, False
     assert [policy.choose(state, 0.0).rank.worker_id for _ in range(3)] == [2, 2, 2]
+
+
+def test_a_policy_that_is_slow_in_a_row_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("dynamo.policies.programmed.perf_counter", lambda: now[0])
+
+    def score(request: PolicyRequest, candidate: PolicyCandidate) -> float:
+        now[0] += 0.004
+        return -candidate.worker_id
+
+    policy, state = made(score=score), state_of(rank(1), rank(2))
+    chosen_by = [policy.choose(state, 0.0).policy for _ in range(FAILURES_IN_A_ROW + 1)]
+    assert chosen_by == ["test.py:Policy"] * FAILURES_IN_A_ROW + ["time (for test.py:Policy)"]
+    assert (policy.health.count["slow"], policy.health.count["resting"]) == (FAILURES_IN_A_ROW, 1)
 
 
 # -- classify ------------------------------------------------------------------------------------------------------------

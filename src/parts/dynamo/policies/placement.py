@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 FAILURES: Final = Family(
     "dynamo_component_router_policy_failures_total",
     "counter",
-    "Decisions that a policy of the user did not make: it `raised` an error, `stalled` (took too long), returned what is `invalid`, "
-    "or was `resting` after failures in a row",
+    "Decisions that a policy of the user did not make: it `raised` an error, `stalled` (was ended), returned what is `invalid`, or "
+    "was `resting` after failures in a row. One that was `slow` did decide",
     ("policy", "kind"),
 )
 SHADOW: Final = Family(

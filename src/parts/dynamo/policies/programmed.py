@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, Final
 
 import msgspec
@@ -36,7 +36,9 @@ FAILURES_IN_A_ROW: Final = 10
 """After so many the policy is left alone for `REST_SECONDS`; a stall counts as five, as each holds the event loop."""
 REST_SECONDS: Final = 10.0
 LOG_SECONDS: Final = 10.0  # a failure of the same kind is logged no more often
-KINDS: Final = ("raised", "stalled", "invalid", "resting")
+SLOW_SECONDS: Final = 0.005
+"""A decision that takes longer holds up every other request for a while: it counts, and so do those in a row."""
+KINDS: Final = ("raised", "stalled", "slow", "invalid", "resting")
 
 _STALL_WEIGHT: Final = 5
 
@@ -47,6 +49,10 @@ class NoWorkerLeft(Overloaded):
 
 class InvalidDecision(Exception):
     """What a user's policy returned cannot be used."""
+
+
+class SlowDecision(Exception):
+    """A user's policy decided, and took long."""
 
 
 class PolicyHealth:
@@ -72,9 +78,12 @@ class PolicyHealth:
         self._count("resting")
         return False
 
-    def succeeded(self) -> None:
-        """Take a decision that was made."""
-        self._in_a_row = 0
+    def succeeded(self, seconds: float = 0.0) -> None:
+        """Take a decision that was made in so many seconds."""
+        if seconds > SLOW_SECONDS:
+            self.failed(SlowDecision(f"a decision took {1e3 * seconds:.0f} ms, more than {1e3 * SLOW_SECONDS:.0f}"))
+        else:
+            self._in_a_row = 0
 
     def failed(self, error: BaseException) -> None:
         """Take a decision that was not made, and log it where that has not just been done."""
@@ -83,6 +92,8 @@ class PolicyHealth:
             kind = "stalled"
         elif isinstance(error, InvalidDecision):
             kind = "invalid"
+        elif isinstance(error, SlowDecision):
+            kind = "slow"
         self._count(kind)
         self._in_a_row += _STALL_WEIGHT if kind == "stalled" else 1
         now = monotonic()
@@ -104,6 +115,8 @@ class PolicyHealth:
             logger.error(
                 "policy %s took more than %.0f ms for a decision: `time` decided", self._name, 1e3 * TIME_LIMIT_SECONDS
             )
+        elif kind == "slow":
+            logger.warning("policy %s: %s", self._name, error)
         elif kind == "invalid":
             logger.error("policy %s: %s: `time` decided", self._name, error)
         else:
@@ -135,6 +148,7 @@ class ProgrammedPolicy:
         """
         health = PolicyHealth(self.name) if with_terms else self.health  # with terms it is only an explanation
         if health.may_decide():
+            began = perf_counter()
             try:
                 made = call_timed(partial(self._decide, state, draw, with_terms))
             except NoWorkerLeft:
@@ -143,7 +157,7 @@ class ProgrammedPolicy:
             except (Exception, PolicyStalled) as error:  # the policy is the user's: it may raise anything
                 health.failed(error)
             else:
-                health.succeeded()
+                health.succeeded(perf_counter() - began)
                 return made
         # With its terms, so that an explanation does not call the policy again.
         choice = self._fallback.choose(state, draw, with_terms=True)
