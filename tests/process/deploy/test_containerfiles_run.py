@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli.main import main
-from support.containerfile import read_containerfile, texts
+from oci_image.containerfile import read_containerfile, texts
 from support.http_client import ask
 from support.processes import Cluster, wait
 

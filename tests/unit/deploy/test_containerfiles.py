@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.cases import each_case
-from support.containerfile import Instruction, read_containerfile, texts
+from oci_image.containerfile import Instruction, read_containerfile, texts
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
