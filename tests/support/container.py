@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import pytest
 
@@ -59,7 +58,7 @@ class Network:
         self.path = f"/run/netns/{name}"
         self._link = f"v{number}"
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> Self:
         try:
             _run("ip", "netns", "add", self.name)
             _run("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
@@ -78,7 +77,7 @@ class Network:
 
 
 class Container:
-    """One container with a read-only root, no capability and no way to get one; /tmp is in memory."""
+    """One container with a read-only root, no capability and no way to get one; /tmp is in memory. Closed by its block."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], root: Path, network: Network) -> None:
         self._folder, self._root, self._network = folder, root, network
@@ -87,14 +86,21 @@ class Container:
         self._process: subprocess.Popen[bytes] | None = None
         self.address = network.address
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def log(self) -> str:
         return (self._folder / "log").read_text(errors="replace")
 
-    def start(self, *command: str, **env: str) -> None:
-        """Start process 1: the entry point of the image, and `command` where one is given."""
+    def start(self, *command: str, shared: Path | None = None, **env: str) -> None:
+        """Start process 1: what the image starts, or its init with `command`; `shared` is a folder that lies at /shared."""
         process = self._config["process"]
         if command:
+            assert process["args"][:2] == ["tini", "--"]
             process["args"] = [*process["args"][:2], *command]
         process["env"] += [f"{name}={value}" for name, value in env.items()]
         process |= {"terminal": False, "capabilities": {}, "noNewPrivileges": True, "rlimits": []}
@@ -104,7 +110,10 @@ class Container:
             if each["type"] == "network":
                 each["path"] = self._network.path
         memory = {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]}
-        self._config["mounts"] = [each for each in self._config["mounts"] if each["destination"] in _SPECIAL] + [memory]
+        mounts = [each for each in self._config["mounts"] if each["destination"] in _SPECIAL] + [memory]
+        if shared is not None:
+            mounts.append({"destination": "/shared", "type": "bind", "source": str(shared), "options": ["bind", "rw"]})
+        self._config["mounts"] = mounts
         self._folder.mkdir(parents=True)
         (self._folder / "config.json").write_text(json.dumps(self._config))
         with (self._folder / "log").open("wb") as log:
@@ -166,18 +175,6 @@ class Container:
 
     def _runc(self) -> list[str]:
         return ["runc", "--root", str(self._folder.parent / "runc")]
-
-
-@contextlib.contextmanager
-def running(folder: Path, config: Mapping[str, Any], root: Path, command: Sequence[str], **env: str) -> Iterator[Container]:
-    """Have a container in a network of its own, and remove both."""
-    with Network(f"dynamo-test-{os.getpid()}") as network:
-        container = Container(folder, config, root, network)
-        try:
-            container.start(*command, **env)
-            yield container
-        finally:
-            container.close()
 
 
 def _run(*argv: str) -> str:
