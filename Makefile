@@ -101,8 +101,8 @@ test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2
 	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} FUZZ_TEXTS=$${FUZZ_TEXTS:-1000000} \
 	  $(BIN)/python -m pytest -q -m fuzz tests/process/hostile tests/process/formats -rs $(ARGS)
 
-test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into fresh environments (pip downloads the requirements)
-	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/process/cli/test_new_package.py tests/process/docs/test_fresh_clone.py -rs $(ARGS)
+test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into fresh environments, and the wheel in an empty one (pip downloads the requirements)
+	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/process/cli/test_new_package.py tests/process/docs/test_fresh_clone.py tests/process/deploy/test_distribution.py -rs $(ARGS)
 
 dist: $(VENV)/.dev ## the sdist and the wheel, in dist, and whether everything is in them
 	@$(BIN)/python tools/distribution.py $(ARGS)
