@@ -93,9 +93,8 @@ class LayerWriter:
         stack, self._stack = self._stack, None
         assert stack is not None
         try:
-            if kind is None:
-                stack.tar.close()
-                stack.zipped.close()
+            stack.tar.close()
+            stack.zipped.close()
         finally:
             stack.file.close()
         if kind is not None:
