@@ -39,7 +39,19 @@ def build(out: Path) -> tuple[Path, Path]:
         tools = place / "tools"
         requires = project["build-system"]["requires"]
         print(f"fetching the build tools ({', '.join(requires)}) ...", file=sys.stderr)
-        _run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(tools), *requires])
+        _run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--target",
+                str(tools),
+                *requires,
+            ]
+        )
         print("building the sdist ...", file=sys.stderr)
         sdist = _build("sdist", ROOT, place, tools)
         with tarfile.open(sdist) as archive:
@@ -78,7 +90,9 @@ def revision() -> tuple[str, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Build both and print their paths, one a line."""
     first, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser("distribution.py", description=first, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "distribution.py", description=first, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder of the results (%(default)s)")
     options = parser.parse_args(argv)
     try:
@@ -103,7 +117,9 @@ def _build(kind: str, source: Path, place: Path, tools: Path) -> Path:
 def _run(argv: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CannotPack(f"{' '.join(argv)} ended with status {done.returncode}:\n{(done.stdout + done.stderr).strip()}")
+        raise CannotPack(
+            f"{' '.join(argv)} ended with status {done.returncode}:\n{(done.stdout + done.stderr).strip()}"
+        )
     return done.stdout
 
 

@@ -64,7 +64,11 @@ class Network:
             _run("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
             _run("ip", "addr", "add", f"{self.host}/30", "dev", self._link)
             _run("ip", "link", "set", self._link, "up")
-            for words in (("addr", "add", f"{self.address}/30", "dev", "eth0"), ("link", "set", "eth0", "up"), ("link", "set", "lo", "up")):
+            for words in (
+                ("addr", "add", f"{self.address}/30", "dev", "eth0"),
+                ("link", "set", "eth0", "up"),
+                ("link", "set", "lo", "up"),
+            ):
                 _run("ip", "-n", self.name, *words)
         except AssertionError as error:
             self.__exit__()
@@ -109,7 +113,12 @@ class Container:
         for each in self._config["linux"]["namespaces"]:
             if each["type"] == "network":
                 each["path"] = self._network.path
-        memory = {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]}
+        memory = {
+            "destination": "/tmp",
+            "type": "tmpfs",
+            "source": "tmpfs",
+            "options": ["nosuid", "nodev", "mode=1777"],
+        }
         mounts = [each for each in self._config["mounts"] if each["destination"] in _SPECIAL] + [memory]
         if shared is not None:
             mounts.append({"destination": "/shared", "type": "bind", "source": str(shared), "options": ["bind", "rw"]})
@@ -161,7 +170,9 @@ class Container:
 
         def is_ready() -> bool:
             assert not self.has_ended(), self.log
-            done = subprocess.run(["curl", "-sf", f"http://{self.address}:{PORT}/ready"], check=False, capture_output=True)
+            done = subprocess.run(
+                ["curl", "-sf", f"http://{self.address}:{PORT}/ready"], check=False, capture_output=True
+            )
             return done.returncode == 0
 
         wait(is_ready, lambda: f"a model; log:\n{self.log}")

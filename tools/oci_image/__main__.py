@@ -25,6 +25,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 import distribution
+
 from oci_image.errors import CannotBuild
 from oci_image.kinds import EXTRAS, Build, Labels, build_backend, build_rust, build_server
 
@@ -53,7 +54,13 @@ def _build(options: argparse.Namespace, build: Build) -> None:
             raise CannotBuild(f"there is no file {path}")
     if options.kind == "server":
         wheel = options.wheel[0] if options.wheel else distribution.build(distribution.ROOT / "dist")[1]
-        build_server(build, wheel, _labels(options, _version_of(wheel)), name=options.name or "dynamo-unified", extras=options.extras)
+        build_server(
+            build,
+            wheel,
+            _labels(options, _version_of(wheel)),
+            name=options.name or "dynamo-unified",
+            extras=options.extras,
+        )
     elif options.kind == "backend":
         if not options.wheel:
             raise CannotBuild("a backend is made of a wheel: make image KIND=backend WHEEL=path/to/NAME.whl")
@@ -75,7 +82,10 @@ def _labels(options: argparse.Namespace, version: str) -> Labels:
     if not source:
         _report("no label for the source: the repository has no remote with a URL (--source URL)")
     return Labels(
-        options.version or version or "0.0.0", options.revision or revision, created.strftime("%Y-%m-%dT%H:%M:%SZ"), source
+        options.version or version or "0.0.0",
+        options.revision or revision,
+        created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        source,
     )
 
 
@@ -107,7 +117,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("kind", choices=("server", "backend", "rust"))
-    add("--wheel", type=Path, nargs="*", default=[], help="server: this package's (else it is built); backend: yours and those it needs")
+    add(
+        "--wheel",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="server: this package's (else it is built); backend: yours and those it needs",
+    )
     add("--command", default="", help="backend: the command of the image, where the wheel has several")
     add("--binary", type=Path, help="rust: the program")
     add("--lock", type=Path, help="rust: its Cargo.lock, for the bill of materials")

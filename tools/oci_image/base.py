@@ -19,7 +19,9 @@ __all__ = ["Base", "DebianPackage", "make_root_file_system", "read_base", "write
 NOT_KEPT: Final = ("/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*", "/usr/share/doc/*")
 KEPT: Final = "/usr/share/doc/*/copyright"
 # Of the installation, and other ones on every machine and day; a container has its own /dev, /proc and /sys.
-LEFT_OUT: Final = re.compile(r"(dev|proc|sys|run|tmp|var/(cache|log|tmp|lib/apt|lib/dpkg/[^/]*-old|backups))/.+|etc/(hostname|resolv\.conf|machine-id)")
+LEFT_OUT: Final = re.compile(
+    r"(dev|proc|sys|run|tmp|var/(cache|log|tmp|lib/apt|lib/dpkg/[^/]*-old|backups))/.+|etc/(hostname|resolv\.conf|machine-id)"
+)
 GLIBC: Final = "libc6"
 
 
@@ -57,7 +59,9 @@ class Base:
 def make_root_file_system(suite: str, packages: tuple[str, ...], target: Path) -> None:
     """Have mmdebstrap write the tar file of a root file system. Raises CannotBuild with the end of its log."""
     if shutil.which("mmdebstrap") is None:
-        raise CannotBuild("mmdebstrap is missing: `apt-get install mmdebstrap`, or name a root file system with --base FILE.tar")
+        raise CannotBuild(
+            "mmdebstrap is missing: `apt-get install mmdebstrap`, or name a root file system with --base FILE.tar"
+        )
     options = [f"--dpkgopt=path-exclude={each}" for each in NOT_KEPT] + [f"--dpkgopt=path-include={KEPT}"]
     command = ["mmdebstrap", "--variant=essential", f"--include={','.join(packages)}", *options]
     partial = target.with_suffix(".part")

@@ -112,7 +112,9 @@ class _Layers:
         self.comments.append(comment)
 
 
-def build_server(build: Build, wheel: Path, labels: Labels, *, name: str = "dynamo-unified", extras: str = EXTRAS) -> Path:
+def build_server(
+    build: Build, wheel: Path, labels: Labels, *, name: str = "dynamo-unified", extras: str = EXTRAS
+) -> Path:
     """Build the image of every role: this package with what frontends and workers without a GPU need."""
     base, lowest = build.root_file_system(PYTHON_PACKAGES)
     packages = Environment(build.work / "packages", base, _machine())
@@ -150,7 +152,9 @@ def build_backend(build: Build, wheels: Sequence[Path], labels: Labels, *, name:
     packages.compile()
     commands = packages.commands_of(wheels[:1])
     if not command and len(commands) != 1:
-        raise CannotBuild(f"{wheels[0].name} has {len(commands)} commands ({', '.join(commands) or 'none'}): name one with --command")
+        raise CannotBuild(
+            f"{wheels[0].name} has {len(commands)} commands ({', '.join(commands) or 'none'}): name one with --command"
+        )
     command = command or commands[0]
     name = name or command
     components = _components_below(build, "dynamo-unified") + python_components(packages.packages())
@@ -176,10 +180,15 @@ def build_rust(build: Build, binary: Path, labels: Labels, *, name: str = "", lo
     name = name or binary.name
     base, lowest = build.root_file_system(RUST_PACKAGES)
     content = binary.read_bytes()
-    needed = max((tuple(map(int, each.split(b"."))) for each in re.findall(rb"\0GLIBC_(\d+\.\d+)(?=\0)", content)), default=(2, 0))
+    needed = max(
+        (tuple(map(int, each.split(b"."))) for each in re.findall(rb"\0GLIBC_(\d+\.\d+)(?=\0)", content)),
+        default=(2, 0),
+    )
     if needed > base.glibc:
         both = [".".join(map(str, each)) for each in (needed, base.glibc)]
-        raise CannotBuild(f"{binary} needs a C library of version {both[0]}, and the root file system has {both[1]}: build it on that release of Debian, or take a newer one with --suite")
+        raise CannotBuild(
+            f"{binary} needs a C library of version {both[0]}, and the root file system has {both[1]}: build it on that release of Debian, or take a newer one with --suite"
+        )
     components = debian_components(base.packages) + (crates(lock) if lock is not None else [])
     bill = write_bill(name, labels.version, labels.created, components)
     layers = _Layers(build, base.epoch)
@@ -195,7 +204,9 @@ def build_rust(build: Build, binary: Path, labels: Labels, *, name: str = "", lo
     return build.finish(name, _image(config, labels.of(name), layers, {"PATH": USUAL_PATH}), bill)
 
 
-def _image(config: Mapping[str, Any], labels: Mapping[str, str], layers: _Layers, variables: Mapping[str, str]) -> Image:
+def _image(
+    config: Mapping[str, Any], labels: Mapping[str, str], layers: _Layers, variables: Mapping[str, str]
+) -> Image:
     first = [f"{name}={value}" for name, value in variables.items()]
     # A number: an orchestrator that refuses root cannot know which number a name has.
     full = {**config, "Env": [*first, *config.get("Env", [])], "User": f"{UID}:{UID}", "Labels": dict(labels)}

@@ -64,7 +64,8 @@ class _Stack:
     tar: tarfile.TarFile = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tar = tarfile.open(fileobj=self.plain, mode="w|", format=tarfile.PAX_FORMAT)  # type: ignore[call-overload]
+        # The writer closes it, with the others.
+        self.tar = tarfile.open(fileobj=self.plain, mode="w|", format=tarfile.PAX_FORMAT)  # type: ignore[call-overload]  # noqa: SIM115
 
 
 class LayerWriter:

@@ -60,7 +60,16 @@ class Environment:
         options = ["--target", str(self._packages), "--no-compile", "--only-binary=:all:", "--upgrade", *platforms]
         if not with_dependencies:
             options.append("--no-deps")
-        argv = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options, *requirements]
+        argv = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *options,
+            *requirements,
+        ]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CannotBuild(f"pip install {' '.join(requirements)} failed:\n{done.stderr.strip()}")
@@ -94,7 +103,10 @@ class Environment:
         """Write what makes a folder a virtual environment: its file of settings and its interpreter."""
         assert self._base.python is not None
         version = ".".join(map(str, self._base.python))
-        writer.add_bytes(f"{HOME}/pyvenv.cfg", f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {version}\n".encode())
+        writer.add_bytes(
+            f"{HOME}/pyvenv.cfg",
+            f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {version}\n".encode(),
+        )
         for name in ("python", "python3", f"python{version}"):
             writer.add_link(f"{HOME}/bin/{name}", f"/usr/bin/python{version}")
 

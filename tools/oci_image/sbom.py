@@ -40,7 +40,9 @@ def python_components(packages: Iterable[PythonPackage]) -> list[dict[str, Any]]
         if each.license:
             license_of = {"expression": each.license} if each.is_expression else {"license": {"name": each.license}}
             more["licenses"] = [license_of]
-        found.append(_component(each.name, each.version, f"pkg:pypi/{quote(name)}@{quote(each.version, safe='')}", **more))
+        found.append(
+            _component(each.name, each.version, f"pkg:pypi/{quote(name)}@{quote(each.version, safe='')}", **more)
+        )
     return found
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from oci_image.containerfile import read_containerfile, texts
 
 from dynamo.cli.main import main
-from oci_image.containerfile import read_containerfile, texts
 from support.http_client import ask
 from support.processes import Cluster, wait
 from support.wheels import write_wheel
@@ -45,7 +45,9 @@ async def test_a_user_s_wheel_is_installed_and_its_command_serves(tmp_path: Path
         PIP_NO_INDEX="1",
     )
     assert not wheels.exists()
-    tini, end, command, *arguments = [word for each in BACKEND if each.name in ("ENTRYPOINT", "CMD") for word in each.words]
+    tini, end, command, *arguments = [
+        word for each in BACKEND if each.name in ("ENTRYPOINT", "CMD") for word in each.words
+    ]
     assert (tini, end) == ("tini", "--")  # it starts the command and reaps what that one leaves behind
     with Cluster(tmp_path) as cluster:
         frontend = cluster.frontend("frontend")

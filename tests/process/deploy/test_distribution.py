@@ -48,9 +48,7 @@ def outside() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "PYTHON"))}
 
 
-def test_the_same_tree_gives_the_same_bytes_and_they_have_the_version(
-    built: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_the_same_tree_gives_the_same_bytes_and_they_have_the_version(built: tuple[Path, Path], tmp_path: Path) -> None:
     assert [path.name for path in built] == [f"{STEM}.tar.gz", f"{STEM}-py3-none-any.whl"]
     again = distribution.build(tmp_path)
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in built]
@@ -64,7 +62,9 @@ def test_static_files_data_and_the_type_marker_are_in_the_wheel(built: tuple[Pat
     kinds = ("py.typed", "prometheus_names.toml", "inspect.css", "rapidoc-min.js", "vision.safetensors", "main.rs.tmpl")
     for kind in kinds:
         assert [name for name in names if name.endswith(f"/{kind}")], kind
-    assert not [name for name in names if "__pycache__" in name or not name.startswith(("dynamo/", f"{STEM}.dist-info/"))]
+    assert not [
+        name for name in names if "__pycache__" in name or not name.startswith(("dynamo/", f"{STEM}.dist-info/"))
+    ]
 
 
 def test_the_sdist_has_what_builds_and_tests_it(built: tuple[Path, Path]) -> None:
@@ -84,11 +84,15 @@ def test_a_wheel_that_lacks_a_file_is_found_out(built: tuple[Path, Path], tmp_pa
 
 
 def test_an_environment_with_the_wheel_alone_serves_the_demonstration_model(python: Path, tmp_path: Path) -> None:
-    version = subprocess.run([python.with_name("dynamo"), "--version"], check=True, capture_output=True, text=True, env=outside())
+    version = subprocess.run(
+        [python.with_name("dynamo"), "--version"], check=True, capture_output=True, text=True, env=outside()
+    )
     assert version.stdout.startswith(f"dynamo {__version__} (wire: mux 1, native 1.6.1)")
     # Fewer connections than a machine for tests has open files: that would be the doctor's warning.
     env = {**outside(), "DYN_HTTP_MAX_CONNECTIONS": "100", "HOME": str(tmp_path)}
-    doctor = subprocess.run([python.with_name("dynamo"), "doctor", "--all"], capture_output=True, text=True, env=env, check=False)
+    doctor = subprocess.run(
+        [python.with_name("dynamo"), "doctor", "--all"], capture_output=True, text=True, env=env, check=False
+    )
     assert doctor.returncode == 0, doctor.stdout
     with serve_command(tmp_path, "--http-port", "0", python=str(python), PYTHONPATH="") as served:
         served.wait_ready()

@@ -102,7 +102,12 @@ def test_the_labels_and_the_bill_of_materials_are_in_the_image_and_beside_it(ser
     inside = (server.root / "usr/share/sbom/dynamo-unified.cdx.json").read_bytes()
     assert inside == (OUT / "dynamo-unified.cdx.json").read_bytes()
     purls = {each["purl"].split("@")[0] for each in json.loads(inside)["components"]}
-    assert {"pkg:pypi/dynamo-unified", "pkg:pypi/tokenizers", "pkg:deb/debian/python3.11", "pkg:deb/debian/tini"} <= purls
+    assert {
+        "pkg:pypi/dynamo-unified",
+        "pkg:pypi/tokenizers",
+        "pkg:deb/debian/python3.11",
+        "pkg:deb/debian/tini",
+    } <= purls
     size = sum(each.stat().st_size for each in (OUT / "dynamo-unified").rglob("*") if each.is_file())
     assert size < MAX_MEGABYTES * 1e6
 
@@ -200,7 +205,9 @@ def answer_of_two(frontend: Container, worker: Container, shared: Path, model: s
     return found
 
 
-def test_a_wheel_of_a_user_s_becomes_an_image_whose_worker_serves(server: Unpacked, network: Network, tmp_path: Path) -> None:
+def test_a_wheel_of_a_user_s_becomes_an_image_whose_worker_serves(
+    server: Unpacked, network: Network, tmp_path: Path
+) -> None:
     assert main(["new", "my-backend", "--dir", str(tmp_path)]) == 0
     wheel = write_wheel(tmp_path / "my-backend", tmp_path / "wheels")
     build("backend", "--wheel", str(wheel))

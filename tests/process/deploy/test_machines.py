@@ -63,7 +63,8 @@ class Machines:
         for number in NUMBERS:
             lines = block.text.splitlines(keepends=True)
             own = [
-                line if line.startswith(("ETCD_INITIAL_CLUSTER=", "ETCD_ENDPOINTS=", "NATS_SERVER="))
+                line
+                if line.startswith(("ETCD_INITIAL_CLUSTER=", "ETCD_ENDPOINTS=", "NATS_SERVER="))
                 else line.replace("10.0.0.1", f"10.0.0.{number}").replace("node1", f"node{number}")
                 for line in lines
             ]
@@ -119,7 +120,9 @@ class Machines:
         return "\n".join(f"--- {name}\n{each.log[-3000:]}" for name, each in self.processes.items())
 
     def _bash(self, script: str, cwd: Path) -> None:
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=cwd, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=cwd, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{script}\n{done.stderr}"
 
 
@@ -199,7 +202,9 @@ def test_a_shared_directory_and_nats_will_do(machines: Machines) -> None:
     machines.write("etc/dynamo/discovery-by-files.env", target="etc/dynamo/discovery.env")
     machines.write("etc/nats-server.conf")
     machines.write("etc/dynamo/events.env")
-    machines.start("nats", [found, "-c", str(machines.root(1) / "etc/nats-server.conf")], {}).wait_log("Server is ready")
+    machines.start("nats", [found, "-c", str(machines.root(1) / "etc/nats-server.conf")], {}).wait_log(
+        "Server is ready"
+    )
     start_all(machines)
     assert said(machines.ask()) == "3, 4, 5, 6, 7, 8, 9"
     end_all(machines, ["dynamo-frontend1", "dynamo-worker@2", "dynamo-worker@3"])

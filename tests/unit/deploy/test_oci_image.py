@@ -118,9 +118,13 @@ def test_members_have_parents_owners_modes_and_one_time(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_fails_half_way_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), LayerWriter(tmp_path / "layer", EPOCH) as writer:
-        writer.add_bytes("x", b"x")
-        raise RuntimeError
+    def write() -> None:
+        with LayerWriter(tmp_path / "layer", EPOCH) as writer:
+            writer.add_bytes("x", b"x")
+            writer.add_tree(tmp_path / "nothing", "y")
+
+    with pytest.raises(FileNotFoundError):
+        write()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,7 +169,9 @@ def test_every_blob_has_the_digest_and_the_size_that_point_to_it(tmp_path: Path)
     manifest = json.loads(check(top))
     config = json.loads(check(manifest["config"]))
     layers = [check(each) for each in manifest["layers"]]
-    assert config["rootfs"]["diff_ids"] == [f"sha256:{hashlib.sha256(gzip.decompress(each)).hexdigest()}" for each in layers]
+    assert config["rootfs"]["diff_ids"] == [
+        f"sha256:{hashlib.sha256(gzip.decompress(each)).hexdigest()}" for each in layers
+    ]
     assert len(config["history"]) == len(layers)
     assert {path.name for path in (folder / "blobs" / "sha256").iterdir()} == seen
     assert top["annotations"]["org.opencontainers.image.ref.name"] == "x:1.2.3"
@@ -362,7 +368,9 @@ def test_the_bill_names_each_part_by_its_package_url(tmp_path: Path) -> None:
     (tmp_path / "Cargo.lock").write_text('version = 3\n\n[[package]]\nname = "tokio"\nversion = "1.2.3"\n')
     parts = [
         *debian_components([DebianPackage("libstdc++6", "12.2.0-14", "amd64", "gcc-12")]),
-        *python_components([PythonPackage("Sample_Package", "1.0+x", "MIT", True), PythonPackage("b", "2", "BSD", False)]),
+        *python_components(
+            [PythonPackage("Sample_Package", "1.0+x", "MIT", True), PythonPackage("b", "2", "BSD", False)]
+        ),
         *crates(tmp_path / "Cargo.lock"),
     ]
     bill = json.loads(write_bill("x", "1", LABELS.created, parts))
