@@ -118,5 +118,5 @@ def _packages(status: str) -> Iterator[DebianPackage]:
     for paragraph in status.split("\n\n"):
         fields = dict(re.findall(r"^(Package|Version|Architecture|Source|Status): (.+)$", paragraph, re.MULTILINE))
         if fields.get("Status", "").endswith(" installed"):
-            source = fields.get("Source", fields["Package"]).partition(" ")[0]
+            source = str(fields.get("Source", fields["Package"])).partition(" ")[0]
             yield DebianPackage(fields["Package"], fields["Version"], fields["Architecture"], source)

@@ -39,7 +39,7 @@ class Layer:
 class _Hashed(io.RawIOBase):
     """A writer that counts and hashes what goes through it."""
 
-    def __init__(self, below: IO[bytes]) -> None:
+    def __init__(self, below: IO[bytes] | gzip.GzipFile) -> None:
         self._below, self.hash, self.size = below, hashlib.sha256(), 0
 
     def writable(self) -> bool:
@@ -65,7 +65,7 @@ class _Stack:
 
     def __post_init__(self) -> None:
         # The writer closes it, with the others.
-        self.tar = tarfile.open(fileobj=self.plain, mode="w|", format=tarfile.PAX_FORMAT)  # type: ignore[call-overload]  # noqa: SIM115
+        self.tar = tarfile.open(fileobj=self.plain, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115
 
 
 class LayerWriter:
@@ -84,7 +84,7 @@ class LayerWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.open("wb")
         packed = _Hashed(file)
-        zipped = gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=packed, mtime=0)  # type: ignore[call-overload]
+        zipped = gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=packed, mtime=0)
         self._stack = _Stack(file, packed, zipped, _Hashed(zipped))
         return self
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,10 +95,13 @@ class Machines:
             env = variables((self.root(number) / "etc/default/etcd").read_text())
             self.start(f"etcd{number}", [str(ETCD)], {**env, "ETCD_UNSAFE_NO_FSYNC": "true", "ETCD_LOG_LEVEL": "warn"})
         for number in NUMBERS:
-            tls = self.root(number) / "etc/dynamo/tls"
-            shown = ["--cacert", str(tls / "ca.pem"), "--cert", str(tls / "node.pem"), "--key", str(tls / "node.key")]
-            argv = ["curl", "-sf", *shown, f"https://{self.address(number)}:2379/health"]
-            wait(lambda argv=argv: subprocess.run(argv, check=False, capture_output=True).returncode == 0, self.logs)  # type: ignore[misc]
+            wait(partial(self._has_leader, number), self.logs)
+
+    def _has_leader(self, number: int) -> bool:
+        tls = self.root(number) / "etc/dynamo/tls"
+        shown = ["--cacert", str(tls / "ca.pem"), "--cert", str(tls / "node.pem"), "--key", str(tls / "node.key")]
+        argv = ["curl", "-sf", *shown, f"https://{self.address(number)}:2379/health"]
+        return subprocess.run(argv, check=False, capture_output=True).returncode == 0
 
     def start_unit(self, unit: str, number: int, instance: str = "") -> Process:
         """Start what a unit starts, with the files that it names."""
