@@ -76,16 +76,21 @@ def _build(options: argparse.Namespace, build: Build) -> None:
 
 
 def _labels(options: argparse.Namespace, version: str) -> Labels:
+    """Return the labels: the options', and for what is of this tree also its commit, its remote and its licence."""
     revision, time = distribution.revision()
-    created = datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH") or time), UTC)
-    source = options.source or _origin()
+    is_ours = options.kind == "server" or (
+        options.kind == "rust" and options.binary.resolve().is_relative_to(distribution.ROOT)
+    )
+    source = options.source or (_origin() if is_ours else "")
     if not source:
-        _report("no label for the source: the repository has no remote with a URL (--source URL)")
+        _report("no label for the source: --source URL gives one")
+    created = datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH") or time), UTC)
     return Labels(
-        options.version or version or "0.0.0",
-        options.revision or revision,
-        created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        source,
+        version=options.version or version or "0.0.0",
+        revision=options.revision or (revision if is_ours else ""),
+        created=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        source=source,
+        licenses="Apache-2.0" if is_ours else "",
     )
 
 
@@ -132,8 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--base", type=Path, help="the tar file of a root file system, in place of one by mmdebstrap")
     add("--name", default="", help="the name of the image (dynamo-unified, the command, the program)")
     add("--version", default="", help="the label and the tag (that of the wheel)")
-    add("--revision", default="", help="the label (the commit of this tree)")
-    add("--source", default="", help="the label: the URL of the source (the remote of this tree)")
+    add("--revision", default="", help="the label (the commit of this tree, for what is of it)")
+    add("--source", default="", help="the label: the URL of the source (the remote of this tree, for what is of it)")
     add("--out", type=Path, default=OUT, help="the folder of the results (%(default)s)")
     return parser
 

@@ -37,6 +37,7 @@ class Labels:
     revision: str
     created: str
     source: str = ""
+    licenses: str = ""
 
     def of(self, title: str) -> dict[str, str]:
         """Return the labels of the OCI; one that nothing is known of is left out."""
@@ -46,7 +47,7 @@ class Labels:
             "revision": self.revision,
             "created": self.created,
             "source": self.source,
-            "licenses": "Apache-2.0",
+            "licenses": self.licenses,
         }
         return {f"org.opencontainers.image.{name}": value for name, value in found.items() if value}
 

@@ -278,6 +278,18 @@ def test_a_program_that_needs_a_newer_c_library_is_refused(tmp_path: Path) -> No
         build_rust(build(tmp_path), program(tmp_path / "sample", "2.5", "2.41"), LABELS)
 
 
+def test_a_program_of_a_user_s_is_not_labelled_as_ours(tmp_path: Path) -> None:
+    options = ["--base", str(write_root(tmp_path / "root.tar")), "--out", str(tmp_path / "out"), "--version", "3.4"]
+    assert (
+        main(["rust", "--binary", str(program(tmp_path / "mine", "2.5")), "--source", "https://x.example", *options])
+        == 0
+    )
+    labels = Layout(tmp_path / "out" / "mine").read().config["Labels"]
+    found = {name.removeprefix("org.opencontainers.image."): value for name, value in labels.items()}
+    assert found.pop("created")
+    assert found == {"title": "mine", "version": "3.4", "source": "https://x.example"}
+
+
 def test_the_settings_of_the_server_are_those_of_its_containerfile() -> None:
     found = settings(read_containerfile(DEPLOY / "Containerfile"))
     assert found["Entrypoint"] == ["tini", "--"]
