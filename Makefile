@@ -101,8 +101,17 @@ test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2
 	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} FUZZ_TEXTS=$${FUZZ_TEXTS:-1000000} \
 	  $(BIN)/python -m pytest -q -m fuzz tests/process/hostile tests/process/formats -rs $(ARGS)
 
-test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into fresh environments (pip downloads the requirements)
-	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/process/cli/test_new_package.py tests/process/docs/test_fresh_clone.py -rs $(ARGS)
+test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into fresh environments, and the wheel in an empty one (pip downloads the requirements)
+	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/process/cli/test_new_package.py tests/process/docs/test_fresh_clone.py tests/process/deploy/test_distribution.py -rs $(ARGS)
+
+dist: $(VENV)/.dev ## the sdist and the wheel, in dist, and whether everything is in them
+	@$(BIN)/python tools/distribution.py $(ARGS)
+
+image: $(VENV)/.dev ## a container image without a registry, of Debian's packages and a wheel, in dist/image (KIND=backend WHEEL=..., KIND=rust BINARY=...; ARGS=--help)
+	@PYTHONPATH=tools $(BIN)/python -m oci_image $(or $(KIND),server) $(if $(WHEEL),--wheel $(WHEEL)) $(if $(BINARY),--binary $(BINARY)) $(ARGS)
+
+test-image: $(VENV)/.dev ## the images, built and run without root and without a capability (Debian: apt-get install mmdebstrap umoci runc iproute2)
+	@IMAGE=1 $(BIN)/python -m pytest -q -m image tests/process/deploy/test_image.py -rs $(ARGS)
 
 test-engines: $(VENV)/.dev ## the reference engine against transformers, guided decoding at length, the real engines (installs torch, transformers, NIXL and llama.cpp, and first lists what will not run; vLLM and SGLang by DYNAMO_VLLM_PYTHON, DYNAMO_SGLANG_PYTHON)
 	@eval "$$(PYTHON=$(BIN)/python tools/engine_venvs.sh)"; GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
@@ -138,4 +147,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-clients test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-image dist image fault-table test-clients test-engines test-models test-rust test-interop clean

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
+from oci_image.containerfile import read_containerfile, texts
 
 from dynamo.cli.main import main
-from support.containerfile import read_containerfile, texts
 from support.http_client import ask
 from support.processes import Cluster, wait
+from support.wheels import write_wheel
 
 ROOT = Path(__file__).parents[3]
 BACKEND = read_containerfile(ROOT / "deploy" / "Containerfile.backend")
@@ -34,35 +31,6 @@ def run(script: str, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
-def write_wheel(package: Path, folder: Path) -> Path:
-    """Write the wheel of a package that `dynamo new` made, without the build tools, which a test would have to download."""
-    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    stem = f"{project['name'].replace('-', '_')}-{project['version']}"
-    files = {path.relative_to(package / "src").as_posix(): path.read_bytes() for path in package.glob("src/*/*.py")}
-    requirements = "".join(f"Requires-Dist: {each}\n" for each in project["dependencies"])
-    scripts = "".join(f"{name} = {target}\n" for name, target in project["scripts"].items())
-    files |= {
-        f"{stem}.dist-info/METADATA": (
-            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n{requirements}".encode()
-        ),
-        f"{stem}.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{stem}.dist-info/entry_points.txt": f"[console_scripts]\n{scripts}".encode(),
-    }
-    record = f"{stem}.dist-info/RECORD"
-    lines = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
-    folder.mkdir()
-    wheel = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-        archive.writestr(record, "\n".join([*lines, f"{record},,"]) + "\n")
-    return wheel
-
-
-def _digest(content: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-
-
 async def test_a_user_s_wheel_is_installed_and_its_command_serves(tmp_path: Path) -> None:
     assert main(["new", "my-backend", "--dir", str(tmp_path)]) == 0
     wheels, target = tmp_path / "wheels", tmp_path / "installed"
@@ -77,7 +45,10 @@ async def test_a_user_s_wheel_is_installed_and_its_command_serves(tmp_path: Path
         PIP_NO_INDEX="1",
     )
     assert not wheels.exists()
-    command, *arguments = [word for each in BACKEND if each.name in ("ENTRYPOINT", "CMD") for word in each.words]
+    tini, end, command, *arguments = [
+        word for each in BACKEND if each.name in ("ENTRYPOINT", "CMD") for word in each.words
+    ]
+    assert (tini, end) == ("tini", "--")  # it starts the command and reaps what that one leaves behind
     with Cluster(tmp_path) as cluster:
         frontend = cluster.frontend("frontend")
         argv = [sys.executable, str(target / "bin" / command), *arguments, "--discovery-backend", "file"]

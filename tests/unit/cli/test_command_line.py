@@ -13,7 +13,9 @@ from dynamo import __version__
 from dynamo.cli.engines import load_engine
 from dynamo.cli.main import COMMANDS, main
 from dynamo.cli.usage import UsageError
+from dynamo.common._version import __version__ as native_version
 from dynamo.frontend.http.server import PortInUse
+from dynamo.runtime.calls.request_plane.mux.frames import VERSION
 from support.cases import each_case
 from support.serve_command import GUIDE_ENGINE
 
@@ -166,9 +168,10 @@ def test_a_port_of_the_status_server_cannot_be_shared_by_workers_of_one_process(
     assert "DYN_SYSTEM_PORT=9999 is one port for 2 workers" in said
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed_with_the_wire_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"dynamo {__version__}\n"
+    native = native_version.partition("+")[0]
+    assert capsys.readouterr().out == f"dynamo {__version__} (wire: mux {VERSION}, native {native})\n"
 
 
 @each_case("command", COMMANDS)

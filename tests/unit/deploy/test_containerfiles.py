@@ -7,9 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from oci_image.containerfile import Instruction, read_containerfile, texts
 
 from support.cases import each_case
-from support.containerfile import Instruction, read_containerfile, texts
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"

@@ -16,6 +16,7 @@ from dynamo import __version__
 from dynamo.cli.usage import PlainRefusal, UsageError
 from dynamo.settings.command import EXIT_USAGE, did_you_mean
 
+NATIVE_WIRE: Final = "1.6.1"  # the release of the native system whose processes share a cluster with ours
 COMMANDS: Final = {
     # name: (module with `main(argv) -> int`, what it does)
     "serve": ("dynamo.cli.serve", "start a frontend and workers on this machine, ready for curl"),
@@ -74,7 +75,8 @@ def _run(args: list[str]) -> int:
         print(_help(), end="")
         return 0
     if args[:1] in (["-V"], ["--version"]):
-        print(f"dynamo {__version__}")
+        wire = importlib.import_module("dynamo.runtime.calls.request_plane.mux.frames")
+        print(f"dynamo {__version__} (wire: mux {wire.VERSION}, native {NATIVE_WIRE})")
         return 0
     if not args or args[0] not in COMMANDS:
         problem = f"there is no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}" if args else "no command given"
