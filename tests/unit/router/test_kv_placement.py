@@ -12,7 +12,7 @@ import pytest
 from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement import Candidate, Placement, PlacementRequest
+from dynamo.placement import Candidate, CandidateList, Placement, PlacementRequest
 from dynamo.placement.kv_query import MAX_OUTPUT, MAX_WEIGHT, KvQuery, PinnedWorkerOverloaded, RankInfo
 from dynamo.placement.policies.kv_default import DefaultCostParameters
 from dynamo.placement.policies.kv_policies import kv_policy
@@ -45,6 +45,11 @@ def test_only_workers_of_the_pool_are_chosen_although_the_router_knows_as_many()
     for _ in range(20):
         assert placement.choose(ask(), on_two_endpoints, 0.0).candidate == on_two_endpoints[0]
         assert placement.choose(ask(), newer, 0.0).candidate == newer[0]
+    kept, own = CandidateList(newer), CandidateList([Candidate(1), Candidate(2)])
+    for _ in range(20):  # those that are kept between choices, of the other workers and of all that the router knows
+        assert placement.choose(ask(), kept, 0.0).candidate == kept[0]
+        assert placement.choose(ask(), own, 0.0).candidate in own
+    assert {placement.choose(ask(), own, 0.0).candidate.instance_id for _ in range(50)} == {1, 2}
 
 
 def test_a_worker_that_the_router_does_not_know_serves_all_the_same() -> None:

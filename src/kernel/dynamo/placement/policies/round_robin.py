@@ -28,10 +28,8 @@ class RoundRobinCursor:
         """
         if isinstance(candidates, CandidateList):  # in that order already, and of one endpoint
             chosen = candidates[bisect_right(candidates, self.last, key=_POSITION) % len(candidates)]
-            self.last = _POSITION(chosen)
-            return chosen
-        later = [each for each in candidates if (each.instance_id, each.endpoint) > self.last]
-        chosen = min(later or candidates, key=_POSITION)
+        else:
+            chosen = min([each for each in candidates if _POSITION(each) > self.last] or candidates, key=_POSITION)
         self.last = _POSITION(chosen)
         return chosen
 
