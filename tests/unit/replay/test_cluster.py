@@ -19,7 +19,7 @@ from dynamo.replay.frontend import Routed
 from dynamo.replay.generated import TraceShape, generate
 from dynamo.replay.modes import COUNTING_MODES, frontend_of
 from dynamo.replay.run import pooled_hit_rate, run_replay
-from dynamo.replay.setup import ReplaySetup, Restart
+from dynamo.replay.setup import ReplaySetup, Restart, Throttle
 from dynamo.replay.trace import Stretch, StretchTree, Trace, TraceRequest
 from dynamo.scheduling import SchedulerOptions
 from support.properties import examples
@@ -55,6 +55,17 @@ def test_one_request_takes_what_its_passes_take() -> None:
     assert request.ttst_ms == pytest.approx(6.2021, abs=1e-3)
     assert request.e2e_latency_ms == pytest.approx(43.776, abs=1e-3)
     assert figures.report()["mean_ttft_ms"] == pytest.approx(25.1675, abs=1e-3)
+
+
+def test_a_worker_has_its_own_speed_and_may_change_it() -> None:
+    requests = asked(*((at, at, 562, 4) for at in (0, 1_000, 2_000, 3_000)))
+    usual, mixed, throttled = (
+        [each.e2e_latency_ms for each in replayed(requests, workers=2, **setup).requests]
+        for setup in ({}, {"speeds": (1.0, 0.5)}, {"throttles": (Throttle(0.5, 0, 0.25), Throttle(0.5, 1, 2.0))})
+    )
+    assert usual == [pytest.approx(43.776, abs=1e-3)] * 4
+    assert mixed == [pytest.approx(ms * factor) for ms, factor in zip(usual, (1, 2, 1, 2), strict=True)]
+    assert throttled == [pytest.approx(ms * factor) for ms, factor in zip(usual, (1, 1, 4, 0.5), strict=True)]
 
 
 def test_two_requests_of_one_moment_are_one_batch() -> None:
@@ -158,6 +169,8 @@ def test_modes_spread_over_workers() -> None:
         ({"arrival_speedup_ratio": 0.0}, "arrival_speedup_ratio"),
         ({"event_loss": 2.0}, "event_loss"),
         ({"kv_event_lag_ms": -1.0}, "kv_event_lag_ms"),
+        ({"speeds": (1.0, 0.0)}, "speeds"),
+        ({"throttles": (Throttle(0.5, 9, 0.5),)}, "throttles"),
         ({"restarts": (Restart(2.0, "worker"),)}, "restarts"),
     ],
 )

@@ -20,7 +20,7 @@ from dynamo.replay.figures import GapCounts
 from dynamo.replay.fleet import Fleet
 from dynamo.replay.flight import Flight
 from dynamo.replay.frontend import MakeFrontend
-from dynamo.replay.setup import ReplaySetup, Restart
+from dynamo.replay.setup import ReplaySetup, Restart, Throttle
 from dynamo.replay.trace import StretchTree, Trace, TraceRequest
 from dynamo.replay.worker import MakeCore, ReplayWorker
 
@@ -133,6 +133,8 @@ class ReplayCluster:
         self.entrances.set_workers(self.fleet.ids)
         for restart in self.setup.restarts:
             self._agenda.schedule(self._arrivals.time_of(restart.at), partial(self._restart, restart))
+        for throttle in self.setup.throttles:
+            self._agenda.schedule(self._arrivals.time_of(throttle.at), partial(self._throttle, throttle))
         self._await_arrival()
         self._agenda.run()
 
@@ -223,6 +225,9 @@ class ReplayCluster:
         self._begin_soon(worker)
 
     # -- restarts ------------------------------------------------------------------------------------------------------------
+
+    def _throttle(self, throttle: Throttle, now_ms: float) -> None:
+        self.fleet.speeds[throttle.number].factor = throttle.speed
 
     def _restart(self, restart: Restart, now_ms: float) -> None:
         if restart.what == "worker":

@@ -13,8 +13,8 @@ from dynamo.replay.flight import Flight, RequestFigures
 from dynamo.replay.frontend import MakeFrontend, ReplayFrontend, Routed
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.trace import StretchTree, Trace
-from dynamo.replay.worker import ReplayWorker
-from dynamo.scheduling import PassTiming, SchedulerOptions, make_core
+from dynamo.replay.worker import ReplayWorker, ScaledTiming, WorkerSpeed
+from dynamo.scheduling import PassTiming, SchedulerCore, SchedulerOptions, make_core
 
 # The yardstick of a hit rate: one cache as large as those of all workers together, with every request in front of it.
 # Pure.
@@ -98,7 +98,11 @@ def run_replay(
         return meters[-1]
 
     timing = timing or PolynomialTiming()
-    cluster = ReplayCluster(trace, setup, tree, lambda seed: make_core(options, timing, seed=seed), frontend)
+
+    def core(seed: int, speed: WorkerSpeed) -> SchedulerCore:
+        return make_core(options, ScaledTiming(timing, speed), seed=seed)
+
+    cluster = ReplayCluster(trace, setup, tree, core, frontend)
     cluster.run()
     return _figures(trace, mode, cluster, pooled, meters)
 

@@ -16,6 +16,14 @@ class Restart(msgspec.Struct, frozen=True):
     down_ms: float = 1000.0
 
 
+class Throttle(msgspec.Struct, frozen=True):
+    """A worker that becomes slower or quicker in the middle of a trace."""
+
+    at: float  # share of the trace's duration, 0 to 1
+    number: int = 0
+    speed: float = 0.5  # beside that of the engine
+
+
 class ReplaySetup(msgspec.Struct, frozen=True):
     """What a trace is replayed over."""
 
@@ -31,6 +39,8 @@ class ReplaySetup(msgspec.Struct, frozen=True):
     answer_ms: float = 20.0  # until a worker has answered a router that missed events
     replica_sync_ms: float | None = 1.0  # until the other frontends know of a booking; None: they never do
     restarts: tuple[Restart, ...] = ()
+    speeds: tuple[float, ...] = ()  # of the workers in turn, beside that of the engine; (): all are as quick as that
+    throttles: tuple[Throttle, ...] = ()
     compares_frontends: bool = False  # compute, too, what the other frontends would choose
 
     def check(self) -> None:
@@ -47,6 +57,10 @@ class ReplaySetup(msgspec.Struct, frozen=True):
         for name in ("kv_event_lag_ms", "answer_ms"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InvalidArgument(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not all(0 < speed < float("inf") for speed in (*self.speeds, *(each.speed for each in self.throttles))):
+            raise InvalidArgument(f"speeds must be above 0, got {self.speeds} and {self.throttles}")
+        if not all(0 <= each.at <= 1 and 0 <= each.number < self.workers for each in self.throttles):
+            raise InvalidArgument(f"throttles: a worker's number, at a share from 0 to 1, got {self.throttles}")
         for restart in self.restarts:
             if restart.what not in ("worker", "router") or not 0 <= restart.at <= 1:
                 raise InvalidArgument(f"restarts: a worker or a router, at a share from 0 to 1, got {restart}")

@@ -12,7 +12,7 @@ from typing import Final
 
 from dynamo.kv.events import BlocksAdded, BlocksDropped, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.replay.flight import Flight
-from dynamo.scheduling import BlockRun, EvictedBlocks, PassResult, ScheduledRequest, SchedulerCore
+from dynamo.scheduling import BlockRun, EvictedBlocks, PassResult, PassTiming, ScheduledRequest, SchedulerCore
 
 # What one worker of a replay publishes of its cache, and keeps for routers that lost some of it. Pure.
 
@@ -89,7 +89,34 @@ def _stored(parent: int | None, identities: list[int], content: list[int]) -> Bl
 
 FRUITLESS_PASSES: Final = 10_000  # in a row, in no time and without a token: a scheduler that hangs
 
-MakeCore = Callable[[int], SchedulerCore]
+
+class WorkerSpeed:
+    """How quick one worker is beside its engine's timing. It may change while the worker runs."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+
+class ScaledTiming:
+    """A timing at the speed of one worker. See `PassTiming`."""
+
+    __slots__ = ("_speed", "_timing")
+
+    def __init__(self, timing: PassTiming, speed: WorkerSpeed) -> None:
+        self._timing, self._speed = timing, speed
+
+    def prefill_ms(self, requests: int, mean_input: int, mean_prefix: int) -> float:
+        """Return the time to compute prompt tokens."""
+        return self._timing.prefill_ms(requests, mean_input, mean_prefix) / self._speed.factor
+
+    def decode_ms(self, active_tokens: int, mean_context: int, total_tokens: int) -> float:
+        """Return the time of one decode step."""
+        return self._timing.decode_ms(active_tokens, mean_context, total_tokens) / self._speed.factor
+
+
+MakeCore = Callable[[int, WorkerSpeed], SchedulerCore]
 """(seed) -> the core of a new worker"""
 
 

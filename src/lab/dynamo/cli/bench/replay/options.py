@@ -14,7 +14,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.replay.modes import COUNTING_MODES, frontend_of
 from dynamo.replay.mooncake import TRACE_BLOCK_TOKENS
 from dynamo.replay.presets import PRESETS, Preset, Variant, preset_of
-from dynamo.replay.setup import ReplaySetup
+from dynamo.replay.setup import ReplaySetup, Throttle
 from dynamo.scheduling import SchedulerOptions
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
@@ -54,6 +54,23 @@ def _seeds(given: str) -> tuple[int, ...]:
 _seed_list: Final = SettingReader(_seeds, show=lambda value: ",".join(map(str, value)), metavar="SEEDS")
 
 
+def _speeds(given: str) -> tuple[float, ...]:
+    """Read numbers between commas. Raises ValueError for anything else; the setup checks their size."""
+    try:
+        return tuple(map(float, given.split(",")))
+    except ValueError:
+        raise ValueError(f"{given}: write numbers between commas, such as 1,0.5,0.25") from None
+
+
+def _throttle(given: str) -> Throttle:
+    """Read AT:WORKER:SPEED. Raises ValueError for anything else."""
+    try:
+        at, number, speed = given.split(":")
+        return Throttle(float(at), int(number), float(speed))
+    except ValueError:
+        raise ValueError(f"{given}: write AT:WORKER:SPEED, such as 0.5:0:0.3") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayFlags:
     """What to replay, and what to write, by the command line."""
@@ -82,6 +99,11 @@ class ReplayFlags:
         "Until routers have a worker's KV events", flag="--kv-event-lag-ms", shown="0")
     event_loss: float | None = setting(None, None, number(0, 1, metavar="SHARE"),
         "Share of the KV events that never arrive, such as 0.05", flag="--event-loss")
+    speeds: tuple[float, ...] | None = setting(None, None, SettingReader(_speeds, metavar="SPEEDS"),
+        "How quick the workers are, in turn, such as 1,1,0.5,0.25", flag="--speeds", shown="all alike")
+    throttle: tuple[Throttle, ...] = setting((), None, each(SettingReader(_throttle, metavar="AT:WORKER:SPEED")),
+        "A worker that changes its speed in the middle, such as 0.5:0:0.3; repeated, all of them", flag="--throttle",
+        repeats=True)
     trace: Path | None = setting(None, None, path, "Replay a trace in Mooncake's JSONL", flag="--trace")
     trace_block_tokens: int = setting(TRACE_BLOCK_TOKENS, None, integer(1, 1_000_000),
         "Tokens that one of its `hash_ids` stands for", flag="--trace-block-tokens")
@@ -226,10 +248,12 @@ def _changed(preset: Preset, given: ReplayFlags) -> Preset:
     setup: dict[str, Any] = {
         name: value
         for name in (
-            "workers", "frontends", "concurrency", "kv_event_lag_ms", "event_loss", "replica_sync_ms",
+            "workers", "frontends", "concurrency", "kv_event_lag_ms", "event_loss", "replica_sync_ms", "speeds",
         )
         if (value := getattr(given, name)) is not None
     }  # fmt: skip
+    if given.throttle:
+        setup["throttles"] = given.throttle
     if given.speedup is not None:
         setup["arrival_speedup_ratio"] = preset.setup.arrival_speedup_ratio * given.speedup
     sizes: dict[str, Any] = {
