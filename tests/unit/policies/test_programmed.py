@@ -239,7 +239,7 @@ def test_a_policy_that_fails_in_a_row_is_left_alone_and_tried_again(monkeypatch:
 
 def test_a_policy_that_is_slow_in_a_row_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("dynamo.policies.programmed.perf_counter", lambda: now[0])
+    monkeypatch.setattr("dynamo.policies.programmed.thread_time", lambda: now[0])
 
     def score(request: PolicyRequest, candidate: PolicyCandidate) -> float:
         now[0] += 0.004
