@@ -22,6 +22,7 @@ SMALLEST: Final = {
     "index": ["--quick"],
     "inspector": ["--only", "viewer", "--streams", "4", "--turns", "1", "--seconds", "1", "--delay", "0.01"],
     "key_checks": [],
+    "choices": ["--repeats", "1", "--sizes", "3"],
     "parsing": ["--rounds", "1"],
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
     "request_calls": ["--requests", "5", "--tokens", "4"],

@@ -19,8 +19,9 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 TESTED = {
     *("any_callable.py", "block_diffusion_engine.py", "echo_engine.py", "lower_level_worker.py", "chat_client.py"),
     "node-backend",
+    "policies",
 }
-# node-backend, any_callable.py and block_diffusion_engine.py in tests of their own
+# policies in tests/unit/policies, node-backend, any_callable.py and block_diffusion_engine.py in tests of their own
 
 
 class Examples(Cluster):
