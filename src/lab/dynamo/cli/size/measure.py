@@ -31,6 +31,7 @@ CONTEXTS: Final = (128, 1024, 4096)
 ANSWER_TOKENS: Final = 48  # of the decode curve: the median gap lies between the prompts of the others and the end
 MOST_TOKENS: Final = 131_072  # of all prompts of one point
 CACHE_SHARE: Final = 0.8  # of the cache, at most: nothing shall be preempted
+LEAST_GAP_MS: Final = 0.05  # no engine takes a step in less
 ROUND_TRIPS: Final = 20
 
 # member of the profile -> (metric of the frontend, flag)
@@ -57,13 +58,16 @@ def measure(work: Measurement, report: Report) -> Profile:
     sizes = {name: _size(name, work, metrics) for name in _METRICS}
     context = round(metrics.get(_CONTEXT, 0)) or sizes["kv_blocks"] * sizes["block_size"]
     requests = _Requests(target, model)
-    overhead = _round_trip(target)
-    report(f"round trip {overhead:.2f} ms")
-    prefill = []
+    round_trip = _round_trip(target)
+    report(f"round trip {round_trip:.2f} ms")
+    taken = []
     for length in _lengths(sizes["max_batched_tokens"], context):
-        taken = median(requests.first_token_ms(length) for _ in range(REPEATS)) - overhead
-        prefill.append((length, round(max(taken, 0.01), 3)))
-        report(f"prompt of {length} tokens: {prefill[-1][1]:.2f} ms")
+        taken.append((length, median(requests.first_token_ms(length) for _ in range(REPEATS))))
+        report(f"prompt of {length} tokens: {taken[-1][1]:.2f} ms")
+    overhead = min(
+        round_trip, min(ms for _, ms in taken) / 2
+    )  # chance may make a round trip longer than a short prompt
+    prefill = [(length, round(ms - overhead, 3)) for length, ms in taken]
     decode = []
     for sequences, tokens in _points(sizes, context):
         decode.append((sequences, tokens + ANSWER_TOKENS // 2, round(requests.gap_ms(sequences, tokens), 3)))
@@ -146,7 +150,12 @@ class _Requests:
 
     def gap_ms(self, sequences: int, tokens: int) -> float:
         """Return the median time between two tokens of so many answers at once."""
-        return self._send(sequences, tokens, ANSWER_TOKENS)["median_itl_ms"]
+        gap = self._send(sequences, tokens, ANSWER_TOKENS)["median_itl_ms"]
+        if gap < LEAST_GAP_MS:
+            raise ServerTrouble(
+                f"{self._target.url} sends its tokens in heaps: the time of one step cannot be measured"
+            )
+        return gap
 
     def _send(self, count: int, tokens: int, output: int) -> dict[str, float]:
         self._key += count

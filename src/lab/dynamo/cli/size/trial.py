@@ -153,13 +153,16 @@ def replay_of(trial: Trial) -> tuple[ReplayFigures, bool]:
     layout = trial.layout
     profile = msgspec.structs.replace(trial.profile, kv_blocks=layout.kv_blocks)
     options, timing = profile.options(), profile.timing()
-    trace = trace_of(trial.demand, trial.seed)
-    tree = _tree(trial.demand, trial.seed, profile.block_size)
+    demand = trial.demand
+    if demand.file is None and trial.load > 1:  # as long a trace as before: a short one ends before a queue has grown
+        demand = msgspec.structs.replace(demand, requests=round(demand.requests * trial.load))
+    trace = trace_of(demand, trial.seed)
+    tree = _tree(demand, trial.seed, profile.block_size)
     setup = ReplaySetup(
         workers=max(1, layout.workers),
         block_size=profile.block_size,
         seed=trial.seed,
-        arrival_speedup_ratio=trial.load * trial.demand.speedup,
+        arrival_speedup_ratio=trial.load * demand.speedup,
     )
     if layout.is_split:
         split = SplitSetup(layout.prefill, layout.decode, profile.transfer_ms_per_1k_tokens / 1000)
