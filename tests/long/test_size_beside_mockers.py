@@ -14,7 +14,7 @@ from dynamo.cli.bench.targets import Target
 from dynamo.cli.size.command import main
 from dynamo.cli.size.demand import Demand, trace_of
 from dynamo.cli.size.profile import BUILT_IN, Profile, read_profile
-from dynamo.cli.size.trial import Layout, Trial, run_trial
+from dynamo.cli.size.trial import ReplicaLayout, Trial, run_trial
 from dynamo.replay.trace import Stretch, Trace, TraceRequest
 from support.processes import Cluster, Frontend, Worker, wait
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.process  # some minutes, nearly all of them waiting
 class Setting:
     """Workers and a load."""
 
-    layout: Layout
+    layout: ReplicaLayout
     demand: Demand
     profile: Profile = WIDE
     kv_bytes_per_token: int = 0  # at 1 GB/s
@@ -58,20 +58,20 @@ NARROW = msgspec.structs.replace(WIDE, max_sequences=4)
 MOVES = msgspec.structs.replace(WIDE, transfer_ms_per_1k_tokens=100.0)
 
 SETTINGS = {
-    "one worker": Setting(Layout("kv", 4096, workers=1), load(30, 3.0, "1000,300", "40,10")),
+    "one worker": Setting(ReplicaLayout("kv", 4096, workers=1), load(30, 3.0, "1000,300", "40,10")),
     "one worker with more than it can do": Setting(
-        Layout("round-robin", 4096, workers=1), load(30, 5.0, "600,100", "40,10"), NARROW
+        ReplicaLayout("round-robin", 4096, workers=1), load(30, 5.0, "600,100", "40,10"), NARROW
     ),
-    "two workers in turn": Setting(Layout("round-robin", 4096, workers=2), load(50, 5.0, "1500,500", "40,10")),
+    "two workers in turn": Setting(ReplicaLayout("round-robin", 4096, workers=2), load(50, 5.0, "1500,500", "40,10")),
     "two workers and shared prefixes": Setting(
-        Layout("kv", 4096, workers=2), load(50, 5.0, "3000,200", "30,10", prefix=2400, groups=4)
+        ReplicaLayout("kv", 4096, workers=2), load(50, 5.0, "3000,200", "30,10", prefix=2400, groups=4)
     ),
-    "a cache that is too small": Setting(Layout("round-robin", 64, workers=1), load(12, 1.0, "160,40", "60,10")),
+    "a cache that is too small": Setting(ReplicaLayout("round-robin", 64, workers=1), load(12, 1.0, "160,40", "60,10")),
     "one prefill, one decode worker": Setting(
-        Layout("kv", 4096, prefill=1, decode=1), load(30, 2.5, "2000,300", "40,10")
+        ReplicaLayout("kv", 4096, prefill=1, decode=1), load(30, 2.5, "2000,300", "40,10")
     ),
     "two prefill workers, one decode worker, a slow way": Setting(
-        Layout("round-robin", 4096, prefill=2, decode=1), load(40, 5.0, "2000,300", "30,10"), MOVES, 100_000
+        ReplicaLayout("round-robin", 4096, prefill=2, decode=1), load(40, 5.0, "2000,300", "30,10"), MOVES, 100_000
     ),
 }
 
@@ -97,7 +97,7 @@ def test_a_simulated_layout_is_within_a_tenth_of_the_mockers(tmp_path: Path, nam
 
 def test_a_measured_mocker_is_sized_as_it_then_behaves(tmp_path: Path) -> None:
     real = msgspec.structs.replace(WIDE, kv_blocks=1024, max_batched_tokens=2048, max_sequences=64)
-    setting = Setting(Layout("round-robin", 1024, workers=1), load(30, 3.0, "600,200", "30,10"), real)
+    setting = Setting(ReplicaLayout("round-robin", 1024, workers=1), load(30, 3.0, "600,200", "30,10"), real)
     out = tmp_path / "engine.json"
     with Cluster(tmp_path) as cluster:
         frontend = started(cluster, setting)

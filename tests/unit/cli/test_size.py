@@ -15,8 +15,8 @@ import pytest
 from dynamo.cli.main import main as dynamo
 from dynamo.cli.size.options import read_options
 from dynamo.cli.size.profile import BUILT_IN, CurveTiming, Profile, profile_text, read_profile
-from dynamo.cli.size.search import Bench, Plan, fewest
-from dynamo.cli.size.trial import Goal, Layout, Trial, run_trial
+from dynamo.cli.size.search import Bench, SizePlan, fewest
+from dynamo.cli.size.trial import Goal, ReplicaLayout, Trial, run_trial
 from dynamo.mocker.timing import PolynomialTiming
 from support.cases import each_case
 
@@ -106,7 +106,7 @@ def test_where_nothing_meets_the_target_the_nearest_is_shown_and_the_status_is_1
 
 def test_an_endless_queue_is_no_success_however_short_the_trace() -> None:
     plan = _plan(["--ttft", "p95:60000", *LOAD])
-    found = run_trial(Trial(plan.profile, plan.demand, Layout("kv", 16384, workers=1), 0, load=8.0))
+    found = run_trial(Trial(plan.profile, plan.demand, ReplicaLayout("kv", 16384, workers=1), 0, load=8.0))
     assert found.latencies["ttft"]["p95"] < 60_000
     assert found.kept_up < 0.9
     assert not found.meets(plan.goals)
@@ -114,7 +114,7 @@ def test_an_endless_queue_is_no_success_however_short_the_trace() -> None:
 
 def test_a_prompt_larger_than_the_cache_is_never_a_success() -> None:
     plan = _plan(["--ttft", "p95:60000", *LOAD])
-    found = run_trial(Trial(plan.profile, plan.demand, Layout("kv", 8, workers=4), 0))
+    found = run_trial(Trial(plan.profile, plan.demand, ReplicaLayout("kv", 8, workers=4), 0))
     assert found.unserved == found.requests
     assert not found.meets(plan.goals)
 
@@ -146,9 +146,9 @@ def test_a_trace_takes_the_place_of_the_sketch(tmp_path: Path, capsys: pytest.Ca
     assert "No split: request line-10 waits for the answer before it" in capsys.readouterr().out
 
 
-def _plan(argv: list[str]) -> Plan:
+def _plan(argv: list[str]) -> SizePlan:
     work = read_options(argv).work
-    assert isinstance(work, Plan)
+    assert isinstance(work, SizePlan)
     return work
 
 
@@ -169,6 +169,7 @@ def test_a_curve_gives_its_points_lines_between_them_and_reports_what_lies_far_o
     assert timing.decode_ms(100, 100, 1) == 5
     assert timing.decode_ms(200, 200, 1) == 6
     assert timing.decode_ms(600, 100, 1) == 10
+    assert timing.decode_ms(11 * 300, 300, 1) == 15 + 11 * 2  # eleven sequences read eleven times as much more
     assert not timing.is_beyond
     assert timing.prefill_ms(1, 1600, 0) == 40
     assert timing.is_beyond
@@ -179,7 +180,7 @@ def test_a_measured_mocker_is_sized_as_the_built_in_one(tmp_path: Path) -> None:
     file.write_text(profile_text(measured()))
     assert read_profile(str(file)) == measured()
     plan = _plan([*TARGET, *LOAD])
-    layout = Layout("kv", 16384, workers=3)
+    layout = ReplicaLayout("kv", 16384, workers=3)
     built_in, own = (run_trial(Trial(p, plan.demand, layout, 0)) for p in (plan.profile, measured()))
     for latency in ("ttft", "itl"):
         assert own.latencies[latency]["mean"] == pytest.approx(built_in.latencies[latency]["mean"], rel=0.05)
@@ -189,7 +190,7 @@ def test_the_overhead_is_added_to_the_first_token_only() -> None:
     plan = _plan([*TARGET, *LOAD])
     slow = msgspec.structs.replace(plan.profile, overhead_ms=7.5)
     without, within = (
-        run_trial(Trial(p, plan.demand, Layout("kv", 16384, workers=3), 0)) for p in (plan.profile, slow)
+        run_trial(Trial(p, plan.demand, ReplicaLayout("kv", 16384, workers=3), 0)) for p in (plan.profile, slow)
     )
     assert within.latencies["ttft"]["p99"] == without.latencies["ttft"]["p99"] + 7.5
     assert within.latencies["itl"] == without.latencies["itl"]
@@ -197,7 +198,7 @@ def test_the_overhead_is_added_to_the_first_token_only() -> None:
 
 def test_a_margin_is_that_of_the_tightest_bound() -> None:
     plan = _plan([*TARGET, *LOAD])
-    found = run_trial(Trial(plan.profile, plan.demand, Layout("kv", 16384, workers=3), 0))
+    found = run_trial(Trial(plan.profile, plan.demand, ReplicaLayout("kv", 16384, workers=3), 0))
     mean = found.latencies["ttft"]["mean"]
     goals = (Goal("ttft", "mean", 2 * mean), Goal("itl", "p99", 1e6))
     assert found.margin(goals) == pytest.approx(0.5)
@@ -264,7 +265,7 @@ def test_a_bench_reports_every_layout_once() -> None:
     lines: list[str] = []
     with ThreadPoolExecutor(1) as executor:
         bench = Bench(_plan([*TARGET, *LOAD]), executor, lines.append)
-        assert bench.found(Layout("kv", 16384, workers=3)) is bench.found(Layout("kv", 16384, workers=3))
+        assert bench.found(ReplicaLayout("kv", 16384, workers=3)) is bench.found(ReplicaLayout("kv", 16384, workers=3))
     assert bench.trials == len(lines) == 1
 
 
@@ -340,7 +341,7 @@ def test_a_measurement_is_a_profile_with_the_sizes_of_the_server_and_two_curves(
     assert (profile.name, profile.kv_blocks, profile.block_size) == ("Own-Model", 200, 16)
     assert (profile.max_sequences, profile.max_batched_tokens) == (4, 512)
     assert [row[0] for row in profile.prefill] == [32, 256, 512]
-    assert {row[:2] for row in profile.decode} == {(1, 152), (1, 1048), (4, 152)}
+    assert {row[:2] for row in profile.decode} == {(1, 152), (1, 1048), (1, 2520), (4, 152), (4, 600)}
     assert "prompt of 512 tokens: " in capsys.readouterr().err
 
 

@@ -3,3 +3,5 @@
 `profile` is the engine, `demand` the load, `measure` fills a profile from a live server, `trial` simulates one layout,
 `search` chooses the layouts, `options` and `command` are the command line.
 """
+
+__all__: list[str] = []

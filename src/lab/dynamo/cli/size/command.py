@@ -17,7 +17,7 @@ from dynamo.cli.console import Console
 from dynamo.cli.size.measure import measure
 from dynamo.cli.size.options import Measurement, build_parser, read_options
 from dynamo.cli.size.profile import profile_text
-from dynamo.cli.size.search import MOST_LOAD, Answer, Bench, Plan, Row, executor_of, search
+from dynamo.cli.size.search import MOST_LOAD, Bench, LayoutRow, SizeAnswer, SizePlan, executor_of, search
 from dynamo.cli.usage import UsageError
 
 __all__ = ["build_parser", "main"]
@@ -62,7 +62,7 @@ def _write(path: Path, text: str, console: Console) -> None:
     console.say(f"wrote {path}")
 
 
-def _show(plan: Plan, answer: Answer, console: Console) -> None:
+def _show(plan: SizePlan, answer: SizeAnswer, console: Console) -> None:
     profile = plan.profile
     console.say(f"load    {plan.demand.describe()}")
     console.say(f"target  {', '.join(map(str, plan.goals))}")
@@ -77,16 +77,16 @@ def _show(plan: Plan, answer: Answer, console: Console) -> None:
         console.say(line)
 
 
-def _sorted(rows: Sequence[Row]) -> list[Row]:
+def _sorted(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
     return sorted(rows, key=lambda row: (row.layout.replicas, row.layout.is_split, -row.layout.kv_blocks))
 
 
-def _head(plan: Plan) -> tuple[str, ...]:
+def _head(plan: SizePlan) -> tuple[str, ...]:
     bounds = (f"{goal.latency.upper()} {goal.statistic} ms" for goal in plan.goals)
     return ("", "replicas", "layout", "KV blocks", "router", *bounds, "tokens/s", "hits", "meets", "holds to", "margin")
 
 
-def _cells(plan: Plan, row: Row, is_best: bool) -> tuple[str, ...]:
+def _cells(plan: SizePlan, row: LayoutRow, is_best: bool) -> tuple[str, ...]:
     found, layout = row.found, row.layout
     return (
         "*" if is_best else "",
@@ -109,7 +109,7 @@ def _share(holds_to: float) -> str:
     return f"{holds_to:.0%}" if holds_to else "<10%"
 
 
-def recommendation(plan: Plan, answer: Answer) -> Iterator[str]:
+def recommendation(plan: SizePlan, answer: SizeAnswer) -> Iterator[str]:
     """Yield what to run: the number of replicas, whether to split them, and the cache."""
     if answer.best is None:
         yield f"Nothing up to {plan.max_replicas} replicas meets the target."
@@ -127,7 +127,7 @@ def recommendation(plan: Plan, answer: Answer) -> Iterator[str]:
         yield f"Cache: {smallest} blocks of {size} tokens each are enough ({smallest * size:,} tokens)."
 
 
-def remarks(plan: Plan, answer: Answer) -> Iterator[str]:
+def remarks(plan: SizePlan, answer: SizeAnswer) -> Iterator[str]:
     """Yield what limits the figures."""
     if answer.no_split:
         yield f"No split: {answer.no_split}."
@@ -144,7 +144,7 @@ def remarks(plan: Plan, answer: Answer) -> Iterator[str]:
         yield f"Up to {most} requests were not served: they are larger than a replica's cache or context."
 
 
-def as_json(plan: Plan, answer: Answer) -> dict[str, object]:
+def as_json(plan: SizePlan, answer: SizeAnswer) -> dict[str, object]:
     """Return everything as it goes into the JSON file."""
     return {
         "version": __version__,

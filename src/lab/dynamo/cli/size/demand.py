@@ -15,7 +15,7 @@ from dynamo.replay.trace import Stretch, Trace, TraceRequest
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What is asked of the replicas. With a `file` the sketch is not read."""
+    """The requests that the replicas get. With a `file` the sketch is not read."""
 
     requests: int
     rate: float = 1.0  # requests per second, a Poisson process
@@ -31,7 +31,7 @@ class Demand(msgspec.Struct, frozen=True):
         """Return the load in a few words."""
         if self.file is not None:
             faster = "" if self.speedup == 1 else f", {self.speedup:g} times as fast"
-            return f"the trace {self.file}{faster}"
+            return f"the trace {self.file}, its first {self.requests:,} requests at the most{faster}"
         shared = f", {self.prefix_tokens} of them shared in {self.groups} groups" if self.prefix_tokens else ""
         return f"{self.rate:g} requests/s, prompts of {self.prompt} tokens{shared}, answers of {self.output} tokens"
 
@@ -43,9 +43,7 @@ def trace_of(demand: Demand, seed: int) -> Trace:
         return _drawn(demand, random.Random(f"{seed} size"))
     try:
         with demand.file.open("rb") as lines:
-            return read_mooncake(
-                lines, demand.file.name, block_tokens=demand.file_block_tokens, limit=demand.requests or None
-            )
+            return read_mooncake(lines, demand.file.name, block_tokens=demand.file_block_tokens, limit=demand.requests)
     except OSError as error:
         raise UsageError(f"--trace: cannot read {demand.file}: {error.strerror}") from None
     except BadTraceLine as error:

@@ -28,8 +28,9 @@ REPEATS: Final = 3  # the median counts
 # The decode curve: so many sequences at once, each with so much context.
 SEQUENCES: Final = (1, 4, 16, 64, 256)
 CONTEXTS: Final = (128, 1024, 4096)
+NEAR: Final = 1.5  # a context is left out where the longest one is not so many times as long
 ANSWER_TOKENS: Final = 48  # of the decode curve: the median gap lies between the prompts of the others and the end
-MOST_TOKENS: Final = 131_072  # of all prompts of one point
+MOST_TOKENS: Final = 131_072  # of all sequences of one point
 CACHE_SHARE: Final = 0.8  # of the cache, at most: nothing shall be preempted
 LEAST_GAP_MS: Final = 0.05  # no engine takes a step in less
 ROUND_TRIPS: Final = 20
@@ -75,7 +76,10 @@ def measure(work: Measurement, report: Report) -> Profile:
     return Profile(
         name=model,
         times="measured",
-        **sizes,
+        kv_blocks=sizes["kv_blocks"],
+        block_size=sizes["block_size"],
+        max_batched_tokens=sizes["max_batched_tokens"],
+        max_sequences=sizes["max_sequences"],
         prefill=tuple(prefill),
         decode=tuple(decode),
         overhead_ms=round(overhead, 3),
@@ -126,14 +130,17 @@ def _lengths(most: int, context: int) -> list[int]:
 
 def _points(sizes: dict[str, int], context: int) -> Iterator[tuple[int, int]]:
     """Yield (sequences, prompt tokens) of the decode curve, as far as the cache and the patience of a user last."""
-    capacity = CACHE_SHARE * sizes["kv_blocks"] * sizes["block_size"]
+    most = min(CACHE_SHARE * sizes["kv_blocks"] * sizes["block_size"], MOST_TOKENS)
     for sequences in sorted(
         {*(count for count in SEQUENCES if count < sizes["max_sequences"]), sizes["max_sequences"]}
     ):
-        for tokens in CONTEXTS:
-            needed = sequences * (tokens + ANSWER_TOKENS + sizes["block_size"])
-            if tokens + ANSWER_TOKENS < context and needed <= capacity and sequences * tokens <= MOST_TOKENS:
-                yield sequences, tokens
+        longest = min(
+            int(most // sequences) - ANSWER_TOKENS - sizes["block_size"], context - ANSWER_TOKENS - 1, CONTEXTS[-1]
+        )
+        if longest < CONTEXTS[0]:
+            return
+        for tokens in (*(tokens for tokens in CONTEXTS if tokens < longest / NEAR), longest):
+            yield sequences, tokens
 
 
 class _Requests:

@@ -14,7 +14,7 @@ from dynamo.cli.bench.replay.options import seed_list
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.size.demand import Demand, trace_of
 from dynamo.cli.size.profile import MOCKER, Profile, read_profile
-from dynamo.cli.size.search import Plan
+from dynamo.cli.size.search import SizePlan
 from dynamo.cli.size.trial import STATISTICS, Goal
 from dynamo.cli.usage import UsageError
 from dynamo.errors import InvalidArgument
@@ -38,6 +38,7 @@ from dynamo.settings.table import read_settings, setting, settings_of
 MAX_REPLICAS: Final = 1024
 FEWEST_REQUESTS: Final = 400
 MOST_REQUESTS: Final = 3000
+TRACE_REQUESTS: Final = 1000
 ANSWERS_LONG: Final = 4  # a drawn trace lasts at least as long as so many answers
 
 # The flags of `dynamo size`: one table, from which come its command line and the settings page.
@@ -86,7 +87,7 @@ class SizeFlags:
     speedup: float | None = setting(None, None, above_zero(metavar="R"), "The trace, so many times as fast",
         flag="--speedup")
     requests: int | None = setting(None, None, integer(10, 1_000_000), "How many requests are simulated",
-        flag="--requests", shown="of a trace all; of a sketch 400 to 3,000, as long as its answers need")
+        flag="--requests", shown="the first 1,000 of a trace; of a sketch 400 to 3,000, as long as its answers need")
     profile: str = setting(MOCKER, None, placeholder("FILE", text),
         "The engine: a file that `--measure` wrote, or `mocker`, the mocker's own times", flag="--profile")
     kv_blocks: int | None = setting(None, None, _blocks, "KV blocks of each replica", flag="--kv-blocks",
@@ -146,9 +147,9 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class SizeOptions:
-    """What to look for, or what to measure."""
+    """The target with its load, or what to measure."""
 
-    work: Plan | Measurement
+    work: SizePlan | Measurement
     jobs: int
     json_file: Path | None
 
@@ -173,7 +174,7 @@ def _measurement(given: SizeFlags, url: str) -> Measurement:
     return Measurement(Target.of(url), given.model, given.out, _sizes(given))
 
 
-def _plan(given: SizeFlags) -> Plan:
+def _plan(given: SizeFlags) -> SizePlan:
     if given.out is not None or given.model is not None:
         raise UsageError("--out and --model belong to --measure")
     goals = tuple(
@@ -194,7 +195,7 @@ def _plan(given: SizeFlags) -> Plan:
         raise UsageError(f"--router-mode: {error}") from None
     demand = _demand(given, profile)
     trace_of(demand, given.seeds[0])  # so that a mistake shows before anything is simulated
-    return Plan(
+    return SizePlan(
         profile=profile,
         demand=demand,
         goals=goals,
@@ -214,7 +215,7 @@ def _demand(given: SizeFlags, profile: Profile) -> Demand:
             if value:
                 raise UsageError(f"--trace brings its own requests; leave {flag} out")
         return Demand(
-            requests=given.requests or 0,
+            requests=given.requests or TRACE_REQUESTS,
             file=given.trace,
             file_block_tokens=given.trace_block_tokens,
             speedup=given.speedup or 1.0,

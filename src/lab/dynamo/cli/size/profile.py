@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -98,7 +98,7 @@ class CurveTiming:
         contexts: dict[int, list[tuple[float, float]]] = {}
         for sequences, context, milliseconds in profile.decode:
             contexts.setdefault(sequences, []).append((context, milliseconds))
-        self._decode = contexts
+        self._decode = dict(_with_slopes(contexts))
         self._most = (self._prefill[-1][0], max(contexts), max(row[1] for row in profile.decode))
         self.is_beyond = False
         """Whether a time was needed that is far outside of what was measured."""
@@ -115,6 +115,18 @@ class CurveTiming:
         self.is_beyond |= sequences > BEYOND * self._most[1] or mean_context > BEYOND * self._most[2]
         rows = [(count, _on_line(curve, mean_context)) for count, curve in self._decode.items()]
         return max(LEAST_DECODE_MS, _on_line(rows, sequences))
+
+
+def _with_slopes(rows: Mapping[int, list[tuple[float, float]]]) -> Iterator[tuple[int, Points]]:
+    """Give a row of one point the slope of the row before it: each sequence has as much more context to read there."""
+    steeper = 0.0  # ms for a token of context of one sequence
+    for sequences, row in rows.items():
+        if len(row) == 1:
+            context, milliseconds = row[0]
+            row = [*row, (2 * context, milliseconds + steeper * sequences * context)]
+        (left, low), (right, high) = row[0], row[-1]
+        steeper = max(0.0, high - low) / (right - left) / sequences
+        yield sequences, row
 
 
 def _on_line(points: Points, at: float) -> float:

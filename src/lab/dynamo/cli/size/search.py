@@ -13,20 +13,20 @@ import msgspec
 
 from dynamo.cli.size.demand import Demand, trace_of
 from dynamo.cli.size.profile import Profile
-from dynamo.cli.size.trial import Found, Goal, Layout, Trial, run_trial, worst_of
+from dynamo.cli.size.trial import Goal, ReplicaLayout, Trial, TrialFigures, run_trial, worst_of
 from dynamo.errors import InvalidArgument
 from dynamo.replay.split import check_split
 
 ROOM: Final = 0.8  # of an engine's time, for the first guess
-MOST_LOAD: Final = 3.0  # a share of the load beyond this is not looked for
+MOST_LOAD: Final = 3.0  # the largest share of the load that is simulated
 LEAST_LOAD: Final = 0.1
 LOAD_STEPS: Final = 5
 SMALLEST_CACHE: Final = 8  # the smallest cache that is tried is an eighth of the profile's
 BETTER: Final = 1.1  # a split of as many replicas is recommended when it holds so many times the load
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """What to look for."""
+class SizePlan(msgspec.Struct, frozen=True):
+    """The target, the load and the engine, and how far the search goes."""
 
     profile: Profile
     demand: Demand
@@ -37,22 +37,22 @@ class Plan(msgspec.Struct, frozen=True):
     tries_splits: bool = True
 
 
-class Row(msgspec.Struct, frozen=True):
+class LayoutRow(msgspec.Struct, frozen=True):
     """One layout that was tried."""
 
-    layout: Layout
-    found: Found
+    layout: ReplicaLayout
+    found: TrialFigures
     meets: bool
     margin: float
     holds_to: float  # the share of the load up to which it meets the target; 0: not even near LEAST_LOAD
     note: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class SizeAnswer(msgspec.Struct, frozen=True):
     """What the search found."""
 
-    rows: tuple[Row, ...]
-    best: Layout | None  # None: nothing meets the target
+    rows: tuple[LayoutRow, ...]
+    best: ReplicaLayout | None  # None: nothing meets the target
     smallest_cache: int | None  # KV blocks of each replica with which as many replicas meet the target still
     no_split: str = ""  # why no split was simulated, or none is in the table
 
@@ -60,14 +60,14 @@ class Answer(msgspec.Struct, frozen=True):
 class Bench:
     """Runs trials in processes, keeps what came of them, and reports each to `report`."""
 
-    def __init__(self, plan: Plan, executor: Executor, report: Callable[[str], None]) -> None:
+    def __init__(self, plan: SizePlan, executor: Executor, report: Callable[[str], None]) -> None:
         self.plan = plan
         self._executor = executor
         self._report = report
-        self._known: dict[tuple[Layout, float], Found] = {}
+        self._known: dict[tuple[ReplicaLayout, float], TrialFigures] = {}
         self.trials = 0
 
-    def found(self, layout: Layout) -> Found:
+    def found(self, layout: ReplicaLayout) -> TrialFigures:
         """Simulate a layout with every seed."""
         known = self._known.get((layout, 1.0))
         if known is None:
@@ -83,11 +83,11 @@ class Bench:
             self._report(f"{layout}, {layout.kv_blocks} blocks, {layout.mode}: {figures}: {verdict}")
         return known
 
-    def meets(self, layout: Layout) -> bool:
+    def meets(self, layout: ReplicaLayout) -> bool:
         """Return whether a layout meets the target at the whole load."""
         return self.found(layout).meets(self.plan.goals)
 
-    def holds_to(self, layout: Layout) -> float:
+    def holds_to(self, layout: ReplicaLayout) -> float:
         """Return up to which share of the load a layout meets the target, by the first seed."""
         low, high = (1.0, MOST_LOAD) if self.meets(layout) else (LEAST_LOAD, 1.0)
         seen: set[bool] = set()
@@ -102,12 +102,12 @@ class Bench:
             return MOST_LOAD
         return 0.0 if low == LEAST_LOAD else low
 
-    def _meets_at(self, layout: Layout, load: float) -> bool:
+    def _meets_at(self, layout: ReplicaLayout, load: float) -> bool:
         plan = self.plan
         (found,) = self._run([Trial(plan.profile, plan.demand, layout, plan.seeds[0], load)])
         return found.meets(plan.goals)
 
-    def _run(self, trials: Sequence[Trial]) -> list[Found]:
+    def _run(self, trials: Sequence[Trial]) -> list[TrialFigures]:
         self.trials += len(trials)
         return [future.result() for future in [self._executor.submit(run_trial, trial) for trial in trials]]
 
@@ -125,8 +125,8 @@ def executor_of(jobs: int) -> Iterator[Executor]:
         yield pool
 
 
-def search(plan: Plan, bench: Bench) -> Answer:
-    """Look for the fewest replicas, with the alternatives beside them. Raises UsageError for a trace that cannot be read."""
+def search(plan: SizePlan, bench: Bench) -> SizeAnswer:
+    """Search the fewest replicas, with the alternatives beside them. Raises UsageError for a trace that cannot be read."""
     alike = fewest(lambda count: bench.meets(_alike(plan, count)), _guess(plan), plan.max_replicas)
     layouts = list(_around(plan, alike or plan.max_replicas, bench))
     smallest = None
@@ -143,10 +143,10 @@ def search(plan: Plan, bench: Bench) -> Answer:
     with ThreadPoolExecutor(len(layouts)) as threads:  # each waits for the processes
         shares = list(threads.map(bench.holds_to, layouts))
     rows = tuple(
-        Row(layout, found := bench.found(layout), found.meets(plan.goals), found.margin(plan.goals), share)
+        LayoutRow(layout, found := bench.found(layout), found.meets(plan.goals), found.margin(plan.goals), share)
         for layout, share in zip(layouts, shares, strict=True)
     )
-    return Answer(rows, _best(plan, rows), smallest, reason)
+    return SizeAnswer(rows, _best(plan, rows), smallest, reason)
 
 
 def fewest(meets: Callable[[int], bool], guess: int, most: int) -> int | None:
@@ -175,17 +175,17 @@ def fewest(meets: Callable[[int], bool], guess: int, most: int) -> int | None:
     return high
 
 
-def _alike(plan: Plan, count: int, *, mode: str | None = None, kv_blocks: int | None = None) -> Layout:
-    return Layout(mode or plan.mode, kv_blocks or plan.profile.kv_blocks, workers=count)
+def _alike(plan: SizePlan, count: int, *, mode: str | None = None, kv_blocks: int | None = None) -> ReplicaLayout:
+    return ReplicaLayout(mode or plan.mode, kv_blocks or plan.profile.kv_blocks, workers=count)
 
 
-def _guess(plan: Plan) -> int:
+def _guess(plan: SizePlan) -> int:
     """Guess how many replicas are busy for `ROOM` of their time."""
     prompts, answers = _busy(plan)
     return math.ceil((prompts + answers) / ROOM)
 
 
-def _busy(plan: Plan) -> tuple[float, float]:
+def _busy(plan: SizePlan) -> tuple[float, float]:
     """Return how many engines the prompts alone and the answers alone keep busy, without any reuse: a first guess only."""
     profile, trace = plan.profile, trace_of(plan.demand, plan.seeds[0])
     timing, options = profile.timing(), profile.options()
@@ -200,7 +200,7 @@ def _busy(plan: Plan) -> tuple[float, float]:
     return rate * prefill_ms / 1000, rate * output * decode_ms / batch / 1000
 
 
-def _around(plan: Plan, count: int, bench: Bench) -> Iterator[Layout]:
+def _around(plan: SizePlan, count: int, bench: Bench) -> Iterator[ReplicaLayout]:
     """Yield layouts of like replicas around the smallest number that meets the target."""
     if count > 1:
         yield _alike(plan, count - 1)
@@ -212,10 +212,10 @@ def _around(plan: Plan, count: int, bench: Bench) -> Iterator[Layout]:
         yield _alike(plan, count, mode="kv" if plan.mode == "round-robin" else "round-robin")
 
 
-def _smallest_cache(plan: Plan, count: int, bench: Bench) -> tuple[int, list[Layout]]:
+def _smallest_cache(plan: SizePlan, count: int, bench: Bench) -> tuple[int, list[ReplicaLayout]]:
     """Halve the cache for as long as the target is met; return the smallest one that meets it, and what was tried."""
     smallest = plan.profile.kv_blocks
-    tried: list[Layout] = []
+    tried: list[ReplicaLayout] = []
     part = 2
     while part <= SMALLEST_CACHE and plan.profile.kv_blocks // part:
         tried.append(_alike(plan, count, kv_blocks=plan.profile.kv_blocks // part))
@@ -225,7 +225,7 @@ def _smallest_cache(plan: Plan, count: int, bench: Bench) -> tuple[int, list[Lay
     return smallest, tried[-2:]
 
 
-def _why_no_split(plan: Plan) -> str:
+def _why_no_split(plan: SizePlan) -> str:
     if not plan.tries_splits:
         return "splits were left out (--no-split)"
     if plan.max_replicas < 2:
@@ -239,13 +239,13 @@ def _why_no_split(plan: Plan) -> str:
     return ""
 
 
-def _splits(plan: Plan, alike: int | None, bench: Bench) -> Iterator[Layout]:
+def _splits(plan: SizePlan, alike: int | None, bench: Bench) -> Iterator[ReplicaLayout]:
     """Yield the smallest split that meets the target and its neighbours, if it takes few more replicas than like ones do."""
     most = min(plan.max_replicas, plan.max_replicas if alike is None else max(2, alike + 2)) - 1
     prompts, answers = _busy(plan)
 
-    def layout(prefill: int, decode: int) -> Layout:
-        return Layout(plan.mode, plan.profile.kv_blocks, prefill=prefill, decode=decode)
+    def layout(prefill: int, decode: int) -> ReplicaLayout:
+        return ReplicaLayout(plan.mode, plan.profile.kv_blocks, prefill=prefill, decode=decode)
 
     gaps = tuple(goal for goal in plan.goals if goal.latency == "itl")
     wide = min(most, math.ceil(prompts / ROOM) + 1)  # prefill workers enough, while decode workers are counted
@@ -266,7 +266,7 @@ def _splits(plan: Plan, alike: int | None, bench: Bench) -> Iterator[Layout]:
             yield layout(*pair)
 
 
-def _best(plan: Plan, rows: Sequence[Row]) -> Layout | None:
+def _best(plan: SizePlan, rows: Sequence[LayoutRow]) -> ReplicaLayout | None:
     """Return the fewest replicas with the profile's cache and the given router; of as many the split only if it is clearly
     better.
     """

@@ -23,7 +23,7 @@ KEEPS_UP: Final = (
 )
 
 
-class Layout(msgspec.Struct, frozen=True):
+class ReplicaLayout(msgspec.Struct, frozen=True):
     """How replicas are laid out: alike, or some for prompts and some for answers."""
 
     mode: str
@@ -62,12 +62,12 @@ class Trial(msgspec.Struct, frozen=True):
 
     profile: Profile
     demand: Demand
-    layout: Layout
+    layout: ReplicaLayout
     seed: int
     load: float = 1.0  # the load, so many times as much
 
 
-class Found(msgspec.Struct, frozen=True):
+class TrialFigures(msgspec.Struct, frozen=True):
     """What came of a layout; of several seeds the worst of each."""
 
     latencies: dict[str, dict[str, float]]  # "ttft" and "itl" -> statistic -> ms
@@ -94,10 +94,10 @@ class Found(msgspec.Struct, frozen=True):
         return self.margin(goals) >= 0
 
 
-def worst_of(found: Sequence[Found]) -> Found:
+def worst_of(found: Sequence[TrialFigures]) -> TrialFigures:
     """Return the worst of each figure."""
     first = found[0]
-    return Found(
+    return TrialFigures(
         latencies={
             latency: {name: max(each.latencies[latency][name] for each in found) for name in STATISTICS}
             for latency in first.latencies
@@ -121,7 +121,7 @@ def _tree(demand: Demand, seed: int, block_size: int) -> StretchTree:
     return StretchTree(block_size)
 
 
-def run_trial(trial: Trial) -> Found:
+def run_trial(trial: Trial) -> TrialFigures:
     """Simulate. Raises UsageError for a trace that cannot be read, InvalidArgument for one that cannot be split."""
     figures, is_beyond = replay_of(trial)
     profile = trial.profile
@@ -130,7 +130,7 @@ def run_trial(trial: Trial) -> Found:
     seconds = figures.duration_ms / 1000 or 1e-9
     arrived = [request.arrival_ms for request in figures.requests]
     span = (max(arrived) - min(arrived)) / 1000
-    return Found(
+    return TrialFigures(
         latencies={
             "ttft": {name: getattr(ttft, name) + profile.overhead_ms for name in STATISTICS},
             "itl": {name: getattr(itl, name) for name in STATISTICS},
