@@ -112,6 +112,15 @@ def test_an_endless_queue_is_no_success_however_short_the_trace() -> None:
     assert not found.meets(plan.goals)
 
 
+def test_a_burst_is_judged_by_its_times_alone(tmp_path: Path) -> None:
+    trace = tmp_path / "burst.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 50}\n' * 40)
+    plan = _plan(["--ttft", "400", "--itl", "50", "--trace", str(trace)])
+    found = run_trial(Trial(plan.profile, plan.demand, ReplicaLayout("kv", 16384, workers=1), 0))
+    assert (found.trace_seconds, found.kept_up) == (0, 1)
+    assert found.meets(plan.goals)
+
+
 def test_a_prompt_larger_than_the_cache_is_never_a_success() -> None:
     plan = _plan(["--ttft", "p95:60000", *LOAD])
     found = run_trial(Trial(plan.profile, plan.demand, ReplicaLayout("kv", 8, workers=4), 0))

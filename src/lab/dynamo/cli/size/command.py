@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Final
 
@@ -34,9 +35,15 @@ def main(argv: list[str]) -> int:
         return _measured(options.work, console)
     plan = options.work
     started = time.monotonic()
-    with executor_of(options.jobs) as executor:
-        bench = Bench(plan, executor, lambda line: print(f"dynamo size: {line}", file=sys.stderr, flush=True))
-        answer = search(plan, bench)
+    try:
+        with executor_of(options.jobs) as executor:
+            bench = Bench(plan, executor, lambda line: print(f"dynamo size: {line}", file=sys.stderr, flush=True))
+            answer = search(plan, bench)
+    except BrokenExecutor:
+        console.complain(
+            "dynamo size: a process of --jobs was lost, perhaps for lack of memory; use fewer --requests or --jobs"
+        )
+        return EXIT_NOTHING
     _show(plan, answer, console)
     console.say(f"{bench.trials} simulations in {time.monotonic() - started:.1f} s")
     if options.json_file is not None:
@@ -125,6 +132,11 @@ def recommendation(plan: SizePlan, answer: SizeAnswer) -> Iterator[str]:
     if smallest is not None and not best.layout.is_split:
         size = plan.profile.block_size
         yield f"Cache: {smallest} blocks of {size} tokens each are enough ({smallest * size:,} tokens)."
+    else:
+        yield f"Cache: {best.layout.kv_blocks} blocks each, as the profile has; a smaller one was not tried for a split."
+    for row in answer.rows:
+        if row.meets and row.layout.replicas < best.layout.replicas:
+            yield f"With {row.layout.kv_blocks} blocks each {row.layout} would be enough."
 
 
 def remarks(plan: SizePlan, answer: SizeAnswer) -> Iterator[str]:

@@ -141,7 +141,7 @@ def run_trial(trial: Trial) -> TrialFigures:
         tokens_per_second=figures.output_tokens / seconds,
         hit_rate=figures.hit_rate,
         preemptions=figures.preemptions,
-        kept_up=_kept_up(figures, span, seconds),
+        kept_up=_kept_up(figures, profile, span),
         trace_seconds=span,
         answer_seconds=figures.latencies["e2e_latency"].mean / 1000,
         is_beyond=is_beyond,
@@ -173,11 +173,23 @@ def replay_of(trial: Trial) -> tuple[ReplayFigures, bool]:
     return figures, isinstance(timing, CurveTiming) and timing.is_beyond
 
 
-def _kept_up(figures: ReplayFigures, span: float, seconds: float) -> float:
+def _kept_up(figures: ReplayFigures, profile: Profile, span: float) -> float:
     """Return the rate of ends by the rate of arrivals; the time of one answer after the last arrival is no queue.
 
-    That time is the one of the first quarter of the requests, before a queue could grow.
+    That time is the longest of the first quarter of the requests, before a queue could grow. A trace that lasts less than two
+    answers do, each alone on an engine, is a burst without a rate: 1.
     """
+    if span < 2 * _alone_seconds(figures, profile):
+        return 1.0
     early = [request.e2e_latency_ms or 0.0 for request in figures.requests[: max(1, len(figures.requests) // 4)]]
-    answer = max(early) / 1000
-    return 1.0 if seconds <= span + answer else span / max(1e-9, seconds - answer)
+    seconds, answer = figures.duration_ms / 1000, max(early) / 1000
+    return 1.0 if seconds <= span + answer else span / (seconds - answer)
+
+
+def _alone_seconds(figures: ReplayFigures, profile: Profile) -> float:
+    """Return how long the mean request takes on an engine that has no other one."""
+    count = max(1, len(figures.requests))
+    prompt = sum(request.input_tokens for request in figures.requests) // count
+    timing, capacity = profile.timing(), profile.kv_blocks * profile.block_size
+    step_ms = timing.decode_ms(prompt, max(1, prompt), capacity)
+    return (timing.prefill_ms(1, prompt, 0) + figures.output_tokens / count * step_ms) / profile.speedup_ratio / 1000
