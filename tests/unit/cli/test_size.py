@@ -20,7 +20,7 @@ from dynamo.cli.size.trial import Goal, ReplicaLayout, Trial, run_trial
 from dynamo.mocker.timing import PolynomialTiming
 from support.cases import each_case
 
-LOAD = ["--rate", "40", "--input-tokens", "1000", "--output-tokens", "20", "--requests", "80", "--seeds", "0"]
+LOAD = ["--rate", "40", "--input-tokens", "1000", "--output-tokens", "20", "--requests", "60", "--seeds", "0"]
 TARGET = ["--ttft", "p95:150", "--itl", "20"]
 FORMULAS = PolynomialTiming()
 LENGTHS = (1, 16, 256, 1024, 4096, 8192)
@@ -87,8 +87,8 @@ def test_a_split_is_recommended_where_prompts_would_stop_answers_too_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
-    load = ["--rate", "8", "--input-tokens", "4000", "--output-tokens", "60", "--requests", "60", "--seeds", "0"]
-    assert dynamo(["size", "--itl", "p99:30", *load, "--max-replicas", "6", "--json", str(file)]) == 0
+    load = ["--rate", "8", "--input-tokens", "4000", "--output-tokens", "60", "--requests", "40", "--seeds", "0"]
+    assert dynamo(["size", "--itl", "p99:30", *load, "--max-replicas", "3", "--json", str(file)]) == 0
     best = json.loads(file.read_text())["recommendation"]
     assert (best["prefill"], best["decode"]) == (1, 1)
     assert "2 replicas: 1 prefill and 1 decode workers." in capsys.readouterr().out
