@@ -25,6 +25,7 @@ from dynamo.cli.replay.command import ResendFlags
 from dynamo.cli.replay_policy import ReplayPolicyFlags
 from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
 from dynamo.cli.simulate import SimulateFlags
+from dynamo.cli.size.options import SizeFlags
 from dynamo.cli.status import StatusFlags
 from dynamo.cli.top import TopFlags
 from dynamo.common import engine_monitor
@@ -115,6 +116,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "chat": tuple(own(ChatFlags)),
     "bench": tuple(own(BenchFlags)),
     "replay": tuple(own(ReplayFlags)),
+    "size": tuple(own(SizeFlags)),
     "new": tuple(own(NewFlags)),
     "conformance": tuple(own(ConformanceFlags)),
     "simulate": tuple(own(SimulateFlags)),

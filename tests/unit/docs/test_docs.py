@@ -29,6 +29,7 @@ from support.cases import each_case
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
 COMMANDS = (
+    "size",
     "serve",
     "chat",
     "new",

@@ -39,6 +39,7 @@ COMMANDS: Final = {
         "examine this machine and its settings, and say what to do about what is wrong",
     ),
     "bench": ("dynamo.cli.bench.command", "load a server and report throughput and latency"),
+    "size": ("dynamo.cli.size.command", "report how many replicas meet a target of latency, by simulation"),
     "completion": ("dynamo.cli.completion", "print a script that completes this command in bash, zsh or fish"),
 }
 

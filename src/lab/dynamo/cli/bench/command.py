@@ -132,7 +132,7 @@ def _loop_factory() -> Any:
 
 async def _bench(options: BenchOptions, console: Console) -> tuple[_Outcome, BenchOptions]:
     if not options.models:
-        name = await _first_model(options.targets[0])
+        name = await first_model(options.targets[0])
         options = replace(options, models=(name,), settings={**options.settings, "model": [name]})
     costs = {name: WordCost() for name in options.models}
     if options.are_prompts_generated:
@@ -215,6 +215,14 @@ def members_for(endpoint: str, prompt: Prompt) -> dict[str, Any]:
 
 async def ask(target: Target, data: bytes) -> Any:
     """Send one request of the benchmark itself and return its answer as JSON. Raises ServerTrouble."""
+    try:
+        return json.loads(await fetch(target, data))
+    except ValueError:
+        raise ServerTrouble(f"{target.url} does not answer with JSON; is it an OpenAI-compatible server?") from None
+
+
+async def fetch(target: Target, data: bytes) -> bytes:
+    """Send one request of the benchmark itself and return the body of its answer. Raises ServerTrouble."""
     said: list[bytes] = []
 
     class Kept(Load):
@@ -229,13 +237,11 @@ async def ask(target: Target, data: bytes) -> Any:
         kind, failure = next(iter(recorder.failures.items()))
         said_where = failure.example if target.url in failure.example else f"{target.url}: {failure.example}"
         raise ServerTrouble(f"{kind}: {said_where}")
-    try:
-        return json.loads(said[0])
-    except ValueError:
-        raise ServerTrouble(f"{target.url} does not answer with JSON; is it an OpenAI-compatible server?") from None
+    return said[0]
 
 
-async def _first_model(target: Target) -> str:
+async def first_model(target: Target) -> str:
+    """Return the first model that a server lists. Raises ServerTrouble."""
     listed = await ask(target, target.get("/v1/models"))
     models = listed.get("data") if isinstance(listed, dict) else None
     if not isinstance(models, list):

@@ -51,7 +51,7 @@ def _seeds(given: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-_seed_list: Final = SettingReader(_seeds, show=lambda value: ",".join(map(str, value)), metavar="SEEDS")
+seed_list: Final = SettingReader(_seeds, show=lambda value: ",".join(map(str, value)), metavar="SEEDS")
 
 
 def _speeds(given: str) -> tuple[float, ...]:
@@ -78,7 +78,7 @@ class ReplayFlags:
     # fmt: off
     mode: tuple[str, ...] = setting((), None, each(placeholder("MODE", text)),
         "What to compare; repeated, all of them", flag="--mode", repeats=True, shown="those of the preset")
-    seeds: tuple[int, ...] = setting((0,), None, _seed_list, "As `0-4` or `1,5,9`: figures are means", flag="--seeds")
+    seeds: tuple[int, ...] = setting((0,), None, seed_list, "As `0-4` or `1,5,9`: figures are means", flag="--seeds")
     requests: int | None = setting(None, None, integer(1, 10_000_000), "So many", flag="--requests",
         shown="those of the preset, 2,000 mostly")
     jobs: int = setting(1, None, integer(1, MAX_JOBS), "Processes that share the replays", flag="--jobs")
