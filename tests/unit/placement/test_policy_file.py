@@ -103,7 +103,7 @@ def test_every_mistake_names_its_key() -> None:
         (root(short, "cache_bucket: short"), "policy_classes[0]", "missing required field `quantum`"),
         (root(short, "cache_bucket: short, quantum: 0"), "policy_classes[0].quantum", "at least 1"),
         (root(short, "cache_bucket: short, quantum: '5'"), "policy_classes[0].quantum", "expected `int`"),
-        (root("queue_policy: wspt", "queue_policy: lcfs"), "policy_classes[1].queue_policy", "fcfs or wspt"),
+        (root("queue_policy: wspt", "queue_policy: lcfs"), "policy_classes[1].queue_policy", "fcfs, wspt or dlpm"),
         (root("queue_policy: wspt", "queue_policy: FCFS"), "policy_classes[1].queue_policy", "FCFS"),
         (root("frac: 0.5", "frac: -0.5"), "policy_classes[1].prefill_busy_threshold_frac", "at least 0"),
         (root("frac: 0.5", "frac: .inf"), "policy_classes[1].prefill_busy_threshold_frac", "at least 0"),
