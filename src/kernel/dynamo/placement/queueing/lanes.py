@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 from zlib import crc32
@@ -21,7 +20,7 @@ SLACK: Final = 64  # removed entries that a lane may hold in its middle before i
 MAX_TENANTS: Final = (
     128  # with an account of their own; each costs a look at the loads of all ranks where nothing may go
 )
-EXAMINED: Final = 16  # requests of one lane whose cached prefixes are compared: each costs a search in the index
+EXAMINED: Final = 8  # requests of one lane whose cached prefixes are compared: each costs a search in the index
 
 
 class LaneEntry(Generic[R]):
@@ -91,23 +90,22 @@ class ClassLanes(Generic[R]):
 class TenantLanes(Generic[R]):
     """The lanes of a class in which tenants share the turns, and a turn respects prefixes (DLPM, arXiv 2501.14312).
 
-    Each round brings every tenant one quantum of uncached tokens. A tenant with credit left is served until its credit is spent;
-    what its last request costs beyond that it owes to the rounds after. Its turn begins with its first request, so that none
-    waits for ever; then come those with the longest cached prefix, as far as strict priority and due time are the same. A
-    tenant that comes while others wait has its whole quantum of the round, and goes first.
+    Each round brings every tenant one quantum of uncached tokens. The shortest turn goes first: that of the tenant with the
+    least to do, or the least credit left. So a tenant stays until its credit is spent, unless one comes that has little to do;
+    what its last request costs beyond its credit it owes to the rounds after. A turn begins with the tenant's first request, so
+    that none waits for ever; then come those with the longest cached prefix, where strict priority and due time are the same.
 
     Tenants beyond `MAX_TENANTS` share the account of another one.
     """
 
-    __slots__ = ("_count", "_credit", "_held", "_quantum", "_tenants", "_visited")
+    __slots__ = ("_count", "_credit", "_held", "_tenants", "_visited", "_waiting", "quantum")
 
     def __init__(self, quantum: int, held: Callable[[R], tuple[int, int]]) -> None:
         """`held`: the cached and the uncached tokens of a request as they are now."""
-        self._quantum, self._held = quantum, held
+        self.quantum, self._held = quantum, held
         self._tenants: dict[str, dict[WorkerRank | None, list[LaneEntry[R]]]] = {}  # sorted lists, none of them empty
-        self._credit: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # in the order of turns; of this round, or owed to later ones
+        self._waiting: dict[str, int] = {}  # what the waiting requests of each tenant cost
+        self._credit: dict[str, int] = {}  # of this round, or owed to later ones; of some tenants that have left, too
         self._visited: str | None = None  # the tenant whose turn has begun
         self._count = 0
 
@@ -142,34 +140,32 @@ class TenantLanes(Generic[R]):
         """Park a request."""
         name = entry.tenant = self._account(entry.tenant)
         if name not in self._tenants:
-            self._credit.setdefault(name, self._quantum)
-            self._credit.move_to_end(name, last=False)
+            self._credit.setdefault(name, self.quantum)
+            self._waiting[name] = 0
+        self._waiting[name] += entry.cost
         insort(self._tenants.setdefault(name, {}).setdefault(entry.rank, []), entry)
         self._count += 1
 
     def head(self, is_ready: Callable[[R], bool]) -> LaneEntry[R] | None:
         """Return the request whose turn it is, of those that are ready; None when none is ready."""
-        ready: dict[str, LaneEntry[R]] = {}
-        for name, credit in self._credit.items():
-            first = _first(self._tenants.get(name, {}), is_ready)
-            if first is not None and credit > 0:
+        owing: dict[str, LaneEntry[R]] = {}
+        for name in sorted(self._tenants, key=self._turn):
+            first = _first(self._tenants[name], is_ready)
+            if first is not None and self._credit[name] > 0:
                 return self._chosen(name, first, is_ready)
             if first is not None:
-                ready[name] = first
-        if not ready:
+                owing[name] = first
+        if not owing:
             return None
-        self._begin_round(ready)
-        name = next(name for name in ready if self._credit[name] > 0)
-        return self._chosen(name, ready[name], is_ready)
+        self._begin_round(owing)
+        name = min((name for name in owing if self._credit[name] > 0), key=self._turn)
+        return self._chosen(name, owing[name], is_ready)
 
     def charge(self, entry: LaneEntry[R]) -> None:
         """Take what a request costs from the credit of its tenant: it is dispatched."""
         name = entry.tenant
         self._credit[name] -= entry.cost
-        self._visited = name
-        if self._credit[name] <= 0:
-            self._visited = None
-            self._credit.move_to_end(name)
+        self._visited = name if self._credit[name] > 0 else None
 
     def remove(self, entry: LaneEntry[R]) -> None:
         """Take a request out, wherever it stands."""
@@ -179,8 +175,9 @@ class TenantLanes(Generic[R]):
         del lane[bisect_left(lane, entry)]
         if not lane:
             del lanes[entry.rank]
+        self._waiting[entry.tenant] -= entry.cost
         if not lanes:
-            del self._tenants[entry.tenant]
+            del self._tenants[entry.tenant], self._waiting[entry.tenant]
         self._count -= 1
         if not self._count:  # nothing is shared any more
             self._credit.clear()
@@ -193,7 +190,7 @@ class TenantLanes(Generic[R]):
 
     def _begin_round(self, ready: dict[str, LaneEntry[R]]) -> None:
         """Give a quantum to each tenant that is ready, as often as the first of them needs to have paid what it owes."""
-        brought = self._quantum * (1 + min(-self._credit[name] // self._quantum for name in ready))
+        brought = self.quantum * (1 + min(-self._credit[name] // self.quantum for name in ready))
         self._visited = None
         for name in list(self._credit):
             if name in ready:
@@ -212,8 +209,15 @@ class TenantLanes(Generic[R]):
         cached = {each: self._held(each.request) for each in alike}
         alike.sort(key=lambda each: (-cached[each][0], each.key))
         found = next((each for each in alike if each is first or is_ready(each.request)), first)
-        found.cost = max(1, cached[found][1])
+        cost = max(1, cached[found][1])
+        self._waiting[name] += cost - found.cost
+        found.cost = cost
         return found
+
+    def _turn(self, name: str) -> tuple[bool, int]:
+        """Return the key of a tenant in the order of turns: those with credit left, the shortest turn first."""
+        credit = self._credit[name]
+        return credit <= 0, min(credit, self._waiting[name])
 
 
 def _first(lanes: dict[WorkerRank | None, list[LaneEntry[R]]], is_ready: Callable[[R], bool]) -> LaneEntry[R] | None:

@@ -13,7 +13,9 @@ from dynamo.placement.queueing.order import QueueOrder
 
 DEFAULT_CLASS: Final = "default"
 UNKNOWN_BATCH_TOKENS: Final = 10_000_000  # of a worker that has not reported how many tokens it takes in one step
-TENANT_QUANTUM: Final = 4096  # half a usual batch; more keeps prefixes longer, and lets other tenants wait longer
+TENANT_QUANTUM: Final = (
+    16_384  # above most prompts, or a turn ends before its cached prefix is used; more makes others wait
+)
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -58,7 +60,7 @@ class PolicyClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slo_ttft_ms: int | None = None
     """When the first token should be there, of a request that names no target itself."""
     tenant_quantum: int = TENANT_QUANTUM
-    """With `dlpm`: the uncached tokens that one turn of a tenant brings."""
+    """With `dlpm`: the uncached tokens that one turn of a tenant brings, for each worker."""
 
     @property
     def is_explicit(self) -> bool:

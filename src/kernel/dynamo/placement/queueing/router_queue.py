@@ -198,6 +198,8 @@ class RouterQueue(Generic[P]):
         key, cost = self._key(request, policy, now), max(1, request.uncached_tokens)
         self._arrivals += 1
         entry = LaneEntry(_Parked(request, queue, now), key, request.pinned, cost, request.tenant or "")
+        if isinstance(queue.lanes, TenantLanes):
+            queue.lanes.quantum = policy.tenant_quantum * max(1, workers)
         queue.lanes.push(entry)
         queue.raw_isl_tokens += request.prompt_tokens
         queue.cached_tokens += request.cached_tokens

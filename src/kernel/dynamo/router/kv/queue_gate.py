@@ -249,16 +249,10 @@ class QueueGate:
 
     def _cached_now(self, request: QueueRequest[_Waiter]) -> int:
         """Return how many tokens of a request some rank holds, or is about to hold for those before it."""
-        router, query = self._router, request.payload.query
-        lookup = router.look_up(query, asyncio.get_running_loop().time())
         try:
-            cached = router.best_cached_tokens(query, lookup)
+            return held_tokens(self._router, request.payload.query, asyncio.get_running_loop().time())
         except DynamoException:  # no rank may serve it now: its own choice of a worker raises the reason
             return request.cached_tokens
-        load, first = router.load, next(iter(lookup.sequence), None)
-        ranks = () if first is None else load.heads.get(first, ())
-        active = max((load.of(rank).active_blocks(lookup.sequence) for rank in ranks), default=0)
-        return max(cached, min(request.prompt_tokens, active * router.block_size))
 
     def _park(self, request: QueueRequest[_Waiter], now: float, selection: Selection) -> None:
         policy = request.payload.policy
@@ -316,6 +310,18 @@ class QueueGate:
         self._router.load.expire(asyncio.get_running_loop().time())
         self._arm()
         self.changed()
+
+
+def held_tokens(router: KvRouter, query: KvQuery, now: float) -> int:
+    """Return how many tokens of a prompt some rank holds, or will hold when it has computed the prompts before this one.
+
+    Raises what `KvRouter.select` raises for a query that no rank may serve.
+    """
+    lookup = router.look_up(query, now)
+    load, sequence = router.load, lookup.sequence
+    ranks = load.heads.get(sequence[0], ()) if sequence else ()
+    active = max((load.of(rank).active_blocks(sequence) for rank in ranks), default=0)
+    return max(router.best_cached_tokens(query, lookup), min(lookup.prompt_tokens, active * router.block_size))
 
 
 def _lane(selection: Selection, query: KvQuery) -> WorkerRank | None:
