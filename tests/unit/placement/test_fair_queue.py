@@ -281,9 +281,9 @@ def test_accounts_are_bounded_and_tenants_beyond_them_share() -> None:
     park(queue, *(request(name, tenant=name) for name in names))
     lanes = queue._queues["c"].lanes
     assert isinstance(lanes, TenantLanes)
-    assert lanes.tenants == len(lanes._credit) == MAX_TENANTS
+    assert len(lanes.tenants) == len(lanes._credit) == MAX_TENANTS
     assert sorted(drained(queue)) == sorted(names)
-    assert (len(lanes), lanes.tenants, len(lanes._credit)) == (0, 0, 0)
+    assert (len(lanes), len(lanes.tenants), len(lanes._credit)) == (0, 0, 0)
 
 
 def test_a_full_class_lets_in_a_tenant_below_its_share_and_no_more_of_the_others() -> None:
@@ -304,7 +304,7 @@ def test_a_full_class_lets_in_a_tenant_below_its_share_and_no_more_of_the_others
 @pytest.mark.parametrize("name", ["tenant_quantum", "slo_ttft_ms"])
 def test_a_quantum_and_a_target_are_at_least_1(name: str) -> None:
     with pytest.raises(InvalidPolicy, match=f"{name}: must be at least 1"):
-        queue_of(**{name: 0})
+        a_class(**{name: 0}).check("c")
 
 
 STEPS = st.lists(

@@ -343,7 +343,8 @@ async def test_what_is_due_first_goes_first_and_first_tokens_are_counted_by_thei
     house = House()
     await house.begin("a")
     aims = {"late": aimed(1e9), "soon": aimed(1e8), "past": aimed(1.0)}
-    for name, of in ({"none": {}} | aims).items():
+    await house.begin("none")
+    for name, of in aims.items():
         await house.begin(name, 80, **of)
     for name in ("a", "past", "soon", "late"):
         await house.free(name)

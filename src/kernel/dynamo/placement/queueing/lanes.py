@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 from zlib import crc32
 
@@ -17,9 +17,7 @@ from dynamo.placement.queueing.order import OrderKey
 
 R = TypeVar("R")
 SLACK: Final = 64  # removed entries that a lane may hold in its middle before it is built anew
-MAX_TENANTS: Final = (
-    128  # with an account of their own; each costs a look at the loads of all ranks where nothing may go
-)
+MAX_TENANTS: Final = 128  # with an account of their own; the loads of all ranks are read for each where nothing may go
 EXAMINED: Final = 8  # requests of one lane whose cached prefixes are compared: each costs a search in the index
 
 
@@ -98,12 +96,12 @@ class TenantLanes(Generic[R]):
     Tenants beyond `MAX_TENANTS` share the account of another one.
     """
 
-    __slots__ = ("_count", "_credit", "_held", "_tenants", "_visited", "_waiting", "quantum")
+    __slots__ = ("_count", "_credit", "_held", "_visited", "_waiting", "quantum", "tenants")
 
     def __init__(self, quantum: int, held: Callable[[R], tuple[int, int]]) -> None:
         """`held`: the cached and the uncached tokens of a request as they are now."""
         self.quantum, self._held = quantum, held
-        self._tenants: dict[str, dict[WorkerRank | None, list[LaneEntry[R]]]] = {}  # sorted lists, none of them empty
+        self.tenants: dict[str, dict[WorkerRank | None, list[LaneEntry[R]]]] = {}  # that wait; sorted lists, none empty
         self._waiting: dict[str, int] = {}  # what the waiting requests of each tenant cost
         self._credit: dict[str, int] = {}  # of this round, or owed to later ones; of some tenants that have left, too
         self._visited: str | None = None  # the tenant whose turn has begun
@@ -112,25 +110,18 @@ class TenantLanes(Generic[R]):
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def tenants(self) -> int:
-        """How many tenants wait."""
-        return len(self._tenants)
-
-    def of(self, tenant: str) -> Iterator[R]:
-        """Yield what waits for one tenant."""
-        for lane in self._tenants.get(self._account(tenant), {}).values():
-            for each in lane:
-                yield each.request
+    def of(self, tenant: str) -> list[R]:
+        """Return what waits for one tenant."""
+        return [each.request for lane in self.tenants.get(self._account(tenant), {}).values() for each in lane]
 
     def waiting(self, rank: WorkerRank | None) -> int:
         """Return how many requests wait in one lane. See `ClassLanes.waiting`."""
-        return sum(len(lanes.get(rank, ())) for lanes in self._tenants.values())
+        return sum(len(lanes.get(rank, ())) for lanes in self.tenants.values())
 
     def ahead(self, key: OrderKey, tenant: str, rank: WorkerRank | None) -> int:
         """Return the uncached tokens that go before a request: of its tenant by their order, of the others as many at most."""
-        account, tokens = self._account(tenant), dict.fromkeys(self._tenants, 0)
-        for name, lanes in self._tenants.items():
+        account, tokens = self._account(tenant), dict.fromkeys(self.tenants, 0)
+        for name, lanes in self.tenants.items():
             for lane in lanes.values() if rank is None else (lanes.get(rank, []),):
                 tokens[name] += sum(each.cost for each in lane if name != account or each.key < key)
         own = tokens.pop(account, 0)
@@ -139,18 +130,18 @@ class TenantLanes(Generic[R]):
     def push(self, entry: LaneEntry[R]) -> None:
         """Park a request."""
         name = entry.tenant = self._account(entry.tenant)
-        if name not in self._tenants:
+        if name not in self.tenants:
             self._credit.setdefault(name, self.quantum)
             self._waiting[name] = 0
         self._waiting[name] += entry.cost
-        insort(self._tenants.setdefault(name, {}).setdefault(entry.rank, []), entry)
+        insort(self.tenants.setdefault(name, {}).setdefault(entry.rank, []), entry)
         self._count += 1
 
     def head(self, is_ready: Callable[[R], bool]) -> LaneEntry[R] | None:
         """Return the request whose turn it is, of those that are ready; None when none is ready."""
         owing: dict[str, LaneEntry[R]] = {}
-        for name in sorted(self._tenants, key=self._turn):
-            first = _first(self._tenants[name], is_ready)
+        for name in sorted(self.tenants, key=self._turn):
+            first = _first(self.tenants[name], is_ready)
             if first is not None and self._credit[name] > 0:
                 return self._chosen(name, first, is_ready)
             if first is not None:
@@ -170,14 +161,14 @@ class TenantLanes(Generic[R]):
     def remove(self, entry: LaneEntry[R]) -> None:
         """Take a request out, wherever it stands."""
         entry.is_parked = False
-        lanes = self._tenants[entry.tenant]
+        lanes = self.tenants[entry.tenant]
         lane = lanes[entry.rank]
         del lane[bisect_left(lane, entry)]
         if not lane:
             del lanes[entry.rank]
         self._waiting[entry.tenant] -= entry.cost
         if not lanes:
-            del self._tenants[entry.tenant], self._waiting[entry.tenant]
+            del self.tenants[entry.tenant], self._waiting[entry.tenant]
         self._count -= 1
         if not self._count:  # nothing is shared any more
             self._credit.clear()
@@ -193,18 +184,16 @@ class TenantLanes(Generic[R]):
         brought = self.quantum * (1 + min(-self._credit[name] // self.quantum for name in ready))
         self._visited = None
         for name in list(self._credit):
-            if name in ready:
+            if name in ready or name not in self.tenants:
                 self._credit[name] += brought
-            elif name not in self._tenants:  # it only owed something, or had its share of the round before
-                self._credit[name] += brought
-                if self._credit[name] > 0:
-                    del self._credit[name]
+            if name not in self.tenants and self._credit[name] > 0:  # it owes nothing any more
+                del self._credit[name]
 
     def _chosen(self, name: str, first: LaneEntry[R], is_ready: Callable[[R], bool]) -> LaneEntry[R]:
         """Return the request that a tenant dispatches, with what it costs now."""
         alike = [first]
         if self._visited == name:
-            lanes = self._tenants[name].values()
+            lanes = self.tenants[name].values()
             alike = [each for lane in lanes for each in lane[:EXAMINED] if each.key[:2] == first.key[:2]]
         cached = {each: self._held(each.request) for each in alike}
         alike.sort(key=lambda each: (-cached[each][0], each.key))

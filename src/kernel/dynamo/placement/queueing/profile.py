@@ -13,9 +13,7 @@ from dynamo.placement.queueing.order import QueueOrder
 
 DEFAULT_CLASS: Final = "default"
 UNKNOWN_BATCH_TOKENS: Final = 10_000_000  # of a worker that has not reported how many tokens it takes in one step
-TENANT_QUANTUM: Final = (
-    16_384  # above most prompts, or a turn ends before its cached prefix is used; more makes others wait
-)
+TENANT_QUANTUM: Final = 16_384  # above most prompts, or a turn ends before its cached prefix is used again
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -92,11 +90,8 @@ class PolicyClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             check_name(self.policy_family, f"{path}.policy_family")
         if self.queue_policy is QueueOrder.LCFS:
             raise InvalidPolicy(f"{path}.queue_policy", "must be fcfs, wspt or dlpm")
-        for name, value in (
-            ("quantum", self.quantum),
-            ("tenant_quantum", self.tenant_quantum),
-            ("slo_ttft_ms", self.slo_ttft_ms),
-        ):
+        for name in ("quantum", "tenant_quantum", "slo_ttft_ms"):
+            value = getattr(self, name)
             if value is not None and not 1 <= value < 2**63:
                 raise InvalidPolicy(f"{path}.{name}", f"must be at least 1, got {value}")
         for name in (

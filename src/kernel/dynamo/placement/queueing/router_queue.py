@@ -7,7 +7,7 @@ change, or time passes: the caller then reads `ready`. Pure: time and load are a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -256,20 +256,17 @@ def _cached_then(request: QueueRequest[P]) -> int:
     return request.cached_tokens
 
 
-_AMOUNTS: Final[Mapping[str, Callable[[QueueRequest[Any]], int]]] = {
-    "requests": lambda _: 1,
-    "raw_isl_tokens": lambda request: request.prompt_tokens,
-    "cached_tokens": lambda request: request.cached_tokens,
-}
-
-
 def _has_room(queue: _ClassQueue[P], tenant: str, kind: str, limit: int) -> bool:
     """Return whether a tenant has less than its share of a limit that the class has reached."""
-    lanes = queue.lanes
-    if not isinstance(lanes, TenantLanes):
+    if not isinstance(lanes := queue.lanes, TenantLanes):
         return False
-    own = [_AMOUNTS[kind](parked.request) for parked in lanes.of(tenant)]
-    return sum(own) * (lanes.tenants + (not own)) < limit
+    own = [parked.request for parked in lanes.of(tenant)]
+    amount = (
+        len(own)
+        if kind == "requests"
+        else sum(each.prompt_tokens if kind == "raw_isl_tokens" else each.cached_tokens for each in own)
+    )
+    return amount * (len(lanes.tenants) + (not own)) < limit
 
 
 def _may_go(parked: _Parked[P], ranks: EligibleRanks[P]) -> bool:

@@ -24,12 +24,10 @@ def expected_ttft_ms(ranks: Sequence[RankState], tokens_ahead: int, own_tokens: 
     known = [each for each in ranks if each.timing.prefill != DEFAULT_TIMING.prefill]
     if not known:
         return None
-    batches = [each.max_num_batched_tokens or USUAL_BATCH for each in known]
-    own = min(pass_ms(each.timing.prefill, own_tokens, batch) for each, batch in zip(known, batches, strict=True))
-    tokens_per_ms = sum(batch / each.timing.prefill.at(batch) for each, batch in zip(known, batches, strict=True)) * (
-        len(ranks) / len(known)
-    )  # a rank that has shown nothing is taken to be like the others
-    return own + (sum(each.prefill_tokens for each in ranks) + tokens_ahead) / tokens_per_ms
+    speeds = [(each.timing.prefill, each.max_num_batched_tokens or USUAL_BATCH) for each in known]
+    own_ms = min(pass_ms(curve, own_tokens, batch) for curve, batch in speeds)
+    tokens_per_ms = sum(batch / curve.at(batch) for curve, batch in speeds) / len(known)  # of the others, too
+    return own_ms + (sum(each.prefill_tokens for each in ranks) + tokens_ahead) / (tokens_per_ms * len(ranks))
 
 
 def check_target(
