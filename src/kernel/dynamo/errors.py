@@ -103,16 +103,14 @@ class Overloaded(DynamoException):
 class RouterQueueLimitExceeded(DynamoException):
     """A router policy class reached one of its queue limits."""
 
-    def __init__(self, policy_class: str, limit_kind: str, current: int, limit: int) -> None:
+    def __init__(
+        self, policy_class: str, limit_kind: str, current: int, limit: int, *, retry_after_seconds: int = 1
+    ) -> None:
         super().__init__(
             f'router policy class "{policy_class}" queue {limit_kind} limit reached (current={current}, limit={limit})'
         )
-        self.policy_class, self.limit_kind, self.current, self.limit = (
-            policy_class,
-            limit_kind,
-            current,
-            limit,
-        )
+        self.policy_class, self.limit_kind, self.current, self.limit = policy_class, limit_kind, current, limit
+        self.retry_after_seconds = retry_after_seconds
 
 
 class SelectionServiceError(DynamoException):

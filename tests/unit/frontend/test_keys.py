@@ -462,6 +462,8 @@ async def test_the_priority_of_a_key_is_the_most_that_its_requests_have(tmp_path
             ("free", None, None),
         ):
             headers = bearer(id) | ({} if asked is None else {"x-dynamo-request-priority": str(asked)})
+            headers["x-dynamo-slo-ttft-ms"] = "5"
             assert (await found.client.chat(headers=headers)).status == 200
             routing = worker.requests[-1]["routing"]
             assert (routing or {}).get("priority") == priority, (id, asked)
+            assert (routing or {}).get("slo_ttft_ms") == (None if id == "low" else 5)

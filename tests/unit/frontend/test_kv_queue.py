@@ -13,9 +13,14 @@ import pytest
 
 from dynamo.errors import EngineShutdown
 from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.timing import DEFAULT_TIMING, RankTiming, TimeCurve
+from dynamo.placement.timing_learner import TimingLearner
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.dispatch.record import DispatchRecord
 from dynamo.router.kv import metrics as kv_metrics
+from dynamo.router.kv.placement import KvPlacement
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.base.tasks import first_of
 from dynamo.runtime.calls.context import Context
@@ -68,8 +73,12 @@ async def add(house: Cluster, script: Any, **members: Any) -> ScriptedWorker:
     return await house.worker(script, kv_cache_block_size=BLOCK, runtime_config=config, **members)
 
 
-def ask(house: Cluster, first: int = 1, *, policy_class: str | None = None, **fields: Any) -> Exchange:
+def ask(
+    house: Cluster, first: int = 1, *, policy_class: str | None = None, target_ms: int | None = None, **fields: Any
+) -> Exchange:
     headers = {} if policy_class is None else {"x-dynamo-meta-policy-class": policy_class}
+    if target_ms is not None:
+        headers["x-dynamo-slo-ttft-ms"] = str(target_ms)
     prompt = [first, *PROMPT[1:]]
     return house.client.begin("POST", "/v1/completions", {"model": "m", "prompt": prompt, **fields}, headers=headers)
 
@@ -85,10 +94,19 @@ def waiting(house: Cluster, policy_class: str = "default", worker_type: str = "d
     return house.metric("dynamo_frontend_router_queue_pending_requests", **labels)
 
 
-def booked(house: Cluster) -> int:
+def placements(house: Cluster) -> list[KvPlacement]:
     domains = house.frontend.models._rules.kv
     assert domains is not None
-    return sum(len(each.placement.router.load) for each in domains._domains.values())
+    return [each.placement for each in domains._domains.values()]
+
+
+def booked(house: Cluster) -> int:
+    return sum(len(each.router.load) for each in placements(house))
+
+
+def targets(house: Cluster, outcome: str) -> float:
+    labels = {"model": "m", "worker_type": "decode", "policy_class": "default", "outcome": outcome}
+    return house.metric("dynamo_frontend_router_ttft_targets_total", **labels)
 
 
 async def test_requests_wait_for_a_worker_and_go_as_prefills_end(tmp_path: Path) -> None:
@@ -130,6 +148,62 @@ async def test_a_full_class_answers_529_with_its_figures_and_when_to_come_back(t
         reason = {"model": "m", "worker_type": "decode", "policy_class": "gold", "reason": "request_limit"}
         assert house.metric("dynamo_frontend_router_queue_backpressure_total", **reason) == 1
         assert booked(house) == 0
+
+
+async def test_requests_go_by_their_targets_which_are_kept_missed_or_refused(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        work = Gated()
+        await add(house, work.script)
+        asked = [ask(house, 0)]
+        await until(lambda: len(work.arrived) == 1)
+        for number, target_ms in enumerate((None, 3_600_000, 1), start=1):
+            asked.append(ask(house, number, target_ms=target_ms))
+            await until(lambda: waiting(house) == number)  # noqa: B023 - called in here
+        asked.append(ask(house, 4, nvext={"slo_ttft_ms": 1_800_000}))
+        await until(lambda: waiting(house) == 4)
+        work.answer(5)
+        for each in asked:
+            assert (await each.done()).status == 200
+        assert work.arrived == ["0", "3", "4", "2", "1"]
+        assert [targets(house, outcome) for outcome in ("kept", "missed", "refused")] == [2, 1, 0]
+
+
+async def test_a_target_that_cannot_be_kept_is_answered_with_529_and_when_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = RankTiming(TimeCurve(10_000.0, 0.0), DEFAULT_TIMING.decode)  # a prompt takes 10 s
+    monkeypatch.setattr(TimingLearner, "timing", lambda learner, rank: shown)
+    async with queued(tmp_path) as house:
+        work = Gated()
+        await add(house, work.script)
+        running = ask(house, 5)
+        await until(lambda: len(work.arrived) == 1)
+        refused = await ask(house, 6, target_ms=5000).done()
+        assert (refused.status, refused.json["details"]["limit_kind"]) == (529, "ttft_target_ms")
+        assert 10 <= int(refused.headers["retry-after"]) <= 20
+        assert targets(house, "refused") == 1
+        work.answer()
+        assert (await running.done()).status == 200
+
+
+async def test_a_target_that_cannot_be_meant_is_named(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        await add(house, Gated().script)
+        answer = await ask(house, target_ms=0).done()
+        assert (answer.status, "x-dynamo-slo-ttft-ms" in answer.json["message"]) == (400, True)
+
+
+async def test_the_owner_of_a_key_is_the_tenant_in_the_queue(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        work = Gated()
+        await add(house, work.script)
+        work.answer()
+        assert (await ask(house).done()).status == 200
+        (placement,) = placements(house)
+        record = DispatchRecord()
+        record.tenant = "owner"
+        for body in (WorkerRequest(token_ids=PROMPT), WorkerRequest(token_ids=PROMPT, routing={"priority": 1})):
+            assert (await placement.query(body, record, pinned=None)).tenant == "owner"
 
 
 async def test_a_client_that_leaves_gives_its_place_away(tmp_path: Path) -> None:

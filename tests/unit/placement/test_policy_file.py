@@ -57,6 +57,18 @@ models:
     assert read_policy_file(own).profile("m2") is None
 
 
+def test_a_class_has_a_target_for_first_tokens_and_a_quantum_for_its_tenants() -> None:
+    text = """
+default_policy_family: f
+uncached_isl_buckets: [{min_tokens: 0, bucket: b}]
+policy_classes: [{name: only, policy_family: f, cache_bucket: b, quantum: 1, queue_policy: dlpm, tenant_quantum: 9, slo_ttft_ms: 300}]
+"""
+    profile = read_policy_file(text).profile("m")
+    assert profile is not None
+    only = profile.with_threshold(0.5).classes["only"]
+    assert (only.queue_policy, only.tenant_quantum, only.slo_ttft_ms) == (QueueOrder.DLPM, 9, 300)
+
+
 def test_without_a_file_there_is_one_class_called_default() -> None:
     profile = PolicyProfile.of_one_class(queue_threshold=1.5, order=QueueOrder.WSPT)
     found = profile.resolve("vip", 10**6)
@@ -103,7 +115,7 @@ def test_every_mistake_names_its_key() -> None:
         (root(short, "cache_bucket: short"), "policy_classes[0]", "missing required field `quantum`"),
         (root(short, "cache_bucket: short, quantum: 0"), "policy_classes[0].quantum", "at least 1"),
         (root(short, "cache_bucket: short, quantum: '5'"), "policy_classes[0].quantum", "expected `int`"),
-        (root("queue_policy: wspt", "queue_policy: lcfs"), "policy_classes[1].queue_policy", "fcfs or wspt"),
+        (root("queue_policy: wspt", "queue_policy: lcfs"), "policy_classes[1].queue_policy", "fcfs, wspt or dlpm"),
         (root("queue_policy: wspt", "queue_policy: FCFS"), "policy_classes[1].queue_policy", "FCFS"),
         (root("frac: 0.5", "frac: -0.5"), "policy_classes[1].prefill_busy_threshold_frac", "at least 0"),
         (root("frac: 0.5", "frac: .inf"), "policy_classes[1].prefill_busy_threshold_frac", "at least 0"),

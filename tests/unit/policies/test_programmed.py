@@ -258,14 +258,16 @@ REQUEST = PolicyRequest(prompt_tokens=160, block_size=BLOCK)
 
 def test_classify_is_checked_and_bounded() -> None:
     assert made(classify=lambda r, c: None).classify(REQUEST, []) is None
-    given = Classified(defer_seconds=1e9, priority=3.0, worker_id=7)
+    given = Classified(defer_seconds=1e9, priority=3.0, due_ms=500.0, worker_id=7)
     found = made(classify=lambda r, c: given).classify(REQUEST, [rank(1)])
-    assert found == Classified(defer_seconds=MAX_DEFER_SECONDS, priority=3.0, worker_id=7)
+    assert found == Classified(defer_seconds=MAX_DEFER_SECONDS, priority=3.0, due_ms=500.0, worker_id=7)
     text: Any = "1"
     for wrong in (
         3,
         Classified(defer_seconds=-1),
         Classified(priority=float("nan")),
+        Classified(due_ms=0),
+        Classified(due_ms=float("inf")),
         Classified(defer_seconds=text),
         Classified(worker_id=text),
     ):

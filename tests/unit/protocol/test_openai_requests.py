@@ -227,6 +227,7 @@ def test_routing_carries_pins_hints_and_the_cache_salt() -> None:
         "max_thinking_tokens": 8,
         "request_timestamp_ms": 1.5,
         "router": {"ttft_target": 2.0},
+        "slo_ttft_ms": 9,
         "metadata_upload": {"url": "u"},
         "extra_fields": ["timing"],
     }
@@ -241,6 +242,7 @@ def test_routing_carries_pins_hints_and_the_cache_salt() -> None:
         "priority": 4,
         "priority_jump": 4.0,
         "strict_priority": 5,
+        "slo_ttft_ms": 9,
         "routing_constraints": {"required_taints": ["a"], "preferred_taints": {}},
         "cache_salt": "inner",
     }
@@ -448,6 +450,7 @@ def test_headers_beat_the_body() -> None:
             "x-dynamo-prefill-dp-rank": "3",
             "x-dynamo-request-priority": "-4",
             "x-dynamo-request-strict-priority": "5",
+            "x-dynamo-slo-ttft-ms": "250",
             "x-tenant-id": "t",
         },
     )
@@ -460,6 +463,7 @@ def test_headers_beat_the_body() -> None:
         "priority": -4,
         "priority_jump": 0.0,
         "strict_priority": 5,
+        "slo_ttft_ms": 250,
         "cache_salt": "t",
     }
 

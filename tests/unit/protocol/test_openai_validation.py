@@ -821,6 +821,7 @@ NVEXT_GOOD: Final[dict[str, Any]] = {
     "request_timestamp_ms": 1.5,
     "routing_constraints": {"required_taints": ["a"], "preferred_taints": {"b": 0.5}},
     "router": {"ttft_target": 1, "itl_target": 0.1},
+    "slo_ttft_ms": 1,
 }
 
 

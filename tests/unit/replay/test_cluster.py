@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -200,6 +200,9 @@ class Truthful:
         if not self.worker_ids:
             raise WorkerUnavailable
         return Routed(self.worker_ids[next(self.turns) % len(self.worker_ids)])
+
+    def ready(self, now_ms: float) -> Iterator[tuple[Flight, Routed]]:
+        return iter(())
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
         return None

@@ -105,6 +105,7 @@ def members_with(value: float) -> list[tuple[dict[str, Any], str]]:
         ({"router_config_override": {"prefill_load_scale": value}}, "router_config_override"),
         ({"routing": {"routing_constraints": {"preferred_taints": {"gpu": value}}}}, "preferred_taints"),
         ({"routing": {"priority_jump": value}}, "priority"),
+        ({"routing": {"slo_ttft_ms": value}}, "slo_ttft_ms"),
     ]
 
 

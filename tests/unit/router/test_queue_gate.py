@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from dynamo.errors import InvalidArgument, RouterQueueLimitExceeded
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement.kv_query import KvQuery, RankInfo
+from dynamo.placement.kv_query import FirstTokenAim, KvQuery, RankInfo
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, QueueOrder, UncachedIslBucket
 from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
@@ -48,11 +48,11 @@ class House:
         self.booked: list[str] = []
         self.tasks: list[asyncio.Task[bool]] = []
 
-    async def serve(self, name: str, tokens: int, context: Context | None = None, **of: Any) -> bool:
+    async def serve(self, name: str, token_ids: Sequence[int], context: Context | None = None, **of: Any) -> bool:
         """Do as a dispatcher does: place, wait where that is needed, place again, book."""
         context, query, now = (
             context or Context(name),
-            KvQuery(token_ids=range(tokens), **of),
+            KvQuery(token_ids=token_ids, **of),
             asyncio.get_running_loop().time,
         )
         selection = self.router.select(query, now())
@@ -66,7 +66,13 @@ class House:
 
     async def begin(self, name: str, tokens: int = 80, context: Context | None = None, **of: Any) -> asyncio.Task[bool]:
         """Start a request, and return once it waits or is booked."""
-        task = asyncio.ensure_future(self.serve(name, tokens, context, **of))
+        return await self.begin_with(name, range(tokens), context, **of)
+
+    async def begin_with(
+        self, name: str, token_ids: Sequence[int], context: Context | None = None, **of: Any
+    ) -> asyncio.Task[bool]:
+        """Start a request with this prompt. See `begin`."""
+        task = asyncio.ensure_future(self.serve(name, token_ids, context, **of))
         self.tasks.append(task)
         waiting, booked = len(self.gate), len(self.booked)
         await self.until(lambda: task.done() or (len(self.gate), len(self.booked)) != (waiting, booked))
@@ -320,6 +326,89 @@ async def test_strict_priority_goes_first_and_priority_jumps_ahead() -> None:
     assert house.booked == ["a", "strict", "jump", "plain"]
 
 
+def teach(router: KvRouter, tokens: int = 80, seconds: float = 0.8) -> None:
+    """Let every rank show how long a prompt takes."""
+    for number in range(60 * len(router.ranks)):
+        query = KvQuery(token_ids=range(10_000, 10_000 + tokens), pinned_worker_id=number % len(router.ranks))
+        router.book("lesson", router.select(query, 10.0 * number), 10.0 * number)
+        router.first_token("lesson", 10.0 * number + seconds)
+        router.free("lesson", 10.0 * number + seconds)
+
+
+def aimed(target_ms: float) -> dict[str, Any]:
+    return {"aim": FirstTokenAim(target_ms)}
+
+
+async def test_what_is_due_first_goes_first_and_first_tokens_are_counted_by_their_targets() -> None:
+    house = House()
+    await house.begin("a")
+    aims = {"late": aimed(1e9), "soon": aimed(1e8), "past": aimed(1.0)}
+    await house.begin("none")
+    for name, of in aims.items():
+        await house.begin(name, 80, **of)
+    for name in ("a", "past", "soon", "late"):
+        await house.free(name)
+    assert house.booked == ["a", "past", "soon", "late", "none"]
+    for name, of in aims.items():
+        aim = of["aim"]
+        assert aim.reached is not None
+        aim.reached(aim.due + (1.0 if name == "past" else -1.0))
+    counted = [house.metric("ttft_targets_total", outcome=outcome) for outcome in ("kept", "missed", "refused")]
+    assert counted == [2, 1, 0]
+
+
+async def test_a_target_that_cannot_be_kept_is_refused_once_the_workers_have_shown_their_speed() -> None:
+    house = House()
+    await house.begin("a")
+    waits = await house.begin("unknown", 80, **aimed(1.0))
+    assert not waits.done()
+    await house.free("a")
+    await house.free("unknown")
+    teach(house.router)
+    await house.begin("b", 80, **aimed(1.0))  # it need not wait: no other time is better
+    assert house.booked[-1] == "b"
+    refused = (await house.begin("refused", 80, **aimed(900.0))).exception()
+    assert isinstance(refused, RouterQueueLimitExceeded)
+    assert (refused.limit_kind, refused.retry_after_seconds) == ("ttft_target_ms", 1)
+    assert refused.limit == pytest.approx(900, abs=1)
+    assert not (await house.begin("fits", 80, **aimed(60_000.0))).done()
+    assert house.metric("queue_backpressure_total", reason="ttft_target") == 1
+    assert house.metric("ttft_targets_total", outcome="refused") == 1
+
+
+async def test_a_class_has_a_target_for_requests_without_one() -> None:
+    policy = PolicyClass(
+        name="c", quantum=1, policy_family="f", cache_bucket="b", prefill_busy_threshold=0, slo_ttft_ms=900
+    )
+    house = House(PolicyProfile((policy,), (UncachedIslBucket(0, "b"),), "f"))
+    teach(house.router)
+    await house.begin("a")
+    assert isinstance((await house.begin("default", 80)).exception(), RouterQueueLimitExceeded)
+    assert not (await house.begin("own", 80, **aimed(60_000.0))).done()
+
+
+async def test_tenants_share_a_queue_and_the_cached_prefix_goes_first() -> None:
+    policy = PolicyClass(
+        name="c", quantum=1, policy_family="f", cache_bucket="b", prefill_busy_threshold=0, queue_policy=QueueOrder.DLPM,
+        tenant_quantum=200,
+    )  # fmt: skip
+    house = House(PolicyProfile((policy,), (UncachedIslBucket(0, "b"),), "f"))
+    await house.begin("running", 80)
+    for number, first in enumerate((1000, 2000, 1000)):
+        await house.begin_with(f"a{number}", range(first, first + 80), tenant="a")
+    await house.begin_with("b0", range(3000, 3080), tenant="b")
+    await house.free("running")
+    assert house.booked == ["running", "b0"]  # it has less to do
+    house.router.first_token("b0", 0.0)
+    await house.settle()
+    assert house.booked[2:] == ["a0"]
+    house.router.first_token("a0", 0.0)  # it runs on, so that its blocks are there
+    await house.settle()
+    assert house.booked[3:] == ["a2"]
+    await house.free("a2")
+    assert house.booked[4:] == ["a1"]
+
+
 async def test_a_request_that_need_not_wait_costs_few_calls() -> None:
     house = House(workers=8)
     query, context = KvQuery(token_ids=range(32)), Context("r")
@@ -351,7 +440,7 @@ async def test_whatever_comes_and_goes_nothing_is_lost_and_nothing_is_left(seed:
             case "begin":
                 context = Context(f"r{step}", {"policy-class": rng.choice(("gold", "silver", "none"))})
                 pin = {"pinned_worker_id": rng.randrange(3)} if rng.random() < 0.2 else {}
-                task = asyncio.ensure_future(house.serve(f"r{step}", rng.choice((10, 60, 200)), context, **pin))
+                task = asyncio.ensure_future(house.serve(f"r{step}", range(rng.choice((10, 60, 200))), context, **pin))
                 house.tasks.append(task)
                 contexts[task] = context
             case "end" if house.booked:

@@ -208,6 +208,7 @@ def test_a_workers_request_says_where_it_may_go() -> None:
                 "allowed_worker_ids": [9, 10],
                 "routing_constraints": {"required_taints": ["x"], "preferred_taints": {"y": 0.5}},
                 "strict_priority": 1,
+                "slo_ttft_ms": 300,
             },
             "router_config_override": {"overlap_score_credit": 0.0},
         }
@@ -217,6 +218,7 @@ def test_a_workers_request_says_where_it_may_go() -> None:
     assert (query.allowed, query.required_taints, query.preferred_taints) == ({9, 10}, ["x"], {"y": 0.5})
     assert query.overrides is not None
     assert query.overrides.overlap_score_credit == 0.0
+    assert query.aim.target_ms == 300
     for wrong, named in (
         ({"routing": {"dp_rank": "x"}}, r"routing: .*dp_rank"),
         ({"router_config_override": {"foo": 1}}, "router_config_override: .*foo"),

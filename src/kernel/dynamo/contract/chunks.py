@@ -78,6 +78,7 @@ class Routing(TypedDict, total=False):
     cache_salt: str  # requests with different ones share no cached block
     priority_jump: float  # seconds by which it overtakes others in a router's queue
     strict_priority: int  # a higher one goes first in a router's queue, whatever the priorities
+    slo_ttft_ms: int  # its first token should be there within so many ms, by which a router's queue orders
     priority: int  # for the engine's own scheduler
     allowed_worker_ids: list[int]  # the only workers that may serve it
     routing_constraints: dict[str, Any]  # `required_taints`, `preferred_taints`

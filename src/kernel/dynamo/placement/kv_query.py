@@ -5,7 +5,7 @@ The filters are pure functions: ranks and a query in, the eligible ranks out, or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -88,6 +88,14 @@ class RequestOrigin(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     suggested_worker_id: int | None = None  # by the policy itself, when it classified the request
 
 
+class FirstTokenAim(msgspec.Struct, gc=False):
+    """When the first token of a request should be there. The queries of all its attempts at workers share one."""
+
+    target_ms: float | None = None  # of the request itself; None: that of its policy class, if that has one
+    due: float | None = None  # loop time; set by the queue that the request comes to
+    reached: Callable[[float], None] | None = None  # takes the loop time of the first token
+
+
 class KvOverrides(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True):
     """What one request changes in the settings of the router (`router_config_override`). None keeps a setting."""
 
@@ -134,6 +142,13 @@ def read_priority(given: float | None) -> float:
     return given
 
 
+def read_target(given: float | None) -> FirstTokenAim:
+    """Return the target of a request for its first token. Raises InvalidArgument for one that cannot be."""
+    if given is not None:
+        check_number("routing.slo_ttft_ms", given, lowest=1.0, highest=MAX_PRIORITY)
+    return FirstTokenAim(given)
+
+
 def read_preferred_taints(given: Mapping[str, float] | None) -> Mapping[str, float]:
     """Return the weights of the taints that a request prefers. Raises InvalidArgument that names one that cannot be."""
     for taint, weight in (given or {}).items():
@@ -178,6 +193,8 @@ class KvQuery(msgspec.Struct):
     expected_output: int | None = None  # tokens
     overrides: KvOverrides | None = None
     origin: RequestOrigin | None = None  # None: no policy reads it
+    tenant: str | None = None  # owner of its API key: the tenants of a queue with `dlpm`
+    aim: FirstTokenAim = msgspec.field(default_factory=FirstTokenAim)
     defer_seconds: float = 0.0  # how long a policy holds it back before a worker is chosen
 
 

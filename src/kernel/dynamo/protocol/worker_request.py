@@ -47,6 +47,7 @@ class RoutingHints(TypedDict, total=False):
     priority: int
     priority_jump: float
     strict_priority: int
+    slo_ttft_ms: int
     expected_output_tokens: int
     routing_constraints: TaintPreferences
 

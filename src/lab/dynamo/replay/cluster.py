@@ -162,11 +162,20 @@ class ReplayCluster:
         except WorkerUnavailable:
             self._ended(flight, "failed", now_ms)
             return
+        if worker_id is not None:
+            self._send(flight, worker_id, now_ms)
+
+    def _send(self, flight: Flight, worker_id: int, now_ms: float) -> None:
         worker = self.fleet.by_id[worker_id]
         flight.worker = worker.number
         worker.submit(flight, now_ms)
         if not worker.is_in_pass:
             self._begin_soon(worker)
+
+    def _send_ready(self, now_ms: float) -> None:
+        """Send what has waited for its turn; loads have fallen."""
+        for flight, worker_id in self.entrances.ready(now_ms):
+            self._send(flight, worker_id, now_ms)
 
     def _ended(self, flight: Flight, status: str, now_ms: float) -> None:
         flight.status = status
@@ -222,6 +231,9 @@ class ReplayCluster:
                 del worker.flights[flight]
                 entrances.end(flight, now_ms)
                 self._ended(flight, status, now_ms)
+        if result.first or result.finished or result.rejected:
+            worker.is_in_pass = True  # its next pass begins below, with what is sent now
+            self._send_ready(now_ms)
         self._begin_soon(worker)
 
     # -- restarts ------------------------------------------------------------------------------------------------------------
@@ -245,6 +257,7 @@ class ReplayCluster:
             self.entrances.end(flight, now_ms)
             flight.moves += 1
             self._dispatch(flight, now_ms)
+        self._send_ready(now_ms)
         self._agenda.schedule(restart.down_ms, partial(self._replace, worker))
 
     def _replace(self, lost: ReplayWorker, now_ms: float) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
 from dynamo.kv.events import RouterEvent
 from dynamo.replay.fleet import Fleet
 from dynamo.replay.flight import Flight
-from dynamo.replay.frontend import MakeFrontend, ReplayFrontend
+from dynamo.replay.frontend import MakeFrontend, ReplayFrontend, Routed
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.worker import ReplayWorker
 
@@ -174,18 +174,30 @@ class Entrances:
         for worker in fleet.by_id.values():
             feed.join(worker)
 
-    def route(self, flight: Flight, now_ms: float) -> int:
-        """Let the request's own frontend choose, and report the booking to the others."""
+    def route(self, flight: Flight, now_ms: float) -> int | None:
+        """Let the request's own frontend choose, and report the booking to the others; None: the request waits."""
         own = self.feeds[flight.frontend].frontend
         would: list[int | None] = []
         if self._setup.compares_frontends:
             would = [feed.frontend.would_choose(flight, now_ms) for feed in self.feeds if feed.frontend is not own]
         routed = own.route(flight, now_ms)
+        if routed is None:
+            return None
         self.compared += sum(choice is not None for choice in would)
         self.agreed += sum(choice == routed.worker_id for choice in would)
-        booking_id = flight.booking_id
-        self._sync(own, lambda other, then_ms: other.booked_elsewhere(flight, booking_id, routed, then_ms))
+        self._share(flight, routed)
         return routed.worker_id
+
+    def ready(self, now_ms: float) -> Iterator[tuple[Flight, int]]:
+        """Yield the requests that have waited and go now, with their workers."""
+        for feed in self.feeds:
+            for flight, routed in feed.frontend.ready(now_ms):
+                self._share(flight, routed)
+                yield flight, routed.worker_id
+
+    def _share(self, flight: Flight, routed: Routed) -> None:
+        own, booking_id = self.feeds[flight.frontend].frontend, flight.booking_id
+        self._sync(own, lambda other, then_ms: other.booked_elsewhere(flight, booking_id, routed, then_ms))
 
     def first_token(self, flight: Flight, now_ms: float) -> None:
         """Report a first token to the frontends."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from dynamo.kv.events import RouterEvent
@@ -30,8 +30,13 @@ class ReplayFrontend(Protocol):
         """Take note of the workers that are there now."""
         ...
 
-    def route(self, flight: Flight, now_ms: float) -> Routed:
-        """Choose the worker of a request and book it there. Raises `WorkerUnavailable` when there is none."""
+    def route(self, flight: Flight, now_ms: float) -> Routed | None:
+        """Choose the worker of a request and book it there; None: it waits, and `ready` returns it. Raises `WorkerUnavailable` when
+        there is none."""
+        ...
+
+    def ready(self, now_ms: float) -> Iterator[tuple[Flight, Routed]]:
+        """Yield the requests that have waited and go now, each of them booked."""
         ...
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
@@ -85,6 +90,10 @@ class CountingFrontend:
         chosen = place(self._policy, _ANY, candidates, now_ms / 1000, scope="the replay").candidate.instance_id
         self._bookings[flight.booking_id] = self._load.book(chosen)
         return Routed(chosen)
+
+    def ready(self, now_ms: float) -> Iterator[tuple[Flight, Routed]]:
+        """Return none: nothing waits."""
+        return iter(())
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
         """Return None: a choice counts as a turn."""

@@ -7,13 +7,19 @@
 Three names are the replay's own. `events=off` routes without KV events, by what was sent where in the last two minutes; with
 `lru=on` that counts as held until newer prompts fill the worker's cache. `predicted=SECONDS` counts what was sent as held
 for so long beside the events.
+
+`queue=PART` lets requests wait as `--router-queue-threshold` does, in the `order` fcfs, wspt, dlpm (`quantum=TOKENS` of a turn),
+or vtc: tenants in turn by all tokens of their prompts, cached or not.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+import msgspec
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.approximate_index import ApproximateIndex
@@ -24,8 +30,19 @@ from dynamo.placement.kv_query import KvQuery, RankInfo, Trust
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.policies import RouterMode
 from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.placement.queueing import (
+    PolicyClass,
+    PolicyProfile,
+    QueueOrder,
+    QueueRequest,
+    RankPrefill,
+    RouterQueue,
+    UncachedIslBucket,
+)
+from dynamo.placement.queueing.profile import DEFAULT_CLASS, TENANT_QUANTUM
 from dynamo.replay.flight import Flight
 from dynamo.replay.frontend import CountingFrontend, MakeFrontend, Routed
+from dynamo.router.kv.queue_gate import held_tokens
 from dynamo.router.kv.router import KvRouter
 from dynamo.scheduling import SchedulerOptions
 
@@ -82,13 +99,17 @@ class KvFrontend:
                     index.set_capacity(rank, self._info.total_kv_blocks)
         self.router.set_ranks(ranks)
 
-    def route(self, flight: Flight, now_ms: float) -> Routed:
+    def route(self, flight: Flight, now_ms: float) -> Routed | None:
         """Choose the worker of a request and book it there."""
         router, now = self.router, now_ms / 1000
         selection = router.select(_query(flight), now)
         router.book(flight.booking_id, selection, now)
         self._begun[flight.booking_id] = flight, flight.tokens
         return Routed(selection.rank.worker_id, selection.cached_tokens)
+
+    def ready(self, now_ms: float) -> Iterator[tuple[Flight, Routed]]:
+        """Return none: nothing waits."""
+        return iter(())
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
         """Return the worker that `route` would choose; the next choice has the same chance all the same."""
@@ -133,6 +154,80 @@ class KvFrontend:
                 index.forget(worker_id)
 
 
+VTC: Final = "vtc"
+
+
+class QueuedFrontend(KvFrontend):
+    """A `KvFrontend` before whose workers requests wait, in the production queue."""
+
+    def __init__(self, queue: PolicyClass, *given: Any, sees_caches: bool = True, **more: Any) -> None:
+        """`sees_caches`: the order may depend on what workers hold. `given`, `more`: see `KvFrontend`."""
+        super().__init__(*given, **more)
+        profile = PolicyProfile((queue,), (UncachedIslBucket(0, DEFAULT_CLASS),), DEFAULT_CLASS)
+        self._sees_caches = sees_caches
+        self._now = 0.0
+        self._queue: RouterQueue[Flight] = RouterQueue(profile, cached_now=self._cached)
+
+    def route(self, flight: Flight, now_ms: float) -> Routed | None:
+        """Choose the worker of a request and book it there; None: it waits."""
+        self._now = now_ms / 1000
+        query, of = _query(flight), flight.request
+        request = QueueRequest(
+            flight.booking_id,
+            flight,
+            query.prompt_tokens or 0,
+            0,
+            None,
+            query.priority,
+            of.strict_priority,
+            tenant=of.tenant,
+        )
+        request = msgspec.structs.replace(request, cached_tokens=self._cached(request))
+        return super().route(flight, now_ms) if self._queue.arrive(request, self, self._now) else None
+
+    def ready(self, now_ms: float) -> Iterator[tuple[Flight, Routed]]:
+        """Yield the requests that have waited and go now."""
+        self._now = now_ms / 1000
+        for request in self._queue.ready(self, self._now):
+            routed = super().route(request.payload, now_ms)
+            assert routed is not None, "it has its turn"
+            yield request.payload, routed
+
+    def eligible(self, request: QueueRequest[Flight]) -> Iterator[RankPrefill]:
+        """Return all ranks."""
+        for rank, info in self.router.ranks.items():
+            yield RankPrefill(self.router.load.prefill_tokens(rank), info.max_num_batched_tokens)
+
+    def workers(self) -> int:
+        """Return how many workers there are."""
+        return len(self.router.ranks)
+
+    def _cached(self, request: QueueRequest[Flight]) -> int:
+        return held_tokens(self.router, _query(request.payload), self._now) if self._sees_caches else 0
+
+
+def _queue_of(name: str, parameters: dict[str, bool | float | str]) -> tuple[PolicyClass, bool] | None:
+    """Take the queue out of the parameters of a mode, and whether its order sees caches; None: nothing waits."""
+    threshold, order = parameters.pop("queue", None), parameters.pop("order", "fcfs")
+    quantum = parameters.pop("quantum", TENANT_QUANTUM)
+    if threshold is None:
+        return None
+    try:
+        made = PolicyClass(
+            name=DEFAULT_CLASS,
+            quantum=1,
+            policy_family=DEFAULT_CLASS,
+            cache_bucket=DEFAULT_CLASS,
+            queue_policy=QueueOrder.DLPM if order == VTC else QueueOrder(str(order)),
+            prefill_busy_threshold_frac=float(threshold),
+            tenant_quantum=1 if order == VTC else int(quantum),
+        )
+        made.check("")
+    except ValueError as error:
+        raise InvalidArgument(f"{name}: {error}") from error
+    return made, order != VTC
+
+
 def _query(flight: Flight) -> KvQuery:
     """Return a request as the router sees it; one that moves brings what it has generated so far."""
     return KvQuery(
@@ -168,10 +263,12 @@ def frontend_of(name: str, options: SchedulerOptions) -> MakeFrontend:
     by_lru = parameters.pop("lru", False)
     if not isinstance(reads_events, bool) or not isinstance(by_lru, bool):
         raise InvalidArgument(f"{name}: events and lru are on or off")
-    if predicted is not None and (isinstance(predicted, bool) or not predicted > 0):
+    if predicted is not None and (isinstance(predicted, bool | str) or not predicted > 0):
         raise InvalidArgument(f"{name}: predicted is a number of seconds above 0")
+    queue = _queue_of(name, parameters)
     kv_policy(policy, parameters)  # so that a mistake shows before anything is replayed
-    return lambda seed: KvFrontend(
+    make = KvFrontend if queue is None else partial(QueuedFrontend, queue[0], sees_caches=queue[1])
+    return lambda seed: make(
         kv_policy(policy, parameters),
         options,
         random.Random(f"{seed} {KV}"),
@@ -181,9 +278,11 @@ def frontend_of(name: str, options: SchedulerOptions) -> MakeFrontend:
     )
 
 
-def _parameter(mode: str, text: str) -> tuple[str, bool | float]:
-    """Split NAME=VALUE; a value is a number, or on or off."""
+def _parameter(mode: str, text: str) -> tuple[str, bool | float | str]:
+    """Split NAME=VALUE; a value is a number, or on or off, or the name of an order."""
     name, _, value = text.partition("=")
+    if name == "order":
+        return name, value
     if value.lower() in _SWITCH:
         return name, _SWITCH[value.lower()]
     try:

@@ -190,8 +190,9 @@ class _Metered:
         self.first_token = frontend.first_token
         self.end = frontend.end
         self.forget = frontend.forget
+        self.ready = frontend.ready
 
-    def route(self, flight: Flight, now_ms: float) -> Routed:
+    def route(self, flight: Flight, now_ms: float) -> Routed | None:
         begun = self._clock()
         chosen = self._frontend.route(flight, now_ms)
         self.decisions.append(self._clock() - begun)

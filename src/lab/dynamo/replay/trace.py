@@ -39,6 +39,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     strict_priority: int = 0
     policy_class: str | None = None
+    tenant: str | None = None  # owner of its key
     output_token_ids: tuple[int, ...] = ()
 
     @property

@@ -132,6 +132,8 @@ class ProgrammedPlacement(KvPlacement):
         query.defer_seconds = found.defer_seconds
         if found.priority is not None:
             query.priority = found.priority
+        if found.due_ms is not None:
+            query.aim.target_ms = found.due_ms
         if found.worker_id is not None:
             query.origin = msgspec.structs.replace(origin, suggested_worker_id=found.worker_id)
 

@@ -317,12 +317,16 @@ def _checked(found: object) -> Classified | None:
         return None
     if not isinstance(found, Classified):
         raise InvalidDecision(f"classify returned {_shown(found)}, not a Classified")
-    numbers = [found.defer_seconds, 0.0 if found.priority is None else found.priority]
+    numbers = [
+        found.defer_seconds,
+        0.0 if found.priority is None else found.priority,
+        1.0 if found.due_ms is None else found.due_ms,
+    ]
     is_worker = found.worker_id is None or isinstance(found.worker_id, int)
     if not is_worker or not all(isinstance(each, int | float) and isfinite(each) for each in numbers):
         raise InvalidDecision(f"classify returned {_shown(found)}, a member of which is not a number")
-    if found.defer_seconds < 0:
-        raise InvalidDecision(f"classify returned {_shown(found)}, with a negative time")
+    if found.defer_seconds < 0 or numbers[2] <= 0:
+        raise InvalidDecision(f"classify returned {_shown(found)}, with a time that is too short")
     return msgspec.structs.replace(found, defer_seconds=min(found.defer_seconds, MAX_DEFER_SECONDS))
 
 

@@ -61,6 +61,7 @@ class Classified(Struct, frozen=True, kw_only=True):
 
     defer_seconds: float = 0.0  # hold it back for so long, `MAX_DEFER_SECONDS` at the most
     priority: float | None = None  # seconds of waiting that it gets ahead in the router's queue
+    due_ms: float | None = None  # its first token should be there within so many ms, whatever its own target is
     worker_id: int | None = None  # send it there if that worker may serve it
 
 

@@ -82,6 +82,7 @@ def cap_priority(request: Request | ResultRequest, most: int | None) -> None:
     hints.priority = most if asked is None else min(most, asked)
     hints.strict_priority = None  # which would go before all priorities
     hints.latency_sensitivity = None
+    request.nvext.slo_ttft_ms = None  # which would go before those without one
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dynamo.placement.queueing.order import QueueOrder
 
 DEFAULT_CLASS: Final = "default"
 UNKNOWN_BATCH_TOKENS: Final = 10_000_000  # of a worker that has not reported how many tokens it takes in one step
+TENANT_QUANTUM: Final = 16_384  # above most prompts, or a turn ends before its cached prefix is used again
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -54,6 +55,10 @@ class PolicyClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_queue_limit_per_worker: int | None = None
     raw_isl_token_queue_limit_per_worker: int | None = None
     cached_token_queue_limit_per_worker: int | None = None
+    slo_ttft_ms: int | None = None
+    """When the first token should be there, of a request that names no target itself."""
+    tenant_quantum: int = TENANT_QUANTUM
+    """With `dlpm`: the uncached tokens that one turn of a tenant brings, for each worker."""
 
     @property
     def is_explicit(self) -> bool:
@@ -84,9 +89,11 @@ class PolicyClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.policy_family is not None:
             check_name(self.policy_family, f"{path}.policy_family")
         if self.queue_policy is QueueOrder.LCFS:
-            raise InvalidPolicy(f"{path}.queue_policy", "must be fcfs or wspt")
-        if not 1 <= self.quantum < 2**63:
-            raise InvalidPolicy(f"{path}.quantum", f"must be at least 1, got {self.quantum}")
+            raise InvalidPolicy(f"{path}.queue_policy", "must be fcfs, wspt or dlpm")
+        for name in ("quantum", "tenant_quantum", "slo_ttft_ms"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**63:
+                raise InvalidPolicy(f"{path}.{name}", f"must be at least 1, got {value}")
         for name in (
             "prefill_busy_threshold",
             "prefill_busy_threshold_frac",

@@ -6,7 +6,6 @@ change, or time passes: the caller then reads `ready`. Pure: time and load are a
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -15,77 +14,9 @@ import msgspec
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.queueing.deficit_round_robin import DeficitRoundRobin
-from dynamo.placement.queueing.order import OrderKey, order_key
+from dynamo.placement.queueing.lanes import ClassLanes, LaneEntry, TenantLanes
+from dynamo.placement.queueing.order import OrderKey, QueueOrder, order_key
 from dynamo.placement.queueing.profile import PolicyClass, PolicyProfile, RankPrefill
-
-# The parked requests of one policy class.
-#
-# Requests that any worker may serve wait in one lane, where the first blocks those behind it. A request that names its rank
-# waits in a lane of that rank, so that a busy rank holds up nothing but its own requests.
-
-
-R = TypeVar("R")
-SLACK: Final = 64  # removed entries that a lane may hold in its middle before it is built anew
-
-
-class LaneEntry(Generic[R]):
-    """One parked request and its place in the order."""
-
-    __slots__ = ("is_parked", "key", "rank", "request")
-
-    def __init__(self, request: R, key: OrderKey, rank: WorkerRank | None) -> None:
-        """`rank`: the rank that the request names; None: any worker may serve it."""
-        self.request, self.key, self.rank = request, key, rank
-        self.is_parked = True
-
-    def __lt__(self, other: LaneEntry[R]) -> bool:
-        return self.key < other.key
-
-
-class ClassLanes(Generic[R]):
-    """The lanes of one class. A lane exists while a request waits in it."""
-
-    __slots__ = ("_lanes", "_parked")
-
-    def __init__(self) -> None:
-        self._lanes: dict[WorkerRank | None, list[LaneEntry[R]]] = {}  # heaps; their first entry is parked
-        self._parked: dict[WorkerRank | None, int] = {}  # entries of a lane that are still parked
-
-    def __len__(self) -> int:
-        return sum(self._parked.values())
-
-    def waiting(self, rank: WorkerRank | None) -> int:
-        """Return how many requests wait in one lane; None: in that of the requests that name no rank."""
-        return self._parked.get(rank, 0)
-
-    def push(self, entry: LaneEntry[R]) -> None:
-        """Park a request."""
-        heapq.heappush(self._lanes.setdefault(entry.rank, []), entry)
-        self._parked[entry.rank] = self._parked.get(entry.rank, 0) + 1
-
-    def head(self, is_ready: Callable[[R], bool]) -> LaneEntry[R] | None:
-        """Return the first of the lanes' first requests that are ready; None when none is ready."""
-        found: LaneEntry[R] | None = None
-        for lane in self._lanes.values():
-            if (found is None or lane[0] < found) and is_ready(lane[0].request):
-                found = lane[0]
-        return found
-
-    def remove(self, entry: LaneEntry[R]) -> None:
-        """Take a request out, wherever it stands."""
-        rank = entry.rank
-        entry.is_parked = False
-        self._parked[rank] -= 1
-        left, lane = self._parked[rank], self._lanes[rank]
-        if not left:
-            del self._lanes[rank], self._parked[rank]
-            return
-        while not lane[0].is_parked:
-            heapq.heappop(lane)
-        if len(lane) > 2 * left + SLACK:
-            self._lanes[rank] = [each for each in lane if each.is_parked]
-            heapq.heapify(self._lanes[rank])
-
 
 MAX_PARKED: Final = 100_000  # requests of one router, whatever the limits of its classes
 RECHECK_SECONDS: Final = 60.0  # read `ready` at least this often, as loads also change in ways that are not reported
@@ -109,6 +40,10 @@ class QueueRequest(msgspec.Struct, Generic[P], frozen=True, gc=False):
     strict_priority: int = 0
     pinned: WorkerRank | None = None
     """The one rank that may serve it."""
+    tenant: str | None = None
+    """Owner of its key; None: it came without one. Such requests are one tenant."""
+    due: float | None = None
+    """When its first token should be there; None: it has no target."""
 
     @property
     def uncached_tokens(self) -> int:
@@ -139,9 +74,16 @@ class QueueUsage(msgspec.Struct, frozen=True, gc=False):
 class _ClassQueue(Generic[P]):
     __slots__ = ("cached_tokens", "lanes", "policy", "raw_isl_tokens")
 
-    def __init__(self, policy: PolicyClass) -> None:
+    def __init__(self, policy: PolicyClass, cached_now: Callable[[QueueRequest[P]], int]) -> None:
         self.policy = policy
-        self.lanes: ClassLanes[_Parked[P]] = ClassLanes()
+        self.lanes: ClassLanes[_Parked[P]] | TenantLanes[_Parked[P]] = ClassLanes()
+        if policy.queue_policy is QueueOrder.DLPM:
+
+            def held(parked: _Parked[P]) -> tuple[int, int]:
+                cached = cached_now(parked.request)
+                return cached, parked.request.prompt_tokens - cached
+
+            self.lanes = TenantLanes(policy.tenant_quantum, held)
         self.raw_isl_tokens = 0
         self.cached_tokens = 0
 
@@ -149,7 +91,6 @@ class _ClassQueue(Generic[P]):
 class _Parked(msgspec.Struct, Generic[P], gc=False):
     request: QueueRequest[P]
     queue: _ClassQueue[P]
-    cost: int
     parked_at: float
 
 
@@ -161,18 +102,20 @@ class RouterQueue(Generic[P]):
         profile: PolicyProfile,
         *,
         refresh_overlap: Callable[[QueueRequest[P]], None] | None = None,
+        cached_now: Callable[[QueueRequest[P]], int] | None = None,
         overlap_refresh_seconds: float = OVERLAP_REFRESH_SECONDS,
         max_parked: int = MAX_PARKED,
     ) -> None:
         """`refresh_overlap` is called right before a request is handed out whose overlap is older than
-        `overlap_refresh_seconds`: what the workers hold may have changed since.
+        `overlap_refresh_seconds`: what the workers hold may have changed since. `cached_now`: the tokens of a request that some
+        worker holds now, read by classes with `dlpm`; None: those that it came with.
         """
         self.profile = profile
         self._refresh_overlap = refresh_overlap
         self._overlap_refresh_seconds = overlap_refresh_seconds
         self._max_parked = max_parked
         self._queues: dict[str, _ClassQueue[P]] = {
-            name: _ClassQueue(policy) for name, policy in profile.classes.items()
+            name: _ClassQueue(policy, cached_now or _cached_then) for name, policy in profile.classes.items()
         }
         self._turns = DeficitRoundRobin({name: policy.quantum for name, policy in profile.classes.items()})
         self._parked: dict[str, LaneEntry[_Parked[P]]] = {}
@@ -224,10 +167,11 @@ class RouterQueue(Generic[P]):
                 for name, queue in self._queues.items()
                 if (head := queue.lanes.head(lambda parked: _may_go(parked, ranks))) is not None
             }
-            name = self._turns.take({name: head.request.cost for name, head in heads.items()})
+            name = self._turns.take({name: head.cost for name, head in heads.items()})
             if name is None:
                 return
             parked = heads[name].request
+            parked.queue.lanes.charge(heads[name])
             self._take_out(heads[name])
             if self._refresh_overlap is not None and now - parked.parked_at > self._overlap_refresh_seconds:
                 self._refresh_overlap(parked.request)
@@ -250,32 +194,49 @@ class RouterQueue(Generic[P]):
         queue = self._queues[policy.name]
         if request.request_id in self._parked:
             raise ValueError(f"request {request.request_id} is parked already")
-        self._check_limits(queue, workers)
-        uncached = request.uncached_tokens
+        self._check_limits(queue, workers, request.tenant or "")
+        key, cost = self._key(request, policy, now), max(1, request.uncached_tokens)
         self._arrivals += 1
-        key = order_key(
-            queue.policy.queue_policy,
-            strict_priority=request.strict_priority,
-            priority=request.priority,
-            arrived_at=now,
-            uncached_tokens=uncached,
-            number=self._arrivals,
-        )
-        entry = LaneEntry(_Parked(request, queue, max(1, uncached), now), key, request.pinned)
+        entry = LaneEntry(_Parked(request, queue, now), key, request.pinned, cost, request.tenant or "")
+        if isinstance(queue.lanes, TenantLanes):
+            queue.lanes.quantum = policy.tenant_quantum * max(1, workers)
         queue.lanes.push(entry)
         queue.raw_isl_tokens += request.prompt_tokens
         queue.cached_tokens += request.cached_tokens
         self._parked[request.request_id] = entry
 
-    def _check_limits(self, queue: _ClassQueue[P], workers: int) -> None:
-        """Raise RouterQueueLimitExceeded where what waits has reached a limit. The request that crosses a limit is let in."""
+    def tokens_ahead(self, request: QueueRequest[P], policy: PolicyClass, now: float) -> int:
+        """Return the uncached tokens that would go before a request if it were parked now, other classes by their share."""
+        own = self._queues[policy.name].lanes.ahead(
+            self._key(request, policy, now), request.tenant or "", request.pinned
+        )
+        others = (each for each in self._queues.values() if each.policy is not policy and len(each.lanes))
+        waiting = ((each.raw_isl_tokens - each.cached_tokens, each.policy.quantum) for each in others)
+        return own + sum(min(tokens, own * quantum // policy.quantum) for tokens, quantum in waiting)
+
+    def _key(self, request: QueueRequest[P], policy: PolicyClass, now: float) -> OrderKey:
+        return order_key(
+            policy.queue_policy,
+            strict_priority=request.strict_priority,
+            priority=request.priority,
+            arrived_at=now,
+            uncached_tokens=request.uncached_tokens,
+            number=self._arrivals + 1,
+            due=request.due,
+        )
+
+    def _check_limits(self, queue: _ClassQueue[P], workers: int, tenant: str) -> None:
+        """Raise RouterQueueLimitExceeded where what waits has reached a limit. The request that crosses a limit is let in.
+
+        With `dlpm` so is that of a tenant that has less than its share of the limit.
+        """
         policy = queue.policy
         for kind, current, limit in (
             ("requests", len(queue.lanes), policy.request_queue_limit_per_worker),
             ("raw_isl_tokens", queue.raw_isl_tokens, policy.raw_isl_token_queue_limit_per_worker),
             ("cached_tokens", queue.cached_tokens, policy.cached_token_queue_limit_per_worker),
         ):
-            if limit is not None and current >= limit * workers:
+            if limit is not None and current >= limit * workers and not _has_room(queue, tenant, kind, limit * workers):
                 raise RouterQueueLimitExceeded(policy.name, kind, current, limit * workers)
         if len(self._parked) >= self._max_parked:
             raise RouterQueueLimitExceeded(policy.name, "requests", len(self._parked), self._max_parked)
@@ -289,6 +250,23 @@ class RouterQueue(Generic[P]):
         del self._parked[request.request_id]
         if not len(queue.lanes):
             self._turns.drop_credit(queue.policy.name)
+
+
+def _cached_then(request: QueueRequest[P]) -> int:
+    return request.cached_tokens
+
+
+def _has_room(queue: _ClassQueue[P], tenant: str, kind: str, limit: int) -> bool:
+    """Return whether a tenant has less than its share of a limit that the class has reached."""
+    if not isinstance(lanes := queue.lanes, TenantLanes):
+        return False
+    own = [parked.request for parked in lanes.of(tenant)]
+    amount = (
+        len(own)
+        if kind == "requests"
+        else sum(each.prompt_tokens if kind == "raw_isl_tokens" else each.cached_tokens for each in own)
+    )
+    return amount * (len(lanes.tenants) + (not own)) < limit
 
 
 def _may_go(parked: _Parked[P], ranks: EligibleRanks[P]) -> bool:

@@ -239,7 +239,7 @@ def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLO
     elif kind_of(error) is Unknown and isinstance(error, DynamoException):
         details = {"backend_status": 500}  # reported by an engine; a fault of our own has no backend
     retry_after = None
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | RouterQueueLimitExceeded):
         retry_after = getattr(error, "retry_after_seconds", RETRY_AFTER_SECONDS)
     elif rule.status in (503, DEFAULT_OVERLOAD_STATUS):
         retry_after = RETRY_AFTER_SECONDS

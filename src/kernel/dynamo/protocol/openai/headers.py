@@ -199,6 +199,10 @@ def _strict_priority(nvext: NvExt, value: str) -> None:
     nvext.agent_hints.strict_priority = _integer("x-dynamo-request-strict-priority", value, 0, U32_MAX)
 
 
+def _slo_ttft(nvext: NvExt, value: str) -> None:
+    nvext.slo_ttft_ms = _integer("x-dynamo-slo-ttft-ms", value, 1, U32_MAX)
+
+
 def _tenant(nvext: NvExt, value: str) -> None:
     if value:  # empty is absent: the body's salt stays
         nvext.cache_salt = value
@@ -211,6 +215,7 @@ _ROUTING: Final[dict[str, Callable[[NvExt, str], None]]] = {
     "prefill_dp_rank": _prefill_dp_rank,
     "priority": _priority,
     "strict_priority": _strict_priority,
+    "slo_ttft": _slo_ttft,
     "tenant": _tenant,
 }
 
@@ -229,6 +234,7 @@ _KNOWN: Final[dict[str, tuple[str, int]]] = {
     "x-prefill-dp-rank": ("prefill_dp_rank", 1),
     "x-dynamo-request-priority": ("priority", 0),
     "x-dynamo-request-strict-priority": ("strict_priority", 0),
+    "x-dynamo-slo-ttft-ms": ("slo_ttft", 0),
     "x-tenant-id": ("tenant", 0),
     "x-dynamo-session-id": ("session_id", 0),
     "x-claude-code-session-id": ("session_id", 1),

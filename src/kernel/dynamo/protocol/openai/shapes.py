@@ -283,6 +283,7 @@ class NvExt(Struct, forbid_unknown_fields=True):
     request_timestamp_ms: float | None = None
     routing_constraints: RoutingConstraints | None = None
     router: RouterTargets | None = None
+    slo_ttft_ms: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
 
 
 # -- requests -----------------------------------------------------------------------------------------------------------

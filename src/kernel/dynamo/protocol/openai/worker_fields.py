@@ -189,6 +189,8 @@ def _routing(request: CommonRequest, salt: str | None, lora_name: str | None) ->
                 routing["priority_jump"] = max(0.0, hints.latency_sensitivity)
             if hints.strict_priority is not None:
                 routing["strict_priority"] = hints.strict_priority
+        if nvext.slo_ttft_ms is not None:
+            routing["slo_ttft_ms"] = nvext.slo_ttft_ms
         constraints = nvext.routing_constraints
         if constraints is not None:
             routing["routing_constraints"] = {

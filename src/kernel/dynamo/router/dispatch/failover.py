@@ -309,7 +309,10 @@ class Failover:
         pool = self.pool
         if pool.kv is not None and not order.is_after_wait:
             request = self.request
-            request.kv = await pool.kv.query(self.body, request.record, pinned=request.pinned_instance_id)
+            query = await pool.kv.query(self.body, request.record, pinned=request.pinned_instance_id)
+            if request.kv is not None:  # another attempt: its first token is due when that of the first one was
+                query.aim = request.kv.aim
+            request.kv = query
         if pool.pre_dispatch is None:
             worker = self._place(order) if self.given is None else self._chosen(order)
         else:

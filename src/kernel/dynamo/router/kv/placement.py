@@ -31,6 +31,7 @@ from dynamo.placement.kv_query import (
     read_overrides,
     read_preferred_taints,
     read_priority,
+    read_target,
 )
 from dynamo.placement.kv_state import KvPolicy, Selection
 from dynamo.placement.policies.least_loaded import fewest_in_flight
@@ -206,6 +207,7 @@ class KvPlacement:
                 prompt_tokens=tokens,
                 pinned_worker_id=pinned,
                 overrides=read_overrides(overrides) if overrides else None,
+                tenant=record.tenant,
             )
         routing = routing or {}
         lora_name, cache_salt = routing.get("lora_name"), routing.get("cache_salt")
@@ -224,6 +226,8 @@ class KvPlacement:
             preferred_taints=read_preferred_taints(constraints.get("preferred_taints")),
             expected_output=None if is_prefill else clamp_output(routing.get("expected_output_tokens")),
             overrides=read_overrides(overrides),
+            tenant=record.tenant,
+            aim=read_target(routing.get("slo_ttft_ms")),
         )
 
     async def _sequence(
@@ -364,6 +368,7 @@ class KvPlacement:
         if not isinstance(placement, KvPlaced):
             return await worker.client.open(worker.instance, body, context)
         selection, router, clock = placement.selection, self.router, asyncio.get_running_loop().time
+        aim = placement.query.aim
         request_id, now = context.id(), clock()
         if not router.book(request_id, selection, now, expires=False):
             # An attempt before this one is still on its way out, or a client uses one id for several requests.
@@ -386,6 +391,8 @@ class KvPlacement:
                 running.first_at = now = clock()
                 router.first_token(request_id, now)
                 self._watcher.answered(now - running.opened_at)
+                if aim.reached is not None:
+                    aim.reached(now)
 
         def released() -> None:
             self._release(request_id, running, clock())

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from dynamo.errors import RouterQueueLimitExceeded
+from dynamo.errors import DynamoException, RouterQueueLimitExceeded
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate
-from dynamo.placement.kv_query import KvQuery, exclusion_of
+from dynamo.placement.kv_query import FirstTokenAim, KvQuery, exclusion_of
 from dynamo.placement.kv_state import Selection
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, QueueRequest, QueueUsage, RankPrefill, RouterQueue
 from dynamo.placement.queueing.router_queue import RECHECK_SECONDS
+from dynamo.placement.queueing.targets import check_target
 from dynamo.router.kv.queue_metrics import QueueMetrics
 from dynamo.router.kv.router import KvRouter
 from dynamo.runtime.calls.context import Context, on_loop
@@ -131,7 +132,7 @@ class QueueGate:
         self, router: KvRouter, profile: PolicyProfile, ranks: QueuedRanks, metrics: QueueMetrics | None = None
     ) -> None:
         self._router, self._ranks, self._metrics = router, ranks, metrics
-        self._queue: RouterQueue[_Waiter] = RouterQueue(profile)
+        self._queue: RouterQueue[_Waiter] = RouterQueue(profile, cached_now=self._cached_now)
         classes = tuple(profile.classes.values())
         self._only = classes[0] if len(classes) == 1 and not classes[0].is_explicit else None
         self._serial = 0
@@ -154,6 +155,9 @@ class QueueGate:
         policy = self._only or self._class_of(selection, query, context)
         if self._metrics is not None:
             self._metrics.received(policy.name)
+        aim = query.aim
+        if aim.due is None and (aim.target_ms is not None or policy.slo_ttft_ms is not None):
+            self._set_due(aim, policy)
         state = selection.state
         if self._recheck is not None and self._queue.has_backlog(policy, _lane(selection, query)):
             return policy
@@ -171,7 +175,8 @@ class QueueGate:
         False: the request was cancelled, or its deadline passed, and its place in the queue is free.
 
         Raises:
-            RouterQueueLimitExceeded: a limit of the class was reached before this request came.
+            RouterQueueLimitExceeded: a limit of the class was reached before this request came, or its first token cannot be there
+                in time.
         """
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[bool] = loop.create_future()
@@ -185,8 +190,10 @@ class QueueGate:
             priority=query.priority,
             strict_priority=query.strict_priority,
             pinned=_lane(selection, query),
+            tenant=query.tenant,
+            due=query.aim.due,
         )
-        self._park(request, began)
+        self._park(request, began, selection)
 
         def leave(_killed: bool = False) -> None:
             if not turn.done():
@@ -233,9 +240,26 @@ class QueueGate:
         uncached = lookup.prompt_tokens - self._router.best_cached_tokens(query, lookup)
         return self._queue.profile.resolve(asked, uncached)
 
-    def _park(self, request: QueueRequest[_Waiter], now: float) -> None:
+    def _set_due(self, aim: FirstTokenAim, policy: PolicyClass) -> None:
+        target_ms = policy.slo_ttft_ms if aim.target_ms is None else aim.target_ms
+        assert target_ms is not None, "the caller has seen one"
+        due = aim.due = asyncio.get_running_loop().time() + target_ms / 1000
+        if (metrics := self._metrics) is not None:
+            aim.reached = lambda at: metrics.first_token(policy.name, at <= due)
+
+    def _cached_now(self, request: QueueRequest[_Waiter]) -> int:
+        """Return how many tokens of a request some rank holds, or is about to hold for those before it."""
+        try:
+            return held_tokens(self._router, request.payload.query, asyncio.get_running_loop().time())
+        except DynamoException:  # no rank may serve it now: its own choice of a worker raises the reason
+            return request.cached_tokens
+
+    def _park(self, request: QueueRequest[_Waiter], now: float, selection: Selection) -> None:
         policy = request.payload.policy
         try:
+            if request.due is not None:
+                ahead = self._queue.tokens_ahead(request, policy, now)
+                check_target(policy.name, request, selection.state.ranks, ahead, now)
             self._queue.park(request, policy, self._ranks.workers(), now)
         except RouterQueueLimitExceeded as error:
             if self._metrics is not None:
@@ -286,6 +310,18 @@ class QueueGate:
         self._router.load.expire(asyncio.get_running_loop().time())
         self._arm()
         self.changed()
+
+
+def held_tokens(router: KvRouter, query: KvQuery, now: float) -> int:
+    """Return how many tokens of a prompt some rank holds, or will hold when it has computed the prompts before this one.
+
+    Raises what `KvRouter.select` raises for a query that no rank may serve.
+    """
+    lookup = router.look_up(query, now)
+    load, sequence = router.load, lookup.sequence
+    ranks = load.heads.get(sequence[0], ()) if sequence else ()
+    active = max((load.of(rank).active_blocks(sequence) for rank in ranks), default=0)
+    return max(router.best_cached_tokens(query, lookup), min(lookup.prompt_tokens, active * router.block_size))
 
 
 def _lane(selection: Selection, query: KvQuery) -> WorkerRank | None:

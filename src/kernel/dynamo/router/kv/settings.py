@@ -127,9 +127,9 @@ class KvRouterSettings:
         "Let a request wait while every worker that could serve it has more prompt tokens to compute than this part of "
         "`max_num_batched_tokens` ([queues](routing.md#queues)). Also for the classes of `--router-policy-config` that "
         "have no threshold of their own", flag="--router-queue-threshold", group=_GROUP)
-    router_queue_policy: str = setting("fcfs", "DYN_ROUTER_QUEUE_POLICY", one_of("fcfs", "wspt"),
-        "Which request goes first where no policy class decides: the request that came first (`fcfs`), or the one with the fewest "
-        "tokens to compute (`wspt`)", flag="--router-queue-policy", group=_GROUP)
+    router_queue_policy: str = setting("fcfs", "DYN_ROUTER_QUEUE_POLICY", one_of("fcfs", "wspt", "dlpm"),
+        "Which request goes first where no policy class decides: the request that came first (`fcfs`), the one with the fewest "
+        "tokens to compute (`wspt`), or tenants in turn, each with its longest cached prefixes (`dlpm`)", flag="--router-queue-policy", group=_GROUP)
     router_policy_config: str | None = setting(None, "DYN_ROUTER_POLICY_CONFIG", SettingReader(str, metavar="FILE"),
         "YAML with policy classes, policies by role, and router settings ([queues](routing.md#queues)); what it gives "
         "beats flags and variables", flag="--router-policy-config", group=_GROUP)

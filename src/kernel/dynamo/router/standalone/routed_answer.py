@@ -240,7 +240,9 @@ class RoutedAnswer:
         assert self.selection is not None
         has_begun = self.course.state is _READING
         if not has_begun:
-            router.first_token(booked, _now())
+            router.first_token(booked, now := _now())
+            if (reached := self.request.query.aim.reached) is not None:
+                reached(now)
         tokens = 0
         for item in items:
             if item.index != OBJECT_INDEX:

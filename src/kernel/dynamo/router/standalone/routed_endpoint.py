@@ -32,6 +32,7 @@ from dynamo.placement.kv_query import (
     read_overrides,
     read_preferred_taints,
     read_priority,
+    read_target,
 )
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.kv_transfer import topology_taints
@@ -317,6 +318,7 @@ class _Hints(msgspec.Struct):
     priority: float | None = None
     priority_jump: float | None = None
     strict_priority: int | None = None
+    slo_ttft_ms: float | None = None
     expected_output_tokens: int | None = None
     allowed_worker_ids: list[int] | None = None
     routing_constraints: _Constraints | None = None
@@ -342,6 +344,7 @@ def kv_query_of(body: Mapping[str, object]) -> KvQuery:
         cache_salt=hints.cache_salt or hints.cache_namespace,
         priority=read_priority(hints.priority_jump or hints.priority),
         strict_priority=hints.strict_priority or 0,
+        aim=read_target(hints.slo_ttft_ms),
         pinned_worker_id=hints.decode_worker_id if pinned is None else pinned,
         pinned_dp_rank=hints.dp_rank,
         allowed=None if hints.allowed_worker_ids is None else set(hints.allowed_worker_ids),
