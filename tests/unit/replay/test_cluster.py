@@ -60,7 +60,7 @@ def test_one_request_takes_what_its_passes_take() -> None:
 def test_a_worker_has_its_own_speed_and_may_change_it() -> None:
     requests = asked(*((at, at, 562, 4) for at in (0, 1_000, 2_000, 3_000)))
     usual, mixed, throttled = (
-        [each.e2e_latency_ms for each in replayed(requests, workers=2, **setup).requests]
+        [each.e2e_latency_ms or 0.0 for each in replayed(requests, workers=2, **setup).requests]
         for setup in ({}, {"speeds": (1.0, 0.5)}, {"throttles": (Throttle(0.5, 0, 0.25), Throttle(0.5, 1, 2.0))})
     )
     assert usual == [pytest.approx(43.776, abs=1e-3)] * 4
