@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from dynamo.router.kv.metrics import KvMetrics
 from dynamo.router.kv.placement import KvPlacement
 from dynamo.router.kv.sessions import SessionRelay
 from dynamo.router.peers.replica_sync import ReplicaSync
+from dynamo.router.workers.roster import Roster
 
 
 class KvMember(Protocol):
@@ -43,33 +45,65 @@ def _publishes(card: ModelCard) -> bool:
 class DomainMembers:
     """The workers of one domain by the models that they belong to: their cards, and where they are."""
 
-    __slots__ = ("_owners", "cards", "places")
+    __slots__ = ("_claims", "_endpoints", "_owners", "_places", "cards", "places")
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
+        self._owners: dict[Hashable, Roster[KvMember]] = {}
+        self._claims: dict[WorkerRank, dict[tuple[Hashable, int], ModelCard]] = {}  # by owner and member; the first counts
+        self._endpoints: Tally[str] = Tally()
+        self._places: dict[int, Tally[str]] = {}  # by worker: at which endpoints it has how many cards
         self.cards: dict[WorkerRank, ModelCard] = {}
         self.places: dict[int, str] = {}  # the endpoint of each worker
 
     @property
     def endpoints(self) -> frozenset[str]:
-        return frozenset(endpoint for members in self._owners.values() for endpoint, _ in members)
+        return frozenset(self._endpoints)
 
     def update(self, owner: Hashable, members: Iterable[KvMember]) -> tuple[set[WorkerRank], set[WorkerRank]]:
-        """Take over the workers of one owner; return the ranks that are gone now, and those that are new."""
-        found = {(each.endpoint, each.instance_id): each.card for each in members}
-        if found:
-            self._owners[owner] = found
+        """Take over the workers of one owner; return the ranks that are gone now, and those that are new or have another card."""
+        roster = self._owners.pop(owner, None) or Roster()
+        lost, new = roster.update(members)
+        if roster:
+            self._owners[owner] = roster
+        touched: dict[WorkerRank, None] = {}
+        for each in lost:
+            self._move(each, -1)
+            for rank in _ranks_of(each):
+                touched[rank] = None
+                del self._claims[rank][owner, id(each)]
+        for each in new:
+            self._move(each, 1)
+            for rank in _ranks_of(each):
+                touched[rank] = None
+                self._claims.setdefault(rank, {})[owner, id(each)] = each.card
+        gone: set[WorkerRank] = set()
+        changed: set[WorkerRank] = set()
+        for rank in touched:
+            card = next(iter(self._claims[rank].values()), None)
+            if card is None:
+                del self._claims[rank]
+                if self.cards.pop(rank, None) is not None:
+                    gone.add(rank)
+            elif self.cards.get(rank) is not card:
+                self.cards[rank] = card
+                changed.add(rank)
+        return gone, changed
+
+    def _move(self, member: KvMember, count: int) -> None:
+        """Count one card more, or less, of a worker at an endpoint."""
+        at = self._places.setdefault(member.instance_id, Tally())
+        for tally in (self._endpoints, at):
+            tally[member.endpoint] += count
+            if not tally[member.endpoint]:
+                del tally[member.endpoint]
+        if at:
+            self.places[member.instance_id] = next(reversed(at))
         else:
-            self._owners.pop(owner, None)
-        cards: dict[WorkerRank, ModelCard] = {}
-        self.places.clear()
-        for of_owner in self._owners.values():
-            for (endpoint, instance_id), card in of_owner.items():
-                self.places[instance_id] = endpoint
-                for dp_rank in card.runtime_config.ranks:
-                    cards.setdefault(WorkerRank(instance_id, dp_rank), card)
-        former, self.cards = self.cards, cards
-        return former.keys() - cards.keys(), cards.keys() - former.keys()
+            del self._places[member.instance_id], self.places[member.instance_id]
+
+
+def _ranks_of(member: KvMember) -> list[WorkerRank]:
+    return [WorkerRank(member.instance_id, dp_rank) for dp_rank in member.card.runtime_config.ranks]
 
 
 class KvDomain:
@@ -78,6 +112,7 @@ class KvDomain:
     __slots__ = (
         "__weakref__",
         "_degraded",
+        "_infos",
         "_members",
         "_metrics",
         "_trusts",
@@ -100,6 +135,7 @@ class KvDomain:
         self.placement, self.index, self._metrics = placement, index, metrics
         self._members = DomainMembers()
         self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
+        self._infos: dict[WorkerRank, RankInfo] = {}  # each made when it is first read after a change
         self._degraded: frozenset[WorkerRank] = frozenset()  # ranks that the index has no room for, as last seen
         self.relay = BookingRelay(self._members.places.get)
         placement.read_ranks = self._ranks
@@ -118,20 +154,25 @@ class KvDomain:
         """Return whether a card names the rank."""
         return rank in self._members.cards
 
-    def update(self, owner: Hashable, members: Iterable[KvMember]) -> None:
-        """Take over the workers that one owner, such as a model, has here now."""
-        gone, added = self._members.update(owner, members)
+    def update(self, owner: Hashable, members: Iterable[KvMember]) -> bool:
+        """Take over the workers that one owner, such as a model, has here now; return whether ranks or endpoints have changed with that."""
+        endpoints = self.endpoints
+        gone, changed = self._members.update(owner, members)
+        if not gone and not changed:
+            return endpoints != self.endpoints
         if self.guesses is not None:
             for rank in gone:
                 self.guesses.forget(*rank)
         if isinstance(self.guesses, EventlessGuesses):
-            self.guesses.ranks = frozenset(rank for rank, card in self._members.cards.items() if not _publishes(card))
-        for rank in added:
+            silent = {rank for rank in changed if not _publishes(self._members.cards[rank])}
+            self.guesses.ranks = self.guesses.ranks - gone - changed | silent
+        for rank in changed:
             self._set_capacity(rank)
         for rank in gone:
             self.forget(*rank)
-        self._changed()
+        self._changed(gone | changed)
         self.placement.router.load.relieved()  # what waits may wait for one of these
+        return True
 
     # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
 
@@ -153,8 +194,8 @@ class KvDomain:
 
     def _see_degraded(self, index: PrefixIndex) -> None:
         if index.degraded is not self._degraded:
-            self._degraded = index.degraded
-            self._changed()
+            former, self._degraded = self._degraded, index.degraded
+            self._changed(former ^ self._degraded)
 
     def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
         """Take what the events of a rank are worth from now on."""
@@ -162,10 +203,12 @@ class KvDomain:
             self._trusts.pop(rank, None)
         else:
             self._trusts[rank] = trust
-        self._changed()
+        self._changed((rank,))
 
-    def _changed(self) -> None:
-        """Let the next choice read the ranks anew, and the metric follow in a moment, choice or not."""
+    def _changed(self, ranks: Iterable[WorkerRank]) -> None:
+        """Let the next choice read these ranks anew, and the metric follow in a moment, choice or not."""
+        for rank in ranks:
+            self._infos.pop(rank, None)
         self.placement.is_stale = True
         self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._members.cards.items()))
 
@@ -180,7 +223,10 @@ class KvDomain:
             self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
 
     def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
-        return {rank: self._info(rank, card) for rank, card in self._members.cards.items()}
+        cards = self._members.cards
+        for rank in cards.keys() - self._infos.keys():
+            self._infos[rank] = self._info(rank, cards[rank])
+        return self._infos
 
     def _trust(self, rank: WorkerRank, card: ModelCard) -> Trust:
         trust = self._trusts.get(rank)
