@@ -57,14 +57,15 @@ class Pieces:
 
     def __enter__(self) -> Pieces:
         self.longest = self.total = 0.0
-        self.count = 0
+        self.count, self.which = 0, ""
         self._run = asyncio.Handle._run
 
         def run(handle: asyncio.Handle) -> None:
             began = time.thread_time()
             self._run(handle)
             took = time.thread_time() - began
-            self.longest = max(self.longest, took)
+            if took > self.longest:
+                self.longest, self.which = took, name_of(handle)
             self.total += took
             self.count += 1
 
@@ -75,7 +76,13 @@ class Pieces:
         asyncio.Handle._run = self._run  # type: ignore[method-assign]
 
     def __str__(self) -> str:
-        return f"{1e3 * self.total:9.1f} ms in all, longest piece {1e3 * self.longest:7.2f} ms"
+        return f"{1e3 * self.total:9.1f} ms in all, longest piece {1e3 * self.longest:7.2f} ms: {self.which}"
+
+
+def name_of(handle: Any) -> str:
+    """Return what a piece of work is of: its task, or else its function."""
+    task = getattr(handle._callback, "__self__", None)
+    return task.get_name() if isinstance(task, asyncio.Task) else getattr(handle._callback, "__qualname__", "")
 
 
 def cost(work: Callable[[], object], times: int, repeats: int = 3) -> float:
@@ -155,9 +162,7 @@ async def replicas(args: argparse.Namespace) -> None:
     for frontends in (1, 4, 16):
         load = ActiveLoad(BLOCK)
         ranks = {WorkerRank(number) for number in range(args.workers)}
-        sync = ReplicaSync(
-            cast(Any, None), load, router_id=99_999, block_size=BLOCK, is_live=ranks.__contains__
-        )
+        sync = ReplicaSync(cast(Any, None), load, router_id=99_999, block_size=BLOCK, is_live=ranks.__contains__)
         number = 0
 
         def one() -> None:
@@ -170,7 +175,8 @@ async def replicas(args: argparse.Namespace) -> None:
                 old = number - 3000
                 sync.take(
                     BookingEvent(f"request-{old}", BookedWorker(old % args.workers, 0), "Free", old % frontends),
-                    number / 1000, old % frontends,
+                    number / 1000,
+                    old % frontends,
                 )
 
         for _ in range(3000):
@@ -180,6 +186,7 @@ async def replicas(args: argparse.Namespace) -> None:
 
 async def index(args: argparse.Namespace) -> None:
     """Measure the index, where each rank holds blocks of its own and some that others hold as well."""
+
     def filled() -> PrefixIndex:
         made = PrefixIndex()
         rng = random.Random(1)
@@ -243,14 +250,22 @@ class Fleet:
         await self._store.start()
 
     async def join(self, worker: int) -> None:
-        found = {f"{INSTANCES}/ns/c/e/{worker:x}": encode_instance("ns", "c", "e", worker, {"transport": {"mem": f"{worker}"}})}
+        found = {
+            f"{INSTANCES}/ns/c/e/{worker:x}": encode_instance(
+                "ns", "c", "e", worker, {"transport": {"mem": f"{worker}"}}
+            )
+        }
         for number in range(1 + self._adapters):
             config = ModelRuntimeConfig(total_kv_blocks=4096, max_num_batched_tokens=8192, max_num_seqs=64)
             card = build_card("m" if not number else f"a{number}", runtime_config=config)
             if number:
                 card.lora = LoraRecord(f"a{number}")
             record = ModelRecord(
-                namespace="ns", component="c", endpoint="e", instance_id=worker, card_json=card.to_json(),
+                namespace="ns",
+                component="c",
+                endpoint="e",
+                instance_id=worker,
+                card_json=card.to_json(),
                 **({"model_suffix": f"a{number}"} if number else {}),
             )
             found[f"{MODEL_CARDS}/{record.key}"] = record.encode()
@@ -271,7 +286,10 @@ async def fleet(args: argparse.Namespace) -> None:
     runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "mem")
     with tempfile.TemporaryDirectory() as folder:
         settings = FrontendSettings(
-            model_cache_dir=Path(folder), router_mode="kv", kv_router=KvRouterSettings(), replacement_wait_seconds=0.0,
+            model_cache_dir=Path(folder),
+            router_mode="kv",
+            kv_router=KvRouterSettings(),
+            replacement_wait_seconds=0.0,
             max_models=5000,
         )
         workers = Fleet(args.adapters)
@@ -311,7 +329,10 @@ async def fleet(args: argparse.Namespace) -> None:
             await measured("100 leave", many_leave, args.workers - 100)
             with Pieces() as pieces:
                 await asyncio.sleep(3)
-            print(f"fleet, idle: {100 * pieces.total / 3:.2f} % of a core, longest {1e3 * pieces.longest:.2f} ms", flush=True)
+            print(
+                f"fleet, idle: {100 * pieces.total / 3:.2f} % of a core, longest {1e3 * pieces.longest:.2f} ms",
+                flush=True,
+            )
         await workers.close()
     await runtime.aclose()
 

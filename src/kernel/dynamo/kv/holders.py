@@ -231,7 +231,9 @@ class BlockHolders:
         """Yield the runs, in no order. Nothing may change meanwhile."""
         live = ~self._dead
         return (
-            HeldRun(run.blocks[-1], len(run.blocks), run.parent, mask) for run in self._each if (mask := run.mask & live)
+            HeldRun(run.blocks[-1], len(run.blocks), run.parent, mask)
+            for run in self._each
+            if (mask := run.mask & live)
         )
 
     def run_of(self, block: int) -> tuple[HeldRun, int] | None:

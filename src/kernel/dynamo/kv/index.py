@@ -43,7 +43,9 @@ DEFAULT_CAPACITY: Final = 1_000_000
 MAX_CAPACITY: Final = 4_000_000  # of a rank and tier, whatever its worker reports: 64 million tokens in blocks of 16
 MAX_RANKS: Final = 16_384
 
-SWEPT_AT_ONCE: Final = 1024  # blocks of ranks that were forgotten, with each event and choice: some tenths of a millisecond
+SWEPT_AT_ONCE: Final = (
+    1024  # blocks of ranks that were forgotten, with each event and choice: some tenths of a millisecond
+)
 _ALL: Final = 2**63
 
 _U64: Final = 2**64 - 1

@@ -44,7 +44,9 @@ class RankStates:
         for gone in set(self._load.ranks()) - ranks.keys():
             self._load.forget(gone.worker_id, gone.dp_rank)
         former, block_size = self.infos, self._load.block_size
-        others = [rank for rank, info in ranks.items() if former.get(rank) is not info]  # that are new, or known otherwise
+        others = [
+            rank for rank, info in ranks.items() if former.get(rank) is not info
+        ]  # that are new, or known otherwise
         for rank in others:
             info, load = ranks[rank], self._load.of(rank)
             load.prefill_pass.set_budget(info.max_num_batched_tokens)

@@ -153,6 +153,9 @@ class AdapterKeeper:
 
     def _missing(self) -> list[tuple[CardEntry, str, _Wanted]]:
         """Return (worker, adapter) pairs where a worker should load an adapter that it has not had so far."""
+        if not self._wanted and not self._models.has_managed_adapters:
+            self._had, self._failed = set(), {}
+            return []
         held, wanted = self._held(), dict(self._wanted)
         names = self._models.base_names()
         for entry in self._models.adapters():

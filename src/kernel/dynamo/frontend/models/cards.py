@@ -8,8 +8,10 @@ rule but keeps silent about it.
 from __future__ import annotations
 
 import logging
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from dynamo.errors import InvalidArgument
@@ -55,11 +57,12 @@ class CardEntry:
     instance_id: int
     card: ModelCard
     fingerprint: str
+    instance_key: str  # of the record of its instance
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
-    """The members of a group now; `accepted` is never empty."""
+    """The members of a group now; `accepted` is never empty. The same object until one of them has changed."""
 
     key: GroupKey
     accepted: tuple[CardEntry, ...]  # the first one's card counts
@@ -73,10 +76,20 @@ class Group:
     def fingerprint(self) -> str:
         return self.accepted[0].fingerprint
 
-    @property
+    @cached_property
     def endpoints(self) -> frozenset[str]:
         """Where the accepted members are."""
-        return frozenset(entry.endpoint for entry in self.accepted)
+        return frozenset([entry.endpoint for entry in self.accepted])
+
+    @cached_property
+    def instance_keys(self) -> frozenset[str]:
+        """The keys of the accepted members' instance records."""
+        return frozenset([entry.instance_key for entry in self.accepted])
+
+    @cached_property
+    def instance_ids(self) -> frozenset[int]:
+        """The ids of the accepted members."""
+        return frozenset([entry.instance_id for entry in self.accepted])
 
 
 class CardBook:
@@ -90,6 +103,14 @@ class CardBook:
         self._is_full = False  # a card was ignored for lack of room, and that was logged
         self._where: dict[str, GroupKey] = {}  # card key -> group
         self._groups: dict[GroupKey, dict[str, CardEntry]] = {}  # insertion order is arrival order
+        self._made: dict[GroupKey, Group] = {}  # as they were returned last
+        self._names: Tally[str] = Tally()  # of cards; with aliases
+        self._endpoints: Tally[str] = Tally()
+        self.managed = 0
+        """How many cards are of adapters that a frontend manages."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._groups
 
     def __len__(self) -> int:
         """Return how many groups there are."""
@@ -107,13 +128,16 @@ class CardBook:
 
     def group(self, key: GroupKey) -> Group | None:
         """Return the current group, or None when its last member has gone."""
+        if (made := self._made.get(key)) is not None:
+            return made
         entries = self._groups.get(key)
         if not entries:
             return None
         fingerprint = next(iter(entries.values())).fingerprint
-        accepted = tuple(entry for entry in entries.values() if entry.fingerprint == fingerprint)
-        rejected = tuple(entry for entry in entries.values() if entry.fingerprint != fingerprint)
-        return Group(key, accepted, rejected)
+        accepted = tuple([entry for entry in entries.values() if entry.fingerprint == fingerprint])
+        rejected = tuple([entry for entry in entries.values() if entry.fingerprint != fingerprint])
+        made = self._made[key] = Group(key, accepted, rejected)
+        return made
 
     def groups(self, model: str) -> list[Group]:
         """Return all groups of a model (by its own name), sorted by namespace and role."""
@@ -127,8 +151,7 @@ class CardBook:
     @property
     def names(self) -> frozenset[str]:
         """Every registered name, aliases included."""
-        entries = [entry for group in self._groups.values() for entry in group.values()]
-        return frozenset(name for entry in entries for name in (entry.card.display_name, *entry.card.aliases))
+        return frozenset(self._names)
 
     def owner_of(self, alias: str) -> str | None:
         """Return the model that has this alias, or None."""
@@ -154,7 +177,7 @@ class CardBook:
     @property
     def endpoints(self) -> frozenset[str]:
         """Every endpoint with a card."""
-        return frozenset(entry.endpoint for group in self._groups.values() for entry in group.values())
+        return frozenset(self._endpoints)
 
     def _put(self, key: str, value: bytes) -> GroupKey | None:
         if len(value) > MAX_CARD_BYTES:
@@ -179,7 +202,11 @@ class CardBook:
                     key,
                 )
                 return None
+            if held is not None:
+                self._count(held, -1)
+            self._count(entry, 1)
             self._groups[known][key] = entry
+            self._made.pop(known, None)
             return known
         if len(self._where) >= MAX_CARDS:
             logger.error("more than %d model cards; %s is ignored", MAX_CARDS, key)
@@ -195,7 +222,9 @@ class CardBook:
                 )
             return None
         self._where[key] = group_key
+        self._count(entry, 1)
         self._groups.setdefault(group_key, {})[key] = entry
+        self._made.pop(group_key, None)
         return group_key
 
     def _delete(self, key: str) -> GroupKey | None:
@@ -203,11 +232,24 @@ class CardBook:
         if group_key is None:
             return None
         entries = self._groups[group_key]
-        entries.pop(key, None)
+        if (gone := entries.pop(key, None)) is not None:
+            self._count(gone, -1)
         if not entries:
             del self._groups[group_key]
             self._is_full = False
+        self._made.pop(group_key, None)
         return group_key
+
+    def _count(self, entry: CardEntry, count: int) -> None:
+        """Count the names and the endpoint of a card that has come, or has gone (-1)."""
+        card = entry.card
+        for tally, names in ((self._names, (card.display_name, *card.aliases)), (self._endpoints, (entry.endpoint,))):
+            for name in names:
+                tally[name] += count
+                if not tally[name]:
+                    del tally[name]
+        if card.lora is not None and card.lora.source is not None:
+            self.managed += count
 
 
 def _read(key: str, value: bytes) -> tuple[CardEntry, GroupKey]:
@@ -222,5 +264,6 @@ def _read(key: str, value: bytes) -> tuple[CardEntry, GroupKey]:
         instance_id=record.instance_id,
         card=card,
         fingerprint=card.checksum(),
+        instance_key="/".join(key.split("/", 4)[:4]),  # without the adapter's suffix
     )
     return entry, GroupKey(card.display_name, record.namespace, str(role))

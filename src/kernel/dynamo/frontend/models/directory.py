@@ -113,6 +113,12 @@ class ModelDirectory:
                 for start in range(0, len(batch), SLICE):
                     await asyncio.sleep(0)  # streams go on while hundreds of records come in
                     take(batch[start : start + SLICE])
+                touched = self._cluster.touched  # each group once, however many of its cards were in the batch
+                while touched and bucket == MODEL_CARDS:
+                    await asyncio.sleep(0)
+                    self._reconcile(key := next(iter(touched)))
+                    del touched[key]
+                self._changed()
                 first.set()
         first.set()  # also where the store was closed before it answered
 
@@ -207,6 +213,11 @@ class ModelDirectory:
         """Return, by instance, the model that it serves beside its adapters."""
         return self._cluster.cards.base_names()
 
+    @property
+    def has_managed_adapters(self) -> bool:
+        """Whether a card is of an adapter that a frontend manages."""
+        return self._cluster.cards.managed > 0
+
     def adapters(self) -> list[CardEntry]:
         """Return the cards of adapters whose workers are there."""
         return [
@@ -229,12 +240,9 @@ class ModelDirectory:
 
     def _take_instances(self, batch: Sequence[Change]) -> None:
         self._cluster.instances.apply(batch)
-        self._changed()  # a role may be complete now
 
     def _take_cards(self, batch: Sequence[Change]) -> None:
-        for key in self._cluster.cards.apply(batch):
-            self._reconcile(key)
-        self._changed()
+        self._cluster.touched.update(dict.fromkeys(self._cluster.cards.apply(batch)))
 
     def _reconcile(self, key: GroupKey) -> None:
         """Make what is served and loaded agree with the cards for one group."""
@@ -293,7 +301,7 @@ class ModelDirectory:
     def _changed(self) -> None:
         """Record the models that have a worker, and update the models that may get requests: at once, or in a moment."""
         cards = self._cluster.cards
-        for key in self._served.drop_abandoned(lambda key: cards.group(key) is not None):
+        for key in self._served.drop_abandoned(cards.__contains__):
             self._readiness.forget(key)
             self._rules.forget(key)
             self._reports.gone(key, is_last=not cards.groups(key.model))

@@ -49,7 +49,9 @@ class DomainMembers:
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, Roster[KvMember]] = {}
-        self._claims: dict[WorkerRank, dict[tuple[Hashable, int], ModelCard]] = {}  # by owner and member; the first counts
+        self._claims: dict[
+            WorkerRank, dict[tuple[Hashable, int], ModelCard]
+        ] = {}  # by owner and member; the first counts
         self._endpoints: Tally[str] = Tally()
         self._places: dict[int, Tally[str]] = {}  # by worker: at which endpoints it has how many cards
         self.cards: dict[WorkerRank, ModelCard] = {}

@@ -32,6 +32,15 @@ class BusyThresholds(msgspec.Struct, frozen=True):
         """Whether there is any limit."""
         return any(value is not None for name, value in msgspec.structs.asdict(self).items() if name != "model")
 
+    @property
+    def values(self) -> tuple[float | None, ...]:
+        """The limits, without the model."""
+        return (
+            self.active_decode_blocks_threshold,
+            self.active_prefill_tokens_threshold,
+            self.active_prefill_tokens_threshold_frac,
+        )
+
     def check(self) -> None:
         """Check the ranges. Raises ValueError naming the field."""
         blocks = self.active_decode_blocks_threshold
@@ -109,13 +118,15 @@ class BusyWorkers:
         """`pools`: the pools there are now; `thresholds_of`: from a model's name to its limits."""
         self._pools, self._thresholds_of = pools, thresholds_of
         self._reports: dict[int, dict[int, LoadReport]] = {}  # by worker and rank; of workers that exist
-        self._expiries: dict[int, asyncio.TimerHandle] = {}  # by worker: when it is tried again
+        self._tried_at: dict[int, float] = {}  # when each busy worker is tried again: the next one first
+        self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Stop every timer. Idempotent."""
-        for timer in self._expiries.values():
-            timer.cancel()
-        self._expiries.clear()
+        """Stop the timer. Idempotent."""
+        self._tried_at.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def report(self, load: LoadReport) -> None:
         """Take over a report of one rank. A figure holds until another report gives it: so the blocks that a worker
@@ -144,25 +155,36 @@ class BusyWorkers:
             self._forget(worker)
 
     def _mark(self, worker: int) -> None:
-        if (timer := self._expiries.pop(worker, None)) is not None:
-            timer.cancel()
+        self._tried_at.pop(worker, None)
         ranks = self._reports.get(worker, {}).values()
-        is_busy_anywhere = False
+        judged: dict[
+            tuple[float | None, ...], bool
+        ] = {}  # a model and its adapters have the same limits, and one verdict
         for pool in self._pools():
             if worker not in pool.member_ids:
                 continue
             limits, runtime = self._thresholds_of(pool.name), pool.runtime_config
-            is_busy = bool(ranks) and all(
-                limits.is_busy(
-                    load, total_kv_blocks=runtime.total_kv_blocks, max_batched_tokens=runtime.max_num_batched_tokens
+            blocks, tokens = runtime.total_kv_blocks, runtime.max_num_batched_tokens
+            is_busy = judged.get(key := (*limits.values, blocks, tokens))
+            if is_busy is None:
+                is_busy = judged[key] = bool(ranks) and all(
+                    limits.is_busy(load, total_kv_blocks=blocks, max_batched_tokens=tokens) for load in ranks
                 )
-                for load in ranks
-            )
-            is_busy_anywhere = is_busy_anywhere or is_busy
             if is_busy != (worker in pool.busy):
                 pool.busy = pool.busy | {worker} if is_busy else pool.busy - {worker}
-        if is_busy_anywhere:
-            self._expiries[worker] = asyncio.get_running_loop().call_later(BUSY_SECONDS, self._forget, worker)
+        if True in judged.values():
+            loop = asyncio.get_running_loop()
+            self._tried_at[worker] = loop.time() + BUSY_SECONDS
+            if self._timer is None:
+                self._timer = loop.call_later(BUSY_SECONDS, self._try_again)
+
+    def _try_again(self) -> None:
+        """Forget the reports of workers that have been busy for long enough, and wait for the next one."""
+        loop = asyncio.get_running_loop()
+        while self._tried_at and next(iter(self._tried_at.values())) <= loop.time():
+            self._forget(next(iter(self._tried_at)))
+        due = next(iter(self._tried_at.values()), None)
+        self._timer = None if due is None else loop.call_at(due, self._try_again)
 
     def _forget(self, worker: int) -> None:
         self._reports.pop(worker, None)
