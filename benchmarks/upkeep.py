@@ -16,13 +16,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, cast
-
-import msgspec
 
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.base.metrics import FrontendMetrics
+from dynamo.frontend.http.loops import spare_the_collector
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.kv.hashing import sequence_hashes
@@ -31,16 +29,15 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
 from dynamo.placement.kv_query import RankInfo
 from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.placement.policies.round_robin import RoundRobin
 from dynamo.placement.replica_events import BookedPrompt, BookedWorker, BookingEvent, PrefillHint
 from dynamo.protocol.records import LoraRecord, ModelRecord, ModelRuntimeConfig
 from dynamo.router.dispatch.stall_detector import StallDetector, StallPolicy
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.settings import KvRouterSettings
-from dynamo.router.peers.bookings import PeerBookings
 from dynamo.router.peers.replica_sync import ReplicaSync
 from dynamo.router.workers.busy_workers import BusyThresholds, BusyWorkers, LoadReport
 from dynamo.router.workers.pool import ModelPool
-from dynamo.placement.policies.round_robin import RoundRobin
 from dynamo.runtime.calls.instances import encode_instance
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
 from dynamo.runtime.discovery.memory import MemoryDiscovery, shared_hub
@@ -241,7 +238,8 @@ async def ranks(args: argparse.Namespace) -> None:
 class Fleet:
     """Records of workers in the store that a frontend watches."""
 
-    def __init__(self, adapters: int) -> None:
+    def __init__(self, adapters: int, *, managed: bool) -> None:
+        self._managed = managed
         self._store = MemoryDiscovery(shared_hub(asyncio.get_running_loop()))
         self._adapters = adapters
         self._records: dict[int, dict[str, bytes]] = {}
@@ -259,7 +257,7 @@ class Fleet:
             config = ModelRuntimeConfig(total_kv_blocks=4096, max_num_batched_tokens=8192, max_num_seqs=64)
             card = build_card("m" if not number else f"a{number}", runtime_config=config)
             if number:
-                card.lora = LoraRecord(f"a{number}")
+                card.lora = LoraRecord(f"a{number}", source="hf://x" if self._managed else None)
             record = ModelRecord(
                 namespace="ns",
                 component="c",
@@ -292,7 +290,7 @@ async def fleet(args: argparse.Namespace) -> None:
             replacement_wait_seconds=0.0,
             max_models=5000,
         )
-        workers = Fleet(args.adapters)
+        workers = Fleet(args.adapters, managed=args.managed)
         await workers.start()
         async with Frontend(settings, runtime) as frontend:
             models = frontend.models
@@ -346,8 +344,10 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=[*CASES], help=f"of {', '.join(CASES)}")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--adapters", type=int, default=20)
+    parser.add_argument("--managed", action="store_true", help="the adapters have a source, so frontends bring them")
     parser.add_argument("--runs", type=int, default=40, help="events of each rank, for the index")
     args = parser.parse_args()
+    spare_the_collector()
     for name in args.cases:
         asyncio.run(CASES[name](args))
 

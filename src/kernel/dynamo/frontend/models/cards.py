@@ -116,6 +116,11 @@ class CardBook:
         """Return how many groups there are."""
         return len(self._groups)
 
+    @property
+    def size(self) -> int:
+        """How many cards there are."""
+        return len(self._where)
+
     def apply(self, changes: Iterable[Change]) -> list[GroupKey]:
         """Take over a batch; the groups that may be different now, each once, in order."""
         touched: dict[GroupKey, None] = {}
@@ -167,12 +172,12 @@ class CardBook:
 
     def base_names(self) -> dict[int, str]:
         """Return the model of each instance that is not an adapter."""
-        return {
-            entry.instance_id: key.model
-            for key, group in self._groups.items()
-            for entry in group.values()
-            if entry.card.lora is None
-        }
+        found: dict[int, str] = {}
+        for key in self._groups:
+            if (group := self.group(key)) is not None:
+                found |= {} if group.card.lora else dict.fromkeys(group.instance_ids, key.model)
+                found |= {entry.instance_id: key.model for entry in group.rejected if entry.card.lora is None}
+        return found
 
     @property
     def endpoints(self) -> frozenset[str]:

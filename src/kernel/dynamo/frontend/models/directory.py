@@ -20,7 +20,7 @@ from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.loader import CONCURRENT_LOADS, ClusterView, Load, ModelLoader
 from dynamo.frontend.models.readiness import Readiness, unservable
 from dynamo.frontend.models.replacement import ReplacementWaits
-from dynamo.frontend.models.reports import ModelReports
+from dynamo.frontend.models.reports import COUNTED_AT_ONCE, ModelReports
 from dynamo.frontend.models.served import NameIndex, ServedModel, ServedModels, ServingRules
 from dynamo.frontend.models.stage_pools import ENCODE, PREFILL, StagePools
 from dynamo.kv.overlap import WorkerRank
@@ -57,7 +57,7 @@ class ModelDirectory:
         self._rules = rules
         self._background = Background()
         cards = CardBook(scope, max_groups=max_models, refused=metrics.refused)
-        changes = Changes(self._update, lambda: len(cards) > INDEXED_AT_ONCE)
+        changes = Changes(self._update, lambda: len(cards) > INDEXED_AT_ONCE or cards.size > COUNTED_AT_ONCE)
         clients = EndpointClients(connect, self._changed, self._background)
         self._cluster = ClusterView(discovery, cards, InstanceBook(scope), clients, changes)
         is_endless = rules.cold_start_wait_seconds > 0
@@ -99,6 +99,7 @@ class ModelDirectory:
     async def aclose(self) -> None:
         """Stop watching; idempotent. Models served so far stay known; the clients are the runtime's to close."""
         self._cluster.changes.close()
+        self._reports.close()
         self._loader.forget_all()
         await self._background.close()
         self._served.close()
@@ -207,7 +208,11 @@ class ModelDirectory:
     def workers_of(self, name: str) -> list[CardEntry]:
         """Return the workers that are there with a card of this name, whatever their role."""
         groups = self._cluster.cards.groups(name)
-        return [entry for group in groups for entry in group.accepted if self._cluster.instances.has(entry)]
+        return [entry for group in groups for entry in group.accepted if self.is_there(entry)]
+
+    def is_there(self, entry: CardEntry) -> bool:
+        """Return whether the worker of a card is there."""
+        return self._cluster.instances.has(entry)
 
     def base_names(self) -> dict[int, str]:
         """Return, by instance, the model that it serves beside its adapters."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 from dynamo.frontend.admission.model import AdmissionPolicy
 from dynamo.frontend.base.metrics import FrontendMetrics
@@ -20,6 +22,8 @@ from dynamo.text.prefix_cache import CachedTokenizer
 
 logger = logging.getLogger(__name__)
 
+COUNTED_AT_ONCE: Final = 4096  # cards; a millisecond or so
+
 
 class ModelReports:
     """Keeps the gauges of models and workers, and logs what happens to models."""
@@ -27,6 +31,7 @@ class ModelReports:
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
         self._rejected: dict[str, str] = {}  # card key -> fingerprint that was reported
+        self._rest: asyncio.Handle | None = None  # of a count of workers
         self._queued: frozenset[str] = frozenset()  # models whose gauge of waiting requests is above 0
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -113,11 +118,31 @@ class ModelReports:
             self._metrics.models.describe(name, {"ready": float(is_ready)})
 
     def count_workers(self, cards: CardBook, instances: InstanceBook) -> None:
-        """Show how many workers each model has, by role."""
+        """Show how many workers each model has, by role: at once, or in several turns of the loop where there are many."""
+        self.close()
+        self._go_on(self._counting(cards, instances))
+
+    def close(self) -> None:
+        """Drop what is left of a count. Idempotent."""
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+
+    def _go_on(self, pieces: Iterator[None]) -> None:
+        self._rest = None
+        if next(pieces, pieces) is None:
+            self._rest = asyncio.get_running_loop().call_soon(self._go_on, pieces)
+
+    def _counting(self, cards: CardBook, instances: InstanceBook) -> Iterator[None]:
         counts: dict[tuple[str, str], int] = {}
         roles: dict[int, str] = {}
+        counted = 0
         for key in cards.keys:
             group = cards.group(key)
+            counted += 0 if group is None else len(group.accepted)
+            if counted > COUNTED_AT_ONCE:
+                counted = 0
+                yield
             reachable = 0 if group is None else instances.count(group)
             counts[key.model, key.role] = counts.get((key.model, key.role), 0) + reachable
             roles |= {} if group is None else dict.fromkeys(group.instance_ids, key.role)

@@ -138,6 +138,15 @@ class PoolMembers(HeldWorkers):
         return frozenset().union(*self._members.values())
 
     @property
+    def listed_ids(self) -> frozenset[int]:
+        """The ids of the members that discovery lists."""
+        found: frozenset[int] = frozenset()
+        for endpoint, ids in self._members.items():
+            if (client := self._clients.get(endpoint)) is not None:
+                found |= ids.intersection(client.instance_ids())
+        return found
+
+    @property
     def is_reachable(self) -> bool:
         """Whether an instance stands behind one of the members: a card may come first, or stay a moment longer."""
         return any(
