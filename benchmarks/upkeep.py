@@ -14,7 +14,7 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -93,6 +93,13 @@ def cost(work: Callable[[], object], times: int, repeats: int = 3) -> float:
     return 1e6 * best
 
 
+LOADS: Final[dict[str, Callable[[int], int]]] = {
+    "quiet": lambda turn: 10,
+    "busy": lambda turn: 90,
+    "turning": lambda turn: 90 * (turn % 2),
+}
+
+
 async def busy(args: argparse.Namespace) -> None:
     """Measure reports of load, of workers that serve one model, and one with adapters."""
     for models in (1, 1 + args.adapters):
@@ -100,19 +107,26 @@ async def busy(args: argparse.Namespace) -> None:
         for pool in pools:
             pool.set_members((PATH, worker) for worker in range(args.workers))
             pool.runtime_config = ModelRuntimeConfig(total_kv_blocks=100)
-        limits = BusyThresholds("", 0.5)
-        for name, value in (("quiet", lambda turn: 10), ("busy", lambda turn: 90), ("turning", lambda turn: 90 * turn)):
-            workers = BusyWorkers(lambda: pools, lambda name: limits)
-            turn = 0
+        for name in LOADS:
+            print(
+                f"busy, {models:2} models, {name:8} {reports(pools, name, args.workers):8.1f} us a report", flush=True
+            )
 
-            def one() -> None:
-                nonlocal turn
-                turn += 1
-                workers.report(LoadReport(turn % args.workers, 0, value(turn // args.workers % 2)))
 
-            took = cost(one, args.workers)
-            workers.close()
-            print(f"busy, {models:2} models, {name:8} {took:8.1f} us a report", flush=True)
+def reports(pools: Sequence[ModelPool], load: str, count: int) -> float:
+    """Return the CPU of one report."""
+    limits, turn = BusyThresholds("", 0.5), 0
+    workers = BusyWorkers(lambda: pools, lambda name: limits)
+
+    def one() -> None:
+        nonlocal turn
+        turn += 1
+        workers.report(LoadReport(turn % count, 0, LOADS[load](turn // count)))
+
+    try:
+        return cost(one, count)
+    finally:
+        workers.close()
 
 
 async def stalls(args: argparse.Namespace) -> None:
@@ -155,30 +169,34 @@ async def series(args: argparse.Namespace) -> None:
 
 async def replicas(args: argparse.Namespace) -> None:
     """Measure bookings of other frontends."""
-    prompt = BookedPrompt(sequence_hashes(list(range(100))), True, None, PrefillHint(1600))
     for frontends in (1, 4, 16):
-        load = ActiveLoad(BLOCK)
-        ranks = {WorkerRank(number) for number in range(args.workers)}
-        sync = ReplicaSync(cast(Any, None), load, router_id=99_999, block_size=BLOCK, is_live=ranks.__contains__)
-        number = 0
+        took = bookings(args.workers, frontends)
+        print(f"replicas, {frontends:2} peers: {took:8.1f} us a booking with its three events", flush=True)
 
-        def one() -> None:
-            nonlocal number
-            number += 1
-            peer, rank, name = number % frontends, BookedWorker(number % args.workers, 0), f"request-{number}"
-            sync.take(BookingEvent(name, rank, prompt, peer), number / 1000, peer)
-            sync.take(BookingEvent(name, rank, "MarkPrefillCompleted", peer), number / 1000, peer)
-            if number > 3000:
-                old = number - 3000
-                sync.take(
-                    BookingEvent(f"request-{old}", BookedWorker(old % args.workers, 0), "Free", old % frontends),
-                    number / 1000,
-                    old % frontends,
-                )
 
-        for _ in range(3000):
-            one()
-        print(f"replicas, {frontends:2} peers: {cost(one, 2000):8.1f} us a booking with its three events", flush=True)
+def bookings(workers: int, frontends: int) -> float:
+    """Return the CPU of one booking of a peer, its first token and its end."""
+    prompt = BookedPrompt(sequence_hashes(list(range(100))), True, None, PrefillHint(1600))
+    load, number = ActiveLoad(BLOCK), 0
+    ranks = {WorkerRank(number) for number in range(workers)}
+    sync = ReplicaSync(cast(Any, None), load, router_id=99_999, block_size=BLOCK, is_live=ranks.__contains__)
+
+    def take(request: int, data: Any) -> None:
+        peer = request % frontends
+        sync.take(
+            BookingEvent(f"request-{request}", BookedWorker(request % workers, 0), data, peer), number / 1000, peer
+        )
+
+    def one() -> None:
+        nonlocal number
+        number += 1
+        take(number, prompt)
+        take(number, "MarkPrefillCompleted")
+        take(number - 3000, "Free")
+
+    for _ in range(3000):
+        one()
+    return cost(one, 2000)
 
 
 async def index(args: argparse.Namespace) -> None:
