@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping
 from contextlib import aclosing
 from functools import partial
 from time import perf_counter
@@ -57,7 +57,6 @@ class Client:
         self._mode = mode or RouterMode.RANDOM
         settings = endpoint.runtime.settings
         self._set = InstanceSet(endpoint.path, inhibit_seconds=settings.inhibit_seconds)
-        self._listed: tuple[Sequence[Instance], list[int]] = (), []  # `discovered`, and the ids of these
         self._policies: dict[RouterMode, Policy] = {}  # made on first use: most clients need one
         self._changes = InstanceChanges()
         self._work = Background()
@@ -87,11 +86,7 @@ class Client:
 
     def instance_ids(self) -> list[int]:
         """Return the ids that discovery lists now, sorted."""
-        instances, ids = self._listed
-        if instances is not self._set.discovered:
-            instances = self._set.discovered
-            self._listed = instances, ids = instances, [instance.instance_id for instance in instances]
-        return ids.copy()
+        return [instance.instance_id for instance in self._set.discovered]
 
     def instances(self) -> list[InstanceView]:
         """Return the instances that discovery lists now, by id."""

@@ -104,10 +104,7 @@ class CardBook:
         self._where: dict[str, GroupKey] = {}  # card key -> group
         self._groups: dict[GroupKey, dict[str, CardEntry]] = {}  # insertion order is arrival order
         self._made: dict[GroupKey, Group] = {}  # as they were returned last
-        self._names: Tally[str] = Tally()  # of cards; with aliases
-        self._endpoints: Tally[str] = Tally()
-        self.managed = 0
-        """How many cards are of adapters that a frontend manages."""
+        self._tallies = Tally[str](), Tally[str](), Tally[str]()  # names with aliases, endpoints, sources of adapters
 
     def __contains__(self, key: object) -> bool:
         return key in self._groups
@@ -115,6 +112,11 @@ class CardBook:
     def __len__(self) -> int:
         """Return how many groups there are."""
         return len(self._groups)
+
+    @property
+    def has_managed(self) -> bool:
+        """Whether a card is of an adapter that a frontend manages."""
+        return bool(self._tallies[2])
 
     @property
     def size(self) -> int:
@@ -156,7 +158,7 @@ class CardBook:
     @property
     def names(self) -> frozenset[str]:
         """Every registered name, aliases included."""
-        return frozenset(self._names)
+        return frozenset(self._tallies[0])
 
     def owner_of(self, alias: str) -> str | None:
         """Return the model that has this alias, or None."""
@@ -182,7 +184,7 @@ class CardBook:
     @property
     def endpoints(self) -> frozenset[str]:
         """Every endpoint with a card."""
-        return frozenset(self._endpoints)
+        return frozenset(self._tallies[1])
 
     def _put(self, key: str, value: bytes) -> GroupKey | None:
         if len(value) > MAX_CARD_BYTES:
@@ -246,15 +248,14 @@ class CardBook:
         return group_key
 
     def _count(self, entry: CardEntry, count: int) -> None:
-        """Count the names and the endpoint of a card that has come, or has gone (-1)."""
-        card = entry.card
-        for tally, names in ((self._names, (card.display_name, *card.aliases)), (self._endpoints, (entry.endpoint,))):
+        """Count the names, the endpoint and the source of a card that has come, or has gone (-1)."""
+        card, source = entry.card, None if entry.card.lora is None else entry.card.lora.source
+        found = (card.display_name, *card.aliases), (entry.endpoint,), () if source is None else (source,)
+        for tally, names in zip(self._tallies, found, strict=True):
             for name in names:
                 tally[name] += count
                 if not tally[name]:
                     del tally[name]
-        if card.lora is not None and card.lora.source is not None:
-            self.managed += count
 
 
 def _read(key: str, value: bytes) -> tuple[CardEntry, GroupKey]:

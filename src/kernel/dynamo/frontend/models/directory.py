@@ -221,7 +221,7 @@ class ModelDirectory:
     @property
     def has_managed_adapters(self) -> bool:
         """Whether a card is of an adapter that a frontend manages."""
-        return self._cluster.cards.managed > 0
+        return self._cluster.cards.has_managed
 
     def adapters(self) -> list[CardEntry]:
         """Return the cards of adapters whose workers are there."""

@@ -24,10 +24,10 @@ from dynamo.router.dispatch.failover import WorkerWait
 from dynamo.router.dispatch.query_of_death import QueriesOfDeath
 from dynamo.router.dispatch.stages import PrefillStage
 from dynamo.router.dispatch.stream import Dispatcher
+from dynamo.router.kv.domain import Roster
 from dynamo.router.kv.domains import KvDomains
 from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.workers.pool import ModelPool, WorkerClient
-from dynamo.router.workers.roster import Roster
 from dynamo.router.workers.worker_holds import WorkerHolds
 from dynamo.text.model import TextModel
 

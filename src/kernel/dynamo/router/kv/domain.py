@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
@@ -20,7 +20,6 @@ from dynamo.router.kv.metrics import KvMetrics
 from dynamo.router.kv.placement import KvPlacement
 from dynamo.router.kv.sessions import SessionRelay
 from dynamo.router.peers.replica_sync import ReplicaSync
-from dynamo.router.workers.roster import Roster
 
 
 class KvMember(Protocol):
@@ -42,19 +41,40 @@ def _publishes(card: ModelCard) -> bool:
     return card.runtime_config.kv_event_publishing_enabled is not False
 
 
+T = TypeVar("T")
+
+
+class Roster(Generic[T]):
+    """The members as they were taken over last. A member that has changed is another object."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[int, T] = {}  # by identity; what is kept here keeps its identity
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def update(self, members: Iterable[T]) -> tuple[list[T], list[T]]:
+        """Take over the members there are now; return those that have gone, and those that are new."""
+        former = self._known
+        now = self._known = {id(each): each for each in members}
+        gone = [former[key] for key in former.keys() - now.keys()]
+        new = now.keys() - former.keys()
+        return gone, [each for key, each in now.items() if key in new] if new else []
+
+
 class DomainMembers:
     """The workers of one domain by the models that they belong to: their cards, and where they are."""
 
-    __slots__ = ("_claims", "_endpoints", "_owners", "_places", "cards", "places")
+    __slots__ = ("_claims", "_endpoints", "_owners", "cards", "infos", "places")
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, Roster[KvMember]] = {}
-        self._claims: dict[
-            WorkerRank, dict[tuple[Hashable, int], ModelCard]
-        ] = {}  # by owner and member; the first counts
+        self._claims: dict[int, dict[tuple[Hashable, int], KvMember]] = {}  # of each worker: by owner and identity
         self._endpoints: Tally[str] = Tally()
-        self._places: dict[int, Tally[str]] = {}  # by worker: at which endpoints it has how many cards
         self.cards: dict[WorkerRank, ModelCard] = {}
+        self.infos: dict[WorkerRank, RankInfo] = {}  # each made when it is first read after a change
         self.places: dict[int, str] = {}  # the endpoint of each worker
 
     @property
@@ -63,49 +83,38 @@ class DomainMembers:
 
     def update(self, owner: Hashable, members: Iterable[KvMember]) -> tuple[set[WorkerRank], set[WorkerRank]]:
         """Take over the workers of one owner; return the ranks that are gone now, and those that are new or have another card."""
-        roster = self._owners.pop(owner, None) or Roster()
+        roster = self._owners.setdefault(owner, Roster())
         lost, new = roster.update(members)
-        if roster:
-            self._owners[owner] = roster
-        touched: dict[WorkerRank, None] = {}
+        if not roster:
+            del self._owners[owner]
+        former, found = dict[WorkerRank, ModelCard](), dict[WorkerRank, ModelCard]()
+        for worker in dict.fromkeys(each.instance_id for each in (*lost, *new)):
+            former |= self._cards_of(worker)
         for each in lost:
-            self._move(each, -1)
-            for rank in _ranks_of(each):
-                touched[rank] = None
-                del self._claims[rank][owner, id(each)]
+            del self._claims[each.instance_id][owner, id(each)]
         for each in new:
-            self._move(each, 1)
-            for rank in _ranks_of(each):
-                touched[rank] = None
-                self._claims.setdefault(rank, {})[owner, id(each)] = each.card
-        gone: set[WorkerRank] = set()
-        changed: set[WorkerRank] = set()
-        for rank in touched:
-            card = next(iter(self._claims[rank].values()), None)
-            if card is None:
-                del self._claims[rank]
-                if self.cards.pop(rank, None) is not None:
-                    gone.add(rank)
-            elif self.cards.get(rank) is not card:
-                self.cards[rank] = card
-                changed.add(rank)
-        return gone, changed
+            self._claims.setdefault(each.instance_id, {})[owner, id(each)] = each
+        self._endpoints.update(each.endpoint for each in new)
+        self._endpoints = self._endpoints - Tally(each.endpoint for each in lost)
+        for worker in dict.fromkeys(each.instance_id for each in (*lost, *new)):
+            found |= self._cards_of(worker)
+            if claims := self._claims[worker]:
+                self.places[worker] = next(reversed(claims.values())).endpoint
+            else:
+                del self._claims[worker], self.places[worker]
+        gone = former.keys() - found.keys()
+        for rank in gone:
+            del self.cards[rank]
+        self.cards |= found
+        return gone, {rank for rank, card in found.items() if former.get(rank) is not card}
 
-    def _move(self, member: KvMember, count: int) -> None:
-        """Count one card more, or less, of a worker at an endpoint."""
-        at = self._places.setdefault(member.instance_id, Tally())
-        for tally in (self._endpoints, at):
-            tally[member.endpoint] += count
-            if not tally[member.endpoint]:
-                del tally[member.endpoint]
-        if at:
-            self.places[member.instance_id] = next(reversed(at))
-        else:
-            del self._places[member.instance_id], self.places[member.instance_id]
-
-
-def _ranks_of(member: KvMember) -> list[WorkerRank]:
-    return [WorkerRank(member.instance_id, dp_rank) for dp_rank in member.card.runtime_config.ranks]
+    def _cards_of(self, worker: int) -> dict[WorkerRank, ModelCard]:
+        """Return the card of each rank of a worker: that of the first model which names the rank."""
+        cards: dict[WorkerRank, ModelCard] = {}
+        for each in self._claims.get(worker, {}).values():
+            for dp_rank in each.card.runtime_config.ranks:
+                cards.setdefault(WorkerRank(worker, dp_rank), each.card)
+        return cards
 
 
 class KvDomain:
@@ -114,7 +123,6 @@ class KvDomain:
     __slots__ = (
         "__weakref__",
         "_degraded",
-        "_infos",
         "_members",
         "_metrics",
         "_trusts",
@@ -137,7 +145,6 @@ class KvDomain:
         self.placement, self.index, self._metrics = placement, index, metrics
         self._members = DomainMembers()
         self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
-        self._infos: dict[WorkerRank, RankInfo] = {}  # each made when it is first read after a change
         self._degraded: frozenset[WorkerRank] = frozenset()  # ranks that the index has no room for, as last seen
         self.relay = BookingRelay(self._members.places.get)
         placement.read_ranks = self._ranks
@@ -210,7 +217,7 @@ class KvDomain:
     def _changed(self, ranks: Iterable[WorkerRank]) -> None:
         """Let the next choice read these ranks anew, and the metric follow in a moment, choice or not."""
         for rank in ranks:
-            self._infos.pop(rank, None)
+            self._members.infos.pop(rank, None)
         self.placement.is_stale = True
         self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._members.cards.items()))
 
@@ -225,10 +232,10 @@ class KvDomain:
             self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
 
     def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
-        cards = self._members.cards
-        for rank in cards.keys() - self._infos.keys():
-            self._infos[rank] = self._info(rank, cards[rank])
-        return self._infos
+        cards, infos = self._members.cards, self._members.infos
+        for rank in cards.keys() - infos.keys():
+            infos[rank] = self._info(rank, cards[rank])
+        return infos
 
     def _trust(self, rank: WorkerRank, card: ModelCard) -> Trust:
         trust = self._trusts.get(rank)

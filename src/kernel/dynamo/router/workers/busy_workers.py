@@ -32,15 +32,6 @@ class BusyThresholds(msgspec.Struct, frozen=True):
         """Whether there is any limit."""
         return any(value is not None for name, value in msgspec.structs.asdict(self).items() if name != "model")
 
-    @property
-    def values(self) -> tuple[float | None, ...]:
-        """The limits, without the model."""
-        return (
-            self.active_decode_blocks_threshold,
-            self.active_prefill_tokens_threshold,
-            self.active_prefill_tokens_threshold_frac,
-        )
-
     def check(self) -> None:
         """Check the ranges. Raises ValueError naming the field."""
         blocks = self.active_decode_blocks_threshold
@@ -165,7 +156,7 @@ class BusyWorkers:
                 continue
             limits, runtime = self._thresholds_of(pool.name), pool.runtime_config
             blocks, tokens = runtime.total_kv_blocks, runtime.max_num_batched_tokens
-            is_busy = judged.get(key := (*limits.values, blocks, tokens))
+            is_busy = judged.get(key := (*msgspec.structs.astuple(limits)[1:], blocks, tokens))
             if is_busy is None:
                 is_busy = judged[key] = bool(ranks) and all(
                     limits.is_busy(load, total_kv_blocks=blocks, max_batched_tokens=tokens) for load in ranks
