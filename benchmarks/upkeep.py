@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
+from unittest.mock import patch
 
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.base.metrics import FrontendMetrics
@@ -66,11 +67,12 @@ class Pieces:
             self.total += took
             self.count += 1
 
-        asyncio.Handle._run = run  # type: ignore[method-assign]
+        self._patch = patch.object(asyncio.Handle, "_run", run)
+        self._patch.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        asyncio.Handle._run = self._run  # type: ignore[method-assign]
+        self._patch.stop()
 
     def __str__(self) -> str:
         return f"{1e3 * self.total:9.1f} ms in all, longest piece {1e3 * self.longest:7.2f} ms: {self.which}"

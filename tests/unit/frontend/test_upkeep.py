@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import CardBook, Scope
-from dynamo.frontend.models.served import _MemberFacts
 from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
@@ -67,7 +66,7 @@ class Counted:
 # -- loads ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_load_report_is_judged_once_for_a_model_and_its_adapters_and_sets_no_timer(
+async def test_a_load_report_is_judged_once_for_a_model_and_its_adapters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(busy_workers, "BUSY_SECONDS", 0.05)
@@ -77,13 +76,11 @@ async def test_a_load_report_is_judged_once_for_a_model_and_its_adapters_and_set
         pool.runtime_config = ModelRuntimeConfig(total_kv_blocks=100)
         assert pool.member_ids is pool.member_ids
     judged = Counted(monkeypatch, BusyThresholds, "is_busy")
-    limits, loop, timers = BusyThresholds("", 0.5), asyncio.get_running_loop(), []
-    call_later = loop.call_later
-    monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(args) or call_later(*args))
+    limits = BusyThresholds("", 0.5)
     workers = BusyWorkers(lambda: pools, lambda _: limits)
     for worker in range(200):
         workers.report(LoadReport(worker, 0, 90))
-    assert (judged.taken(), len(timers)) == (200, 1)
+    assert judged.taken() == 200
     assert all(len(pool.busy) == 200 for pool in pools)
     async with asyncio.timeout(PATIENCE_SECONDS):
         while any(pool.busy for pool in pools):  # each is tried again
@@ -170,23 +167,17 @@ def test_a_group_is_the_same_object_until_a_card_of_it_has_changed() -> None:
     book = CardBook(Scope())
     (key,) = book.apply([card(1), card(2, seqs=4, ranks=2)])
     other = book.apply([card(1, "a")])[0]
-    group, facts = book.group(key), _MemberFacts()
+    group = book.group(key)
     assert group is not None
     assert group is book.group(key)
-    facts.update(group)
-    assert (facts.capacity, facts.ranks) == (16, (range(1), range(2)))
     book.apply([card(2, "a")])
     assert group is book.group(key)
     assert (book.names, book.size, book.base_names()) == ({"m", "a"}, 4, {1: "m", 2: "m"})
     book.apply([Delete(card(1).key), Delete(card(1, "a").key)])
     changed = book.group(key)
     assert changed is not None
-    gone, new = facts.update(changed)
-    assert ([each.instance_id for each in gone], new) == ([1], [])
-    assert (facts.capacity, facts.ranks) == (8, (range(2),))
-    facts.update(book.group(book.apply([card(3, seqs=0)])[0]))  # type: ignore[arg-type]
-    assert facts.capacity is None
-    book.apply([Delete(card(number, name).key) for number in (2, 3) for name in (None, "a")])
+    assert [(each.instance_id, each.ranks, each.requests) for each in changed.accepted] == [(2, range(2), 8)]
+    book.apply([Delete(card(number, name).key) for number in (2,) for name in (None, "a")])
     assert (book.names, book.endpoints, book.size, key in book, other in book) == (set(), set(), 0, False, False)
 
 

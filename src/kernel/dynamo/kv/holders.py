@@ -129,7 +129,7 @@ class BlockHolders:
         self._runs: dict[int, _Run] = {}  # every block of a run leads to it
         self._each: set[_Run] = set()
         # Bits that were dropped and are still in runs: they count no more, and `sweep` removes them a few runs at a time.
-        self._dead: RankMask = 0
+        self.dead: RankMask = 0
         self._sweeping: RankMask = 0  # those that are gone once `_unswept` is empty
         self._unswept: list[_Run] = []
 
@@ -178,27 +178,22 @@ class BlockHolders:
 
     def drop(self, bit: RankMask) -> None:
         """Take all blocks from the rank with this bit. The bit is not to be used again while it is in `dead`."""
-        self._dead |= bit
-
-    @property
-    def dead(self) -> RankMask:
-        """The bits that were dropped and that a run may still have."""
-        return self._dead
+        self.dead |= bit
 
     def sweep(self, blocks: int) -> None:
         """Remove dropped bits from runs with so many blocks."""
-        if not self._dead:
+        if not self.dead:
             return
         if not self._sweeping:
-            self._sweeping, self._unswept = self._dead, list(self._each)
+            self._sweeping, self._unswept = self.dead, list(self._each)
         while self._unswept and blocks > 0:
             run = self._unswept.pop()
             blocks -= 1
-            if run.blocks and (run.mask & self._dead or not run.mask):
+            if run.blocks and (run.mask & self.dead or not run.mask):
                 blocks -= len(run.blocks)
                 self._change(run, 0, len(run.blocks), run.mask)
         if not self._unswept:
-            self._dead &= ~self._sweeping
+            self.dead &= ~self._sweeping
             self._sweeping = 0
 
     def blocks_of(self, bit: RankMask) -> list[int]:
@@ -219,7 +214,7 @@ class BlockHolders:
 
     def masks(self, sequence: Sequence[int]) -> list[RankMask]:
         """Return the holders of each block."""
-        live = ~self._dead
+        live = ~self.dead
         return [0 if run is None else run.mask & live for run in map(self._runs.get, sequence)]
 
     @property
@@ -229,7 +224,7 @@ class BlockHolders:
 
     def runs(self) -> Iterator[HeldRun]:
         """Yield the runs, in no order. Nothing may change meanwhile."""
-        live = ~self._dead
+        live = ~self.dead
         return (
             HeldRun(run.blocks[-1], len(run.blocks), run.parent, mask)
             for run in self._each
@@ -239,7 +234,7 @@ class BlockHolders:
     def run_of(self, block: int) -> tuple[HeldRun, int] | None:
         """Return the run that a block is in, and which of its blocks it is, from 1 on; None: no rank holds the block."""
         run = self._runs.get(block)
-        if run is None or not (mask := run.mask & ~self._dead):
+        if run is None or not (mask := run.mask & ~self.dead):
             return None
         return HeldRun(run.blocks[-1], len(run.blocks), run.parent, mask), run.blocks.index(block) + 1
 
@@ -251,7 +246,7 @@ class BlockHolders:
         found: list[tuple[int, RankMask]] = []
         get = self._runs.get
         position, total = 0, len(sequence)
-        alive: RankMask = ~self._dead
+        alive: RankMask = ~self.dead
         while position < total:
             run = get(sequence[position])
             mask = 0 if run is None else run.mask
@@ -301,9 +296,9 @@ class BlockHolders:
 
     def _change(self, run: _Run, start: int, end: int, mask: RankMask) -> None:
         """Give the blocks from `start` to `end` of a run other holders; 0: no rank holds them any more."""
-        if self._dead:
-            mask &= ~self._dead
-            run.mask &= ~self._dead
+        if self.dead:
+            mask &= ~self.dead
+            run.mask &= ~self.dead
         blocks = run.blocks
         piece = blocks[start:end]
         rest = blocks[end:]

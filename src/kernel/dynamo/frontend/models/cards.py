@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.model_types import ModelInput, WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord, decode_model_record
 from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
@@ -58,6 +59,9 @@ class CardEntry:
     card: ModelCard
     fingerprint: str
     instance_key: str  # of the record of its instance
+    ranks: range  # data-parallel
+    requests: int  # how many it runs at once, on all ranks; 0: it did not report that
+    taints: frozenset[str]  # of where it is
 
 
 @dataclass(frozen=True)
@@ -271,5 +275,8 @@ def _read(key: str, value: bytes) -> tuple[CardEntry, GroupKey]:
         card=card,
         fingerprint=card.checksum(),
         instance_key="/".join(key.split("/", 4)[:4]),  # without the adapter's suffix
+        ranks=card.runtime_config.ranks,
+        requests=(card.runtime_config.max_num_seqs or 0) * max(1, card.runtime_config.data_parallel_size),
+        taints=topology_taints(card.runtime_config),
     )
     return entry, GroupKey(card.display_name, record.namespace, str(role))

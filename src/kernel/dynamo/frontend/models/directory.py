@@ -20,7 +20,7 @@ from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.loader import CONCURRENT_LOADS, ClusterView, Load, ModelLoader
 from dynamo.frontend.models.readiness import Readiness, unservable
 from dynamo.frontend.models.replacement import ReplacementWaits
-from dynamo.frontend.models.reports import COUNTED_AT_ONCE, ModelReports
+from dynamo.frontend.models.reports import ModelReports
 from dynamo.frontend.models.served import NameIndex, ServedModel, ServedModels, ServingRules
 from dynamo.frontend.models.stage_pools import ENCODE, PREFILL, StagePools
 from dynamo.kv.overlap import WorkerRank
@@ -36,6 +36,7 @@ from dynamo.text.model import TextModel
 
 WATCH_RETRY_SECONDS: Final = 1.0
 SLICE: Final = 16  # records that are taken over in one go; each costs up to a tenth of a millisecond
+CARDS_AT_ONCE: Final = 4096  # the same for their cards
 INDEXED_AT_ONCE: Final = 64  # groups; examining more of them takes milliseconds, and is done in a moment
 
 
@@ -57,7 +58,7 @@ class ModelDirectory:
         self._rules = rules
         self._background = Background()
         cards = CardBook(scope, max_groups=max_models, refused=metrics.refused)
-        changes = Changes(self._update, lambda: len(cards) > INDEXED_AT_ONCE or cards.size > COUNTED_AT_ONCE)
+        changes = Changes(self._update, lambda: len(cards) > INDEXED_AT_ONCE or cards.size > CARDS_AT_ONCE)
         clients = EndpointClients(connect, self._changed, self._background)
         self._cluster = ClusterView(discovery, cards, InstanceBook(scope), clients, changes)
         is_endless = rules.cold_start_wait_seconds > 0
@@ -99,7 +100,6 @@ class ModelDirectory:
     async def aclose(self) -> None:
         """Stop watching; idempotent. Models served so far stay known; the clients are the runtime's to close."""
         self._cluster.changes.close()
-        self._reports.close()
         self._loader.forget_all()
         await self._background.close()
         self._served.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping
 
 from dynamo.frontend.admission.model import AdmissionPolicy
 from dynamo.frontend.base.metrics import FrontendMetrics
@@ -22,8 +20,6 @@ from dynamo.text.prefix_cache import CachedTokenizer
 
 logger = logging.getLogger(__name__)
 
-COUNTED_AT_ONCE: Final = 4096  # cards; a millisecond or so
-
 
 class ModelReports:
     """Keeps the gauges of models and workers, and logs what happens to models."""
@@ -31,7 +27,6 @@ class ModelReports:
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
         self._rejected: dict[str, str] = {}  # card key -> fingerprint that was reported
-        self._rest: asyncio.Handle | None = None  # of a count of workers
         self._queued: frozenset[str] = frozenset()  # models whose gauge of waiting requests is above 0
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -118,31 +113,11 @@ class ModelReports:
             self._metrics.models.describe(name, {"ready": float(is_ready)})
 
     def count_workers(self, cards: CardBook, instances: InstanceBook) -> None:
-        """Show how many workers each model has, by role: at once, or in several turns of the loop where there are many."""
-        self.close()
-        self._go_on(self._counting(cards, instances))
-
-    def close(self) -> None:
-        """Drop what is left of a count. Idempotent."""
-        if self._rest is not None:
-            self._rest.cancel()
-            self._rest = None
-
-    def _go_on(self, pieces: Iterator[None]) -> None:
-        self._rest = None
-        if next(pieces, pieces) is None:
-            self._rest = asyncio.get_running_loop().call_soon(self._go_on, pieces)
-
-    def _counting(self, cards: CardBook, instances: InstanceBook) -> Iterator[None]:
+        """Show how many workers each model has, by role."""
         counts: dict[tuple[str, str], int] = {}
         roles: dict[int, str] = {}
-        counted = 0
         for key in cards.keys:
             group = cards.group(key)
-            counted += 0 if group is None else len(group.accepted)
-            if counted > COUNTED_AT_ONCE:
-                counted = 0
-                yield
             reachable = 0 if group is None else instances.count(group)
             counts[key.model, key.role] = counts.get((key.model, key.role), 0) + reachable
             roles |= {} if group is None else dict.fromkeys(group.instance_ids, key.role)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from typing import Final
 
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.models.card_routing import CardRouting, GroupRouting
-from dynamo.frontend.models.cards import CardEntry, Group, GroupKey
+from dynamo.frontend.models.cards import Group, GroupKey
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.kv.overlap import WorkerRank
@@ -24,7 +23,6 @@ from dynamo.router.dispatch.failover import WorkerWait
 from dynamo.router.dispatch.query_of_death import QueriesOfDeath
 from dynamo.router.dispatch.stages import PrefillStage
 from dynamo.router.dispatch.stream import Dispatcher
-from dynamo.router.kv.domain import Roster
 from dynamo.router.kv.domains import KvDomains
 from dynamo.router.kv_events.rank_events import CacheEvents
 from dynamo.router.workers.pool import ModelPool, WorkerClient
@@ -107,10 +105,10 @@ class ServedModel(ModelPool):
         "card",
         "created",
         "dispatcher",
-        "facts",
         "length_limits",
         "mdc_sum",
         "namespace",
+        "ranks",
         "surface_bits",
         "takes_text",
         "text",
@@ -127,7 +125,6 @@ class ServedModel(ModelPool):
         super().__init__(group.key.model, clients, rules.policy(group))
         rules.equip(group, self)
         self.admission = ModelAdmission(group.key.model, rules.admission)
-        self.facts = _MemberFacts()
         self.namespace = group.key.namespace
         self.text = text
         self.created = int(time.time())
@@ -149,19 +146,11 @@ class ServedModel(ModelPool):
         self.length_limits = LengthLimits.of(
             card, card.runtime_config.context_length or card.context_length or self.text.context_length or None
         )
-        gone, new = self.facts.update(group)
-        self.change_members(
-            [(entry.endpoint, entry.instance_id) for entry in gone],
-            [(entry.endpoint, entry.instance_id) for entry in new],
-        )
-        self.change_places({entry.instance_id: None for entry in gone})
-        self.change_places({entry.instance_id: entry.card.runtime_config for entry in new})
-        self.admission.set_capacity(self.facts.capacity)
-
-    @property
-    def ranks(self) -> tuple[range, ...]:
-        """The data-parallel ranks of the members, each range once."""
-        return self.facts.ranks
+        ranks = {entry.ranks for entry in group.accepted}
+        self.ranks = tuple(sorted(ranks, key=lambda each: (each.start, each.stop)))
+        self.set_members([(entry.endpoint, entry.instance_id) for entry in group.accepted])
+        self.set_places({entry.instance_id: entry.taints for entry in group.accepted if entry.taints})
+        self.admission.set_capacity(_capacity(group))
 
     @property
     def context_length(self) -> int | None:
@@ -249,35 +238,12 @@ class ServedModels(Mapping[GroupKey, ServedModel]):
         return longest or None
 
 
-class _MemberFacts:
-    """What the cards of a group come to, kept up to date by what changes of them."""
-
-    __slots__ = ("_counts", "_requests", "_roster", "ranks")
-
-    def __init__(self) -> None:
-        self._roster: Roster[CardEntry] = Roster()
-        self._counts: Tally[range] = Tally()  # members by their data-parallel ranks
-        self._requests: Tally[int] = Tally()  # members by how many requests they run at once; 0: that is not known
-        self.ranks: tuple[range, ...] = ()  # each range once
-
-    @property
-    def capacity(self) -> int | None:
-        """How many requests the workers run at once; None when at least one worker did not report its capacity."""
-        return None if self._requests[0] else sum(each * count for each, count in self._requests.items())
-
-    def update(self, group: Group) -> tuple[list[CardEntry], list[CardEntry]]:
-        """Take over the members; return those that have gone, and those that are new."""
-        gone, new = self._roster.update(group.accepted)
-        for entries, step in ((gone, -1), (new, 1)):
-            for entry in entries:
-                runtime = entry.card.runtime_config
-                self._counts[runtime.ranks] += step
-                # Each rank has a scheduler of its own.
-                self._requests[(runtime.max_num_seqs or 0) * max(1, runtime.data_parallel_size)] += step
-        self._counts, self._requests = +self._counts, +self._requests
-        if len(self._counts) != len(self.ranks) or any(ranks not in self._counts for ranks in self.ranks):
-            self.ranks = tuple(sorted(self._counts, key=lambda ranks: (ranks.start, ranks.stop)))
-        return gone, new
+def _capacity(group: Group) -> int | None:
+    """Return how many requests the group's workers run at once; None when at least one worker did not report its
+    capacity.
+    """
+    requests = [entry.requests for entry in group.accepted]
+    return sum(requests) if all(requests) else None
 
 
 class NameIndex:

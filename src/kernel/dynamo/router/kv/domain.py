@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
@@ -41,36 +41,13 @@ def _publishes(card: ModelCard) -> bool:
     return card.runtime_config.kv_event_publishing_enabled is not False
 
 
-T = TypeVar("T")
-
-
-class Roster(Generic[T]):
-    """The members as they were taken over last. A member that has changed is another object."""
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[int, T] = {}  # by identity; what is kept here keeps its identity
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def update(self, members: Iterable[T]) -> tuple[list[T], list[T]]:
-        """Take over the members there are now; return those that have gone, and those that are new."""
-        former = self._known
-        now = self._known = {id(each): each for each in members}
-        gone = [former[key] for key in former.keys() - now.keys()]
-        new = now.keys() - former.keys()
-        return gone, [each for key, each in now.items() if key in new] if new else []
-
-
 class DomainMembers:
     """The workers of one domain by the models that they belong to: their cards, and where they are."""
 
     __slots__ = ("_claims", "_endpoints", "_owners", "cards", "infos", "places")
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, Roster[KvMember]] = {}
+        self._owners: dict[Hashable, dict[int, KvMember]] = {}  # by identity: a member that has changed is another one
         self._claims: dict[int, dict[tuple[Hashable, int], KvMember]] = {}  # of each worker: by owner and identity
         self._endpoints: Tally[str] = Tally()
         self.cards: dict[WorkerRank, ModelCard] = {}
@@ -83,10 +60,12 @@ class DomainMembers:
 
     def update(self, owner: Hashable, members: Iterable[KvMember]) -> tuple[set[WorkerRank], set[WorkerRank]]:
         """Take over the workers of one owner; return the ranks that are gone now, and those that are new or have another card."""
-        roster = self._owners.setdefault(owner, Roster())
-        lost, new = roster.update(members)
-        if not roster:
-            del self._owners[owner]
+        known, now = self._owners.pop(owner, {}), {id(each): each for each in members}
+        if now:
+            self._owners[owner] = now
+        lost = [known[each] for each in known.keys() - now.keys()]
+        fresh = now.keys() - known.keys()
+        new = [each for key, each in now.items() if key in fresh] if fresh else []
         former, found = dict[WorkerRank, ModelCard](), dict[WorkerRank, ModelCard]()
         for worker in dict.fromkeys(each.instance_id for each in (*lost, *new)):
             former |= self._cards_of(worker)

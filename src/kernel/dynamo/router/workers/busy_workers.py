@@ -109,15 +109,13 @@ class BusyWorkers:
         """`pools`: the pools there are now; `thresholds_of`: from a model's name to its limits."""
         self._pools, self._thresholds_of = pools, thresholds_of
         self._reports: dict[int, dict[int, LoadReport]] = {}  # by worker and rank; of workers that exist
-        self._tried_at: dict[int, float] = {}  # when each busy worker is tried again: the next one first
-        self._timer: asyncio.TimerHandle | None = None
+        self._expiries: dict[int, asyncio.TimerHandle] = {}  # by worker: when it is tried again
 
     def close(self) -> None:
-        """Stop the timer. Idempotent."""
-        self._tried_at.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Stop every timer. Idempotent."""
+        for timer in self._expiries.values():
+            timer.cancel()
+        self._expiries.clear()
 
     def report(self, load: LoadReport) -> None:
         """Take over a report of one rank. A figure holds until another report gives it: so the blocks that a worker
@@ -146,7 +144,8 @@ class BusyWorkers:
             self._forget(worker)
 
     def _mark(self, worker: int) -> None:
-        self._tried_at.pop(worker, None)
+        if (timer := self._expiries.pop(worker, None)) is not None:
+            timer.cancel()
         ranks = self._reports.get(worker, {}).values()
         judged: dict[
             tuple[float | None, ...], bool
@@ -164,18 +163,7 @@ class BusyWorkers:
             if is_busy != (worker in pool.busy):
                 pool.busy = pool.busy | {worker} if is_busy else pool.busy - {worker}
         if True in judged.values():
-            loop = asyncio.get_running_loop()
-            self._tried_at[worker] = loop.time() + BUSY_SECONDS
-            if self._timer is None:
-                self._timer = loop.call_later(BUSY_SECONDS, self._try_again)
-
-    def _try_again(self) -> None:
-        """Forget the reports of workers that have been busy for long enough, and wait for the next one."""
-        loop = asyncio.get_running_loop()
-        while self._tried_at and next(iter(self._tried_at.values())) <= loop.time():
-            self._forget(next(iter(self._tried_at)))
-        due = next(iter(self._tried_at.values()), None)
-        self._timer = None if due is None else loop.call_at(due, self._try_again)
+            self._expiries[worker] = asyncio.get_running_loop().call_later(BUSY_SECONDS, self._forget, worker)
 
     def _forget(self, worker: int) -> None:
         self._reports.pop(worker, None)

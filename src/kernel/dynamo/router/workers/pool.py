@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from dynamo.errors import DynamoException, InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
-from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.kv.placement import KvPlaced, KvPlacement
@@ -84,7 +83,7 @@ class PoolMembers(HeldWorkers):
         super().__init__()
         self._clients = clients
         self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
-        self._places: dict[int, frozenset[str]] = {}  # topology taints, of the members that have any
+        self._places: Mapping[int, frozenset[str]] = {}  # topology taints, of the members that have any
 
     def set_members(self, members: Iterable[WorkerKey]) -> None:
         """Take over the members: (endpoint, instance id) pairs."""
@@ -93,32 +92,9 @@ class PoolMembers(HeldWorkers):
             found.setdefault(endpoint, set()).add(instance_id)
         self._members = {endpoint: frozenset(ids) for endpoint, ids in found.items()}
 
-    def change_members(self, gone: Iterable[WorkerKey], new: Iterable[WorkerKey]) -> None:
-        """Take over what changed of the members; the ids of an endpoint stay the same object where nothing did."""
-        found = dict(self._members)
-        for keys, combine in ((gone, frozenset[int].difference), (new, frozenset[int].union)):
-            by_endpoint: dict[str, list[int]] = {}
-            for endpoint, instance_id in keys:
-                by_endpoint.setdefault(endpoint, []).append(instance_id)
-            for endpoint, ids in by_endpoint.items():
-                found[endpoint] = combine(found.get(endpoint, frozenset()), ids)
-        self._members = {
-            endpoint: former if (former := self._members.get(endpoint)) == ids else ids
-            for endpoint, ids in found.items()
-            if ids
-        }
-
-    def set_places(self, configs: Mapping[int, ModelRuntimeConfig]) -> None:
-        """Take over where the members are, by what each registered about itself."""
-        self._places = {}
-        self.change_places(configs)
-
-    def change_places(self, configs: Mapping[int, ModelRuntimeConfig | None]) -> None:
-        """Take over where some members are; None: they have gone."""
-        for instance_id, config in configs.items():
-            self._places.pop(instance_id, None)
-            if config is not None and (found := topology_taints(config)):
-                self._places[instance_id] = found
+    def set_places(self, taints: Mapping[int, frozenset[str]]) -> None:
+        """Take over where the members are: the topology taints of those that have any."""
+        self._places = taints
 
     @property
     def workers(self) -> int:
