@@ -84,7 +84,10 @@ class AdapterKeeper:
 
     def is_taken(self, name: str) -> bool:
         """Return whether a name is that of a model that is not an adapter."""
-        return self._models.is_registered(name) and not self._holders(name)
+        was_adapter = name in self._had and not self.is_base(
+            name
+        )  # the name of one that was unloaded stays for a moment
+        return self._models.is_registered(name) and not self._holders(name) and not was_adapter
 
     async def load(self, base: str, name: str, source: str) -> Sequence[WorkerAnswer]:
         """Load an adapter at every worker of a model, and at those that come later. Loaded already: nothing changes there."""

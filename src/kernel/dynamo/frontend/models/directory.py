@@ -116,7 +116,8 @@ class ModelDirectory:
                     take(batch[start : start + SLICE])
                 touched = self._cluster.touched  # each group once, however many of its cards were in the batch
                 while touched and bucket == MODEL_CARDS:
-                    await asyncio.sleep(0)
+                    if len(batch) > SLICE or self._cluster.cards.size > CARDS_AT_ONCE:
+                        await asyncio.sleep(0)
                     self._reconcile(key := next(iter(touched)))
                     del touched[key]
                 self._changed()
