@@ -84,10 +84,9 @@ class AdapterKeeper:
 
     def is_taken(self, name: str) -> bool:
         """Return whether a name is that of a model that is not an adapter."""
-        was_adapter = name in self._had and not self.is_base(
-            name
-        )  # the name of one that was unloaded stays for a moment
-        return self._models.is_registered(name) and not self._holders(name) and not was_adapter
+        if name in self._had and not self.is_base(name):
+            return False  # an adapter, which may have been unloaded a moment ago
+        return self._models.is_registered(name) and not self._holders(name)
 
     async def load(self, base: str, name: str, source: str) -> Sequence[WorkerAnswer]:
         """Load an adapter at every worker of a model, and at those that come later. Loaded already: nothing changes there."""
