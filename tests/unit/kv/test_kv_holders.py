@@ -29,7 +29,7 @@ def check_runs(holders: BlockHolders) -> None:
     assert runs == holders._each
     assert sum(len(run.blocks) for run in runs) == len(holders)
     for run in runs:
-        assert run.mask > 0
+        assert run.mask > 0 or holders.dead
         assert all(holders._runs[block] is run for block in run.blocks)
 
 
@@ -40,7 +40,9 @@ def test_runs_equal_a_map_of_sets(seed: int) -> None:
     holders, naive = BlockHolders(), dict[int, set[int]]()
     paths = paths_of(rng)
     for _ in range(40):
-        bit, path = rng.choice(BITS), rng.choice(paths)
+        if holders.dead:
+            holders.sweep(rng.randrange(40))
+        bit, path = rng.choice([bit for bit in BITS if not bit & holders.dead]), rng.choice(paths)
         start = rng.randrange(len(path))
         piece = path[start : start + rng.choice((1, 5, 50))]
         if rng.random() < 0.5:
@@ -59,13 +61,19 @@ def test_runs_equal_a_map_of_sets(seed: int) -> None:
             assert holders.discard(bit, asked) == len(gone)
             for block in gone:
                 naive[block].discard(bit)
-        if rng.random() < 0.05:
+        check_runs(holders)
+        assert sorted(holders.blocks_of(bit)) == sorted(block for block, held in naive.items() if bit in held)
+        if rng.random() < 0.1 and (holders.dead | bit).bit_count() < len(BITS):
             holders.drop(bit)
             for held in naive.values():
                 held.discard(bit)
-        check_runs(holders)
-        assert sorted(holders.blocks_of(bit)) == sorted(block for block, held in naive.items() if bit in held)
-        assert len(holders) == sum(map(bool, naive.values()))
+        if not holders.dead:
+            assert len(holders) == sum(map(bool, naive.values()))
+        shown = dict[int, int]()
+        for run in holders.runs():
+            shown[run.mask] = shown.get(run.mask, 0) + run.blocks
+        masks = [sum(held) for held in naive.values() if held]
+        assert shown == {mask: masks.count(mask) for mask in masks}
         probe = rng.choice(paths)[: rng.randrange(1, 60)]
         assert holders.masks(probe) == [sum(naive.get(block, ())) for block in probe]
         depths = {bit: depth for depth, mask in holders.depths(probe) for bit in BITS if mask & bit}
@@ -101,13 +109,34 @@ def test_what_was_cut_off_and_dropped_is_not_kept_alive() -> None:
     check_runs(holders)
 
 
+def test_what_a_rank_held_is_shown_no_more_at_once_and_removed_a_little_at_a_time() -> None:
+    holders = BlockHolders()
+    own = [sequence_hashes(range(1000 * at, 1000 * at + 10)) for at in range(1, 41)]
+    shared = sequence_hashes(range(10))
+    for path in (shared, *own):
+        holders.add(1, path)
+    holders.add(2, shared)
+    holders.drop(1)
+    assert [holders.depths(path) for path in (shared, own[0])] == [[(10, 2)], []]
+    assert (len(list(holders.runs())), len(holders)) == (1, 410)
+    turns = 0
+    while holders.dead:
+        before, turns = len(holders), turns + 1
+        holders.sweep(50)
+        assert before - len(holders) <= 60
+    assert (turns, len(holders)) == (9, 10)
+    check_runs(holders)
+
+
 def test_a_freed_bit_goes_to_the_next_rank() -> None:
     bits = RankBits(2)
     first, second, third = (WorkerRank(number) for number in range(3))
     one, two = bits.take(first), bits.take(second)
     assert bits.take(third) is None
     assert bits.of((one or 0) | (two or 0)) == (first, second)
-    bits.give_back(first)
+    bits.retire(first)
+    assert bits.take(third) is None
+    bits.give_back(one or 0)
     assert bits.take(third) == one
     assert bits.of(bits.all()) == (third, second)
     assert bits.take(second) == two

@@ -91,13 +91,15 @@ class ApproximateIndex:
 
     def forget(self, worker_id: int, dp_rank: int | None = None) -> None:
         """Drop what a rank, or all ranks of a worker, were believed to hold, with their capacities."""
-        for rank in [*self._ranks, *self._capacities]:
-            if rank.worker_id == worker_id and dp_rank in (None, rank.dp_rank):
+        every = [*self._ranks, *self._capacities] if dp_rank is None else [WorkerRank(worker_id, dp_rank)]
+        for rank in every:
+            if rank.worker_id == worker_id:
                 self._capacities.pop(rank, None)
                 held = self._ranks.pop(rank, None)
                 if held is not None:
                     self._holders.discard(held.bit, list(held.blocks))
-                    self._bits.give_back(rank)
+                    self._bits.retire(rank)
+                    self._bits.give_back(held.bit)
 
     def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
         """Return the overlap of each rank with a prompt, as OverlapIndex describes it."""

@@ -58,14 +58,18 @@ class RankBits:
         bit = self._bits[rank] = 1 << number
         return bit
 
-    def give_back(self, rank: WorkerRank) -> None:
-        """Free the bit of a rank; no map may hold the bit any more."""
-        bit = self._bits.pop(rank, None)
-        if bit is not None:
-            number = bit.bit_length() - 1
+    def retire(self, rank: WorkerRank) -> None:
+        """Take the bit from a rank. Maps that hold the bit no longer show it; `give_back` it when they do not hold it."""
+        if self._bits.pop(rank, None) is not None:
+            self._members.clear()
+
+    def give_back(self, mask: RankMask) -> None:
+        """Free bits that were retired; no map may hold one of them any more."""
+        while mask:
+            number = (mask & -mask).bit_length() - 1
             self._ranks[number] = None
             self._free.append(number)
-            self._members.clear()
+            mask &= mask - 1
 
     def overlaps(self, depths: Iterable[tuple[int, RankMask]]) -> dict[WorkerRank, Overlap]:
         """Return what `BlockHolders.depths` found by rank, as blocks on the device."""
@@ -124,6 +128,10 @@ class BlockHolders:
     def __init__(self) -> None:
         self._runs: dict[int, _Run] = {}  # every block of a run leads to it
         self._each: set[_Run] = set()
+        # Bits that were dropped and are still in runs: they count no more, and `sweep` removes them a few runs at a time.
+        self.dead: RankMask = 0
+        self._sweeping: RankMask = 0  # those that are gone once `_unswept` is empty
+        self._unswept: list[_Run] = []
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -169,9 +177,24 @@ class BlockHolders:
         return sum(self._discard(run, bit, leaving) for run, leaving in gone.items())
 
     def drop(self, bit: RankMask) -> None:
-        """Take all blocks from the rank with this bit."""
-        for run in [run for run in self._each if run.mask & bit]:
-            self._change(run, 0, len(run.blocks), run.mask & ~bit)
+        """Take all blocks from the rank with this bit. The bit is not to be used again while it is in `dead`."""
+        self.dead |= bit
+
+    def sweep(self, blocks: int) -> None:
+        """Remove dropped bits from runs with so many blocks."""
+        if not self.dead:
+            return
+        if not self._sweeping:
+            self._sweeping, self._unswept = self.dead, list(self._each)
+        while self._unswept and blocks > 0:
+            run = self._unswept.pop()
+            blocks -= 1
+            if run.blocks and (run.mask & self.dead or not run.mask):
+                blocks -= len(run.blocks)
+                self._change(run, 0, len(run.blocks), run.mask)
+        if not self._unswept:
+            self.dead &= ~self._sweeping
+            self._sweeping = 0
 
     def blocks_of(self, bit: RankMask) -> list[int]:
         """Return all blocks of the rank with this bit."""
@@ -191,7 +214,8 @@ class BlockHolders:
 
     def masks(self, sequence: Sequence[int]) -> list[RankMask]:
         """Return the holders of each block."""
-        return [0 if run is None else run.mask for run in map(self._runs.get, sequence)]
+        live = ~self.dead
+        return [0 if run is None else run.mask & live for run in map(self._runs.get, sequence)]
 
     @property
     def run_count(self) -> int:
@@ -200,14 +224,19 @@ class BlockHolders:
 
     def runs(self) -> Iterator[HeldRun]:
         """Yield the runs, in no order. Nothing may change meanwhile."""
-        return (HeldRun(run.blocks[-1], len(run.blocks), run.parent, run.mask) for run in self._each)
+        live = ~self.dead
+        return (
+            HeldRun(run.blocks[-1], len(run.blocks), run.parent, mask)
+            for run in self._each
+            if (mask := run.mask & live)
+        )
 
     def run_of(self, block: int) -> tuple[HeldRun, int] | None:
         """Return the run that a block is in, and which of its blocks it is, from 1 on; None: no rank holds the block."""
         run = self._runs.get(block)
-        if run is None:
+        if run is None or not (mask := run.mask & ~self.dead):
             return None
-        return HeldRun(run.blocks[-1], len(run.blocks), run.parent, run.mask), run.blocks.index(block) + 1
+        return HeldRun(run.blocks[-1], len(run.blocks), run.parent, mask), run.blocks.index(block) + 1
 
     def depths(self, sequence: Sequence[int]) -> list[tuple[int, RankMask]]:
         """Return how many blocks from the first one on the ranks hold without a gap, with the ranks of each depth.
@@ -217,7 +246,7 @@ class BlockHolders:
         found: list[tuple[int, RankMask]] = []
         get = self._runs.get
         position, total = 0, len(sequence)
-        alive: RankMask = -1
+        alive: RankMask = ~self.dead
         while position < total:
             run = get(sequence[position])
             mask = 0 if run is None else run.mask
@@ -267,6 +296,9 @@ class BlockHolders:
 
     def _change(self, run: _Run, start: int, end: int, mask: RankMask) -> None:
         """Give the blocks from `start` to `end` of a run other holders; 0: no rank holds them any more."""
+        if self.dead:
+            mask &= ~self.dead
+            run.mask &= ~self.dead
         blocks = run.blocks
         piece = blocks[start:end]
         rest = blocks[end:]
@@ -280,6 +312,8 @@ class BlockHolders:
                 follower = _Run(run.mask, rest, piece[-1])
                 follower.tail = tail
                 self._each.add(follower)
+                if self._sweeping and not run.mask:
+                    self._unswept.append(follower)
                 self._runs.update(zip(rest, repeat(follower)))
         elif rest:
             del blocks[:end]

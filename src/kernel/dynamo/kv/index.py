@@ -43,6 +43,11 @@ DEFAULT_CAPACITY: Final = 1_000_000
 MAX_CAPACITY: Final = 4_000_000  # of a rank and tier, whatever its worker reports: 64 million tokens in blocks of 16
 MAX_RANKS: Final = 16_384
 
+SWEPT_AT_ONCE: Final = (
+    1024  # blocks of ranks that were forgotten, with each event and choice: some tenths of a millisecond
+)
+_ALL: Final = 2**63
+
 _U64: Final = 2**64 - 1
 _I64: Final = -(2**63)
 
@@ -195,6 +200,7 @@ class PrefixIndex:
         self._places: dict[Place, _PlaceBlocks] = {_DEVICE: self._device}  # further ones as they are needed
         self._capacities: dict[tuple[tuple[int, int], str], int] = {}
         self._degraded: frozenset[WorkerRank] = frozenset()
+        self._retired: RankMask = 0  # bits of ranks that were forgotten, until `_sweep` has removed what they held
         # What an event's four words lead to, so that most events need one lookup; emptied whenever a rank is.
         self._routes: dict[tuple[int, int, str, str | msgspec.UnsetType | None], _RankBlocks] = {}
 
@@ -228,6 +234,8 @@ class PrefixIndex:
 
         An event that is not ok is applied as far as it can be: of a removal all blocks that are known, of a store none.
         """
+        if self._retired:
+            self._sweep(SWEPT_AT_ONCE)
         change = event.event
         data = change.data
         if isinstance(data, str):
@@ -262,6 +270,8 @@ class PrefixIndex:
 
     def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
         """Return the overlap of each rank with a prompt, as OverlapIndex describes it. `now` is not read."""
+        if self._retired:
+            self._sweep(SWEPT_AT_ONCE)
         depths = self._device.holders.depths(sequence)
         if len(self._places) > 1 and sequence:
             return self._find_in_tiers(sequence, depths)
@@ -376,13 +386,27 @@ class PrefixIndex:
                     content.holders.drop(held.bit)
         if rank in self._degraded:
             self._degraded -= {rank}
-        if not any(rank in content.ranks for content in self._places.values()):
-            self._bits.give_back(rank)
+        if (bit := self._bits.get(rank)) is None:
+            return
+        if any(rank in content.ranks for content in self._places.values()):
+            self._sweep(_ALL)  # the rank keeps its bit for what it holds elsewhere
+        else:
+            self._bits.retire(rank)
+            self._retired |= bit
+
+    def _sweep(self, blocks: int) -> None:
+        """Remove some of what ranks held that were forgotten; their bits are free once all of it is gone."""
+        left = 0
+        for content in self._places.values():
+            content.holders.sweep(blocks)
+            left |= content.holders.dead
+        self._bits.give_back(self._retired & ~left)
+        self._retired &= left
 
     def _forget(self, rank: WorkerRank) -> None:
         self._clear(rank, None)
-        for key in [key for key in self._capacities if key[0] == rank]:
-            del self._capacities[key]
+        for tier, _ in _PLACES:
+            self._capacities.pop((rank, tier), None)
 
     def _sequence_hash(self, rank: tuple[int, int], name: int) -> int | None:
         """Return the sequence hash of a rank's block in any place; a block of a lower tier may follow one elsewhere."""
@@ -410,6 +434,9 @@ class PrefixIndex:
             if self._sequence_hash(rank, parent) is None:
                 return PARENT_NOT_FOUND
         bit = self._bits.take(rank)
+        if bit is None and self._retired:
+            self._sweep(_ALL)
+            bit = self._bits.take(rank)
         if bit is None:
             self._degrade(rank)
             return CAPACITY_EXHAUSTED

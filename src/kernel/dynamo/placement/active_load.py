@@ -237,7 +237,10 @@ class ActiveLoad:
 
     def forget(self, worker_id: int, dp_rank: int | None = None) -> None:
         """Remove a worker, or one rank of it, with everything that is booked there."""
-        gone = [rank for rank in self._ranks if rank.worker_id == worker_id and dp_rank in (None, rank.dp_rank)]
+        if dp_rank is not None:
+            gone = [rank] if (rank := WorkerRank(worker_id, dp_rank)) in self._ranks else []
+        else:
+            gone = [rank for rank in self._ranks if rank.worker_id == worker_id]
         for rank in gone:
             for request_id in self._ranks.pop(rank).booked:
                 sequence = self._booked.pop(request_id).sequence

@@ -43,19 +43,27 @@ class RankStates:
         """Take the ranks there are and what is known of each; the load of every other rank is forgotten."""
         for gone in set(self._load.ranks()) - ranks.keys():
             self._load.forget(gone.worker_id, gone.dp_rank)
-        self.infos = {rank: ranks[rank] for rank in sorted(ranks)}
-        self.ranks = tuple(self.infos)
-        self.loads = tuple(self._load.of(rank) for rank in self.ranks)
-        block_size = self._load.block_size
-        self.timing.keep({rank: (info.total_kv_blocks or 0) * block_size for rank, info in self.infos.items()})
-        for load, info in zip(self.loads, self.infos.values(), strict=True):
+        former, block_size = self.infos, self._load.block_size
+        others = [
+            rank for rank, info in ranks.items() if former.get(rank) is not info
+        ]  # that are new, or known otherwise
+        for rank in others:
+            info, load = ranks[rank], self._load.of(rank)
             load.prefill_pass.set_budget(info.max_num_batched_tokens)
             load.reuse.set_blocks(info.total_kv_blocks)
+        has_same = former.keys() == ranks.keys()
+        self.timing.keep(ranks.keys(), {rank: (ranks[rank].total_kv_blocks or 0) * block_size for rank in others})
+        self.infos = {rank: ranks[rank] for rank in (self.ranks if has_same else sorted(ranks))}
+        self.loads = tuple(map(self._load.of, self.infos))
+        if not has_same:
+            states = dict(zip(self.ranks, self._states, strict=True))
+            self.ranks = tuple(self.infos)
+            self._positions = {rank: at for at, rank in enumerate(self.ranks)}
+            self._states = tuple(
+                states.get(rank) or self._state(rank, load) for rank, load in zip(self.ranks, self.loads, strict=True)
+            )
         self.some_are_busy = any(info.is_busy for info in self.infos.values())
-        self._positions = {rank: at for at, rank in enumerate(self.ranks)}
-        self._states = tuple(map(self._state, self.ranks, self.loads))
-        self._load.changed.clear()
-        self.timing.moved.clear()
+        self._load.changed.update([rank for rank in others if rank in former])
 
     def position(self, rank: WorkerRank) -> int | None:
         """Return where in `ranks` a rank is; None: it is not known."""

@@ -9,7 +9,7 @@ believed only as far as chance would not have shown it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
 from dynamo.kv.overlap import WorkerRank
@@ -221,9 +221,9 @@ class TimingLearner:
         self._output_tokens = DEFAULT_TIMING.output_tokens
         self._answers = 0
 
-    def keep(self, capacities: dict[WorkerRank, int | None]) -> None:
-        """Take the ranks there are, with the tokens that the cache of each holds; forget all others."""
-        for gone in self._ranks.keys() - capacities.keys():
+    def keep(self, present: Set[WorkerRank], capacities: Mapping[WorkerRank, int | None]) -> None:
+        """Take the ranks there are, and the tokens that the caches of some of them hold; forget all others."""
+        for gone in self._ranks.keys() - present:
             del self._ranks[gone]
             self.moved.discard(gone)
         for rank, capacity in capacities.items():

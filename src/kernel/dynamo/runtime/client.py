@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_SECONDS: Final = 1.0
+SLICE: Final = 32  # records that are taken over in one go; each costs up to 30 us among a thousand
 
 _ANY: Final = PlacementRequest()
 
@@ -299,7 +300,11 @@ class Client:
             following = follow(endpoint.runtime.discovery, prefix, known, raises_first=not ready.done())
             async with aclosing(following) as changes:
                 async for batch in changes:
-                    self._apply(batch)
+                    for start in range(0, len(batch), SLICE):
+                        if start:
+                            await asyncio.sleep(0)  # streams go on while hundreds of records come in
+                        self._apply(batch[start : start + SLICE])
+                    self._changes.notify()
                     if not ready.done():
                         ready.set_result(None)
         except Exception as error:
@@ -323,7 +328,6 @@ class Client:
                 logger.warning("ignored the record of %s, which is not a valid instance: %s", change.key, error)
                 continue
             self._set.put(change.key, instance)
-        self._changes.notify()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

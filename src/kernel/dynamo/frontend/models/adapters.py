@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.base.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
-from dynamo.frontend.models.cards import CardEntry
+from dynamo.frontend.models.cards import CardEntry, Group
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import JsonObject
@@ -33,6 +33,7 @@ MAX_ADAPTERS: Final = 1000  # that are remembered
 AT_ONCE: Final = 8  # workers that are called at a time
 ANSWER_SECONDS: Final = 600.0  # a source may have to be fetched
 RETRY_SECONDS: Final = 5.0
+_NO_WORKERS: Final[frozenset[int]] = frozenset()
 AskWorker = Callable[[CardEntry, Mapping[str, object]], Awaitable[Mapping[str, object]]]
 """Sends one request for adapters to a worker; returns its answer, or raises `DynamoException`."""
 
@@ -57,9 +58,7 @@ class AdapterKeeper:
     def __init__(self, models: ModelDirectory, ask: AskWorker) -> None:
         self._models, self._ask = models, ask
         self._wanted: dict[str, _Wanted] = {}  # by the adapter's name
-        self._had: set[tuple[int, str]] = (
-            set()
-        )  # (instance, adapter) that were seen together; of instances that are there
+        self._had: dict[str, set[int]] = {}  # by adapter: the instances that it was seen at; of those that are there
         self._failed: dict[tuple[int, str], float] = {}  # loop time of the last failure
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._background = Background()
@@ -85,6 +84,8 @@ class AdapterKeeper:
 
     def is_taken(self, name: str) -> bool:
         """Return whether a name is that of a model that is not an adapter."""
+        if name in self._had and not self.is_base(name):
+            return False  # an adapter, which may have been unloaded a moment ago
         return self._models.is_registered(name) and not self._holders(name)
 
     async def load(self, base: str, name: str, source: str) -> Sequence[WorkerAnswer]:
@@ -153,32 +154,44 @@ class AdapterKeeper:
 
     def _missing(self) -> list[tuple[CardEntry, str, _Wanted]]:
         """Return (worker, adapter) pairs where a worker should load an adapter that it has not had so far."""
-        held, wanted = self._held(), dict(self._wanted)
-        names = self._models.base_names()
-        for entry in self._models.adapters():
-            lora = entry.card.lora
-            if lora is not None and lora.source is not None and entry.instance_id in names:
-                wanted.setdefault(entry.card.display_name, _Wanted(names[entry.instance_id], lora.source))
-        self._had = {pair for pair in self._had if pair[0] in names} | held
+        if not self._wanted and not self._models.has_managed_adapters:
+            self._had, self._failed = {}, {}
+            return []
+        names, wanted = self._models.base_names(), dict(self._wanted)
+        bases, held = dict[str, list[Group]](), dict[str, frozenset[int]]()
+        for group in self._models.groups():  # whole groups, as sets: there are as many pairs as workers times adapters
+            name = group.key.model
+            if group.card.lora is None:
+                bases.setdefault(name, []).append(group)
+                continue
+            held[name] = held.get(name, _NO_WORKERS) | group.instance_ids
+            for entry in group.accepted if name not in wanted else ():
+                lora = entry.card.lora
+                if lora is not None and lora.source is not None and entry.instance_id in names:
+                    wanted[name] = _Wanted(names[entry.instance_id], lora.source)
+                    break
+        self._had = {
+            name: {*(names.keys() & self._had.get(name, ())), *held.get(name, ())} for name in self._had.keys() | held
+        }
         self._failed = {pair: at for pair, at in self._failed.items() if pair[0] in names and pair[1] in wanted}
         now = asyncio.get_running_loop().time()
         return [
             (entry, name, what)
             for name, what in wanted.items()
-            for entry in self._base_workers(what.base)
-            if (pair := (entry.instance_id, name)) not in self._had
-            and now - self._failed.get(pair, -RETRY_SECONDS) >= RETRY_SECONDS
+            for group in bases.get(what.base, ())
+            if (missing := group.instance_ids - self._had.get(name, _NO_WORKERS))
+            for entry in group.accepted
+            if entry.instance_id in missing
+            and self._models.is_there(entry)
+            and now - self._failed.get((entry.instance_id, name), -RETRY_SECONDS) >= RETRY_SECONDS
         ]
-
-    def _held(self) -> set[tuple[int, str]]:
-        return {(entry.instance_id, entry.card.display_name) for entry in self._models.adapters()}
 
     async def _bring(self, entry: CardEntry, name: str, wanted: _Wanted) -> None:
         answer = await self._load_at(entry, name, wanted.source)
         pair = (entry.instance_id, name)
         if answer.status == "success":
             self._failed.pop(pair, None)
-            self._had.add(pair)
+            self._had.setdefault(name, set()).add(entry.instance_id)
             logger.info("adapter %s was loaded at worker %x, which came later", name, entry.instance_id)
         else:
             self._failed[pair] = asyncio.get_running_loop().time()

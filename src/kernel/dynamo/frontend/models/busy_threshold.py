@@ -86,6 +86,7 @@ class _Thresholds:
     def __init__(self, default: BusyThresholds) -> None:
         self._default = default
         self.by_model: dict[str, BusyThresholds] = {}
+        self._by_default: dict[str, BusyThresholds] = {}  # of the other models that were looked up; bounded like them
 
     @property
     def are_set(self) -> bool:
@@ -94,8 +95,12 @@ class _Thresholds:
 
     def of(self, model: str) -> BusyThresholds:
         """Return the thresholds of a model."""
-        found = self.by_model.get(model)
-        return found if found is not None else msgspec.structs.replace(self._default, model=model)
+        found = self.by_model.get(model) or self._by_default.get(model)
+        if found is None:
+            if len(self._by_default) >= 2 * MAX_MODELS:
+                self._by_default.clear()
+            found = self._by_default[model] = msgspec.structs.replace(self._default, model=model)
+        return found
 
     def check_room(self, model: str) -> None:
         """Raise ValueError where a model would be one too many with thresholds of its own."""
@@ -242,7 +247,7 @@ class LoadFollower:
                 wanted |= {(path, needs_loads) for path in pool.endpoints}
         wanted -= {(path, False) for path, needs_loads in wanted if needs_loads}
         self._followers.follow(wanted)
-        self.busy_workers.keep_only(frozenset(worker for pool in followed for worker in pool.member_ids))
+        self.busy_workers.keep_only(frozenset().union(*[pool.member_ids for pool in followed]))
 
     def _report(self, event: Event, is_counted: bool) -> None:
         try:

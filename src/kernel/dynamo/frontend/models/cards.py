@@ -8,11 +8,14 @@ rule but keeps silent about it.
 from __future__ import annotations
 
 import logging
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.model_types import ModelInput, WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord, decode_model_record
 from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
@@ -55,11 +58,15 @@ class CardEntry:
     instance_id: int
     card: ModelCard
     fingerprint: str
+    instance_key: str  # of the record of its instance
+    ranks: range  # data-parallel
+    requests: int  # how many it runs at once, on all ranks; 0: it did not report that
+    taints: frozenset[str]  # of where it is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
-    """The members of a group now; `accepted` is never empty."""
+    """The members of a group now; `accepted` is never empty. The same object until one of them has changed."""
 
     key: GroupKey
     accepted: tuple[CardEntry, ...]  # the first one's card counts
@@ -73,10 +80,20 @@ class Group:
     def fingerprint(self) -> str:
         return self.accepted[0].fingerprint
 
-    @property
+    @cached_property
     def endpoints(self) -> frozenset[str]:
         """Where the accepted members are."""
-        return frozenset(entry.endpoint for entry in self.accepted)
+        return frozenset([entry.endpoint for entry in self.accepted])
+
+    @cached_property
+    def instance_keys(self) -> frozenset[str]:
+        """The keys of the accepted members' instance records."""
+        return frozenset([entry.instance_key for entry in self.accepted])
+
+    @cached_property
+    def instance_ids(self) -> frozenset[int]:
+        """The ids of the accepted members."""
+        return frozenset([entry.instance_id for entry in self.accepted])
 
 
 class CardBook:
@@ -90,10 +107,25 @@ class CardBook:
         self._is_full = False  # a card was ignored for lack of room, and that was logged
         self._where: dict[str, GroupKey] = {}  # card key -> group
         self._groups: dict[GroupKey, dict[str, CardEntry]] = {}  # insertion order is arrival order
+        self._made: dict[GroupKey, Group] = {}  # as they were returned last
+        self._tallies = Tally[str](), Tally[str](), Tally[str]()  # names with aliases, endpoints, sources of adapters
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._groups
 
     def __len__(self) -> int:
         """Return how many groups there are."""
         return len(self._groups)
+
+    @property
+    def has_managed(self) -> bool:
+        """Whether a card is of an adapter that a frontend manages."""
+        return bool(self._tallies[2])
+
+    @property
+    def size(self) -> int:
+        """How many cards there are."""
+        return len(self._where)
 
     def apply(self, changes: Iterable[Change]) -> list[GroupKey]:
         """Take over a batch; the groups that may be different now, each once, in order."""
@@ -107,13 +139,16 @@ class CardBook:
 
     def group(self, key: GroupKey) -> Group | None:
         """Return the current group, or None when its last member has gone."""
+        if (made := self._made.get(key)) is not None:
+            return made
         entries = self._groups.get(key)
         if not entries:
             return None
         fingerprint = next(iter(entries.values())).fingerprint
-        accepted = tuple(entry for entry in entries.values() if entry.fingerprint == fingerprint)
-        rejected = tuple(entry for entry in entries.values() if entry.fingerprint != fingerprint)
-        return Group(key, accepted, rejected)
+        accepted = tuple([entry for entry in entries.values() if entry.fingerprint == fingerprint])
+        rejected = tuple([entry for entry in entries.values() if entry.fingerprint != fingerprint])
+        made = self._made[key] = Group(key, accepted, rejected)
+        return made
 
     def groups(self, model: str) -> list[Group]:
         """Return all groups of a model (by its own name), sorted by namespace and role."""
@@ -127,8 +162,7 @@ class CardBook:
     @property
     def names(self) -> frozenset[str]:
         """Every registered name, aliases included."""
-        entries = [entry for group in self._groups.values() for entry in group.values()]
-        return frozenset(name for entry in entries for name in (entry.card.display_name, *entry.card.aliases))
+        return frozenset(self._tallies[0])
 
     def owner_of(self, alias: str) -> str | None:
         """Return the model that has this alias, or None."""
@@ -144,17 +178,17 @@ class CardBook:
 
     def base_names(self) -> dict[int, str]:
         """Return the model of each instance that is not an adapter."""
-        return {
-            entry.instance_id: key.model
-            for key, group in self._groups.items()
-            for entry in group.values()
-            if entry.card.lora is None
-        }
+        found: dict[int, str] = {}
+        for key in self._groups:
+            if (group := self.group(key)) is not None:
+                found |= {} if group.card.lora else dict.fromkeys(group.instance_ids, key.model)
+                found |= {entry.instance_id: key.model for entry in group.rejected if entry.card.lora is None}
+        return found
 
     @property
     def endpoints(self) -> frozenset[str]:
         """Every endpoint with a card."""
-        return frozenset(entry.endpoint for group in self._groups.values() for entry in group.values())
+        return frozenset(self._tallies[1])
 
     def _put(self, key: str, value: bytes) -> GroupKey | None:
         if len(value) > MAX_CARD_BYTES:
@@ -179,7 +213,11 @@ class CardBook:
                     key,
                 )
                 return None
+            if held is not None:
+                self._count(held, -1)
+            self._count(entry, 1)
             self._groups[known][key] = entry
+            self._made.pop(known, None)
             return known
         if len(self._where) >= MAX_CARDS:
             logger.error("more than %d model cards; %s is ignored", MAX_CARDS, key)
@@ -195,7 +233,9 @@ class CardBook:
                 )
             return None
         self._where[key] = group_key
+        self._count(entry, 1)
         self._groups.setdefault(group_key, {})[key] = entry
+        self._made.pop(group_key, None)
         return group_key
 
     def _delete(self, key: str) -> GroupKey | None:
@@ -203,11 +243,23 @@ class CardBook:
         if group_key is None:
             return None
         entries = self._groups[group_key]
-        entries.pop(key, None)
+        if (gone := entries.pop(key, None)) is not None:
+            self._count(gone, -1)
         if not entries:
             del self._groups[group_key]
             self._is_full = False
+        self._made.pop(group_key, None)
         return group_key
+
+    def _count(self, entry: CardEntry, count: int) -> None:
+        """Count the names, the endpoint and the source of a card that has come, or has gone (-1)."""
+        card, source = entry.card, None if entry.card.lora is None else entry.card.lora.source
+        found = (card.display_name, *card.aliases), (entry.endpoint,), () if source is None else (source,)
+        for tally, names in zip(self._tallies, found, strict=True):
+            for name in names:
+                tally[name] += count
+                if not tally[name]:
+                    del tally[name]
 
 
 def _read(key: str, value: bytes) -> tuple[CardEntry, GroupKey]:
@@ -222,5 +274,9 @@ def _read(key: str, value: bytes) -> tuple[CardEntry, GroupKey]:
         instance_id=record.instance_id,
         card=card,
         fingerprint=card.checksum(),
+        instance_key="/".join(key.split("/", 4)[:4]),  # without the adapter's suffix
+        ranks=card.runtime_config.ranks,
+        requests=(card.runtime_config.max_num_seqs or 0) * max(1, card.runtime_config.data_parallel_size),
+        taints=topology_taints(card.runtime_config),
     )
     return entry, GroupKey(card.display_name, record.namespace, str(role))

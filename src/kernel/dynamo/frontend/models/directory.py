@@ -36,6 +36,7 @@ from dynamo.text.model import TextModel
 
 WATCH_RETRY_SECONDS: Final = 1.0
 SLICE: Final = 16  # records that are taken over in one go; each costs up to a tenth of a millisecond
+CARDS_AT_ONCE: Final = 4096  # the same for their cards
 INDEXED_AT_ONCE: Final = 64  # groups; examining more of them takes milliseconds, and is done in a moment
 
 
@@ -57,7 +58,7 @@ class ModelDirectory:
         self._rules = rules
         self._background = Background()
         cards = CardBook(scope, max_groups=max_models, refused=metrics.refused)
-        changes = Changes(self._update, lambda: len(cards) > INDEXED_AT_ONCE)
+        changes = Changes(self._update, lambda: len(cards) > INDEXED_AT_ONCE or cards.size > CARDS_AT_ONCE)
         clients = EndpointClients(connect, self._changed, self._background)
         self._cluster = ClusterView(discovery, cards, InstanceBook(scope), clients, changes)
         is_endless = rules.cold_start_wait_seconds > 0
@@ -113,6 +114,13 @@ class ModelDirectory:
                 for start in range(0, len(batch), SLICE):
                     await asyncio.sleep(0)  # streams go on while hundreds of records come in
                     take(batch[start : start + SLICE])
+                touched = self._cluster.touched  # each group once, however many of its cards were in the batch
+                while touched and bucket == MODEL_CARDS:
+                    if len(batch) > SLICE or self._cluster.cards.size > CARDS_AT_ONCE:
+                        await asyncio.sleep(0)
+                    self._reconcile(key := next(iter(touched)))
+                    del touched[key]
+                self._changed()
                 first.set()
         first.set()  # also where the store was closed before it answered
 
@@ -201,11 +209,20 @@ class ModelDirectory:
     def workers_of(self, name: str) -> list[CardEntry]:
         """Return the workers that are there with a card of this name, whatever their role."""
         groups = self._cluster.cards.groups(name)
-        return [entry for group in groups for entry in group.accepted if self._cluster.instances.has(entry)]
+        return [entry for group in groups for entry in group.accepted if self.is_there(entry)]
+
+    def is_there(self, entry: CardEntry) -> bool:
+        """Return whether the worker of a card is there."""
+        return self._cluster.instances.has(entry)
 
     def base_names(self) -> dict[int, str]:
         """Return, by instance, the model that it serves beside its adapters."""
         return self._cluster.cards.base_names()
+
+    @property
+    def has_managed_adapters(self) -> bool:
+        """Whether a card is of an adapter that a frontend manages."""
+        return self._cluster.cards.has_managed
 
     def adapters(self) -> list[CardEntry]:
         """Return the cards of adapters whose workers are there."""
@@ -229,12 +246,9 @@ class ModelDirectory:
 
     def _take_instances(self, batch: Sequence[Change]) -> None:
         self._cluster.instances.apply(batch)
-        self._changed()  # a role may be complete now
 
     def _take_cards(self, batch: Sequence[Change]) -> None:
-        for key in self._cluster.cards.apply(batch):
-            self._reconcile(key)
-        self._changed()
+        self._cluster.touched.update(dict.fromkeys(self._cluster.cards.apply(batch)))
 
     def _reconcile(self, key: GroupKey) -> None:
         """Make what is served and loaded agree with the cards for one group."""
@@ -293,7 +307,7 @@ class ModelDirectory:
     def _changed(self) -> None:
         """Record the models that have a worker, and update the models that may get requests: at once, or in a moment."""
         cards = self._cluster.cards
-        for key in self._served.drop_abandoned(lambda key: cards.group(key) is not None):
+        for key in self._served.drop_abandoned(cards.__contains__):
             self._readiness.forget(key)
             self._rules.forget(key)
             self._reports.gone(key, is_last=not cards.groups(key.model))

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
-from dynamo.frontend.models.cards import CardEntry, Scope
+from dynamo.frontend.models.cards import CardEntry, Group, Scope
 from dynamo.frontend.models.file_policy import host_of_instance
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.records import UNREADABLE
@@ -41,25 +41,21 @@ class InstanceBook:
 
     def has(self, entry: CardEntry) -> bool:
         """Return whether the worker of a card is there."""
-        return _key(entry) in self._records
+        return entry.instance_key in self._records
 
     def has_any(self, instance_ids: Container[int]) -> bool:
         """Return whether one of these instances is there, at whatever endpoint."""
         return any(record.get("instance_id") in instance_ids for record in self._records.values())
 
-    def count(self, entries: Iterable[CardEntry]) -> int:
-        """Return how many of the cards' workers are there."""
-        return sum(map(self.has, entries))
+    def count(self, group: Group) -> int:
+        """Return how many of a group's workers are there."""
+        return sum(map(self._records.__contains__, group.instance_keys))
 
     def hosts(self, entries: Iterable[CardEntry]) -> frozenset[str]:
         """Return the hosts that the cards' workers advertise, those that are there."""
-        found = (host_of_instance(self._records[_key(entry)]) for entry in entries if self.has(entry))
+        found = (host_of_instance(self._records[entry.instance_key]) for entry in entries if self.has(entry))
         return frozenset(host for host in found if host is not None)
 
     def records(self) -> list[JsonObject]:
         """Return every record, sorted by key, without its "type"."""
         return [record for _, record in sorted(self._records.items())]
-
-
-def _key(entry: CardEntry) -> str:
-    return "/".join(entry.key.split("/", 4)[:4])  # without the adapter's suffix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from dynamo.errors import DynamoException
@@ -39,6 +39,9 @@ class ClusterView:
     instances: InstanceBook
     clients: EndpointClients
     changes: Changes
+    touched: dict[GroupKey, None] = field(
+        default_factory=dict
+    )  # groups whose cards have changed, until that was taken over
 
 
 @dataclass(slots=True)
@@ -137,7 +140,7 @@ class ModelLoader:
         """Return the hosts that a group's workers advertise; wait for the first record where files must be fetched."""
         cluster = self._cluster
         while (group := cluster.cards.group(key)) is not None:
-            is_there = cluster.instances.count(group.accepted) > 0
+            is_there = cluster.instances.count(group) > 0
             if is_there or not any("://" in ref.path for _, ref in group.card.files()):
                 return cluster.instances.hosts(group.accepted)
             if (loading := self._loading.get(key)) is not None:

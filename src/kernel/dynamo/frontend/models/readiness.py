@@ -66,7 +66,7 @@ class Readiness:
 
     def _namespace_body(self, groups: Sequence[Group]) -> JsonObject:
         there = self._instances.has
-        workers = {group.key.role: self._instances.count(group.accepted) for group in groups}
+        workers = {group.key.role: self._instances.count(group) for group in groups}
         present = sorted(role for role, count in workers.items() if count)
         missing = sorted({role for group in groups for role in _missing(group.card.needs, present)})
         body: JsonObject = {
@@ -107,10 +107,10 @@ class Readiness:
         if key in self._complete or not (own or key.role == DECODE or least):
             return True
         group = self._cards.group(key)
-        if least and (group is None or self._instances.count(group.accepted) < least):
+        if least and (group is None or self._instances.count(group) < least):
             return False
         beside = [group for group in self._cards.groups(key.model) if group.key.namespace == key.namespace]
-        present = {group.key.role for group in beside if self._instances.count(group.accepted)}
+        present = {group.key.role for group in beside if self._instances.count(group)}
         if not self._stages.prefill.is_reachable(key):
             present.discard(PREFILL)
         if not self._stages.encode.is_reachable(key):

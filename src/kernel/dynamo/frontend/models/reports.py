@@ -79,11 +79,13 @@ class ModelReports:
                 entry.fingerprint[:12],
                 group.fingerprint[:12],
             )
-        for entry in group.accepted:
+        for entry in group.accepted if self._rejected else ():
             self._rejected.pop(entry.key, None)
 
     def forget_conflicts(self, cards: CardBook) -> None:
         """Forget the conflicts of cards that have gone."""
+        if not self._rejected:
+            return
         groups = [group for key in cards.keys if (group := cards.group(key)) is not None]
         rejected = {entry.key for group in groups for entry in group.rejected}
         self._rejected = {card: reported for card, reported in self._rejected.items() if card in rejected}
@@ -116,9 +118,9 @@ class ModelReports:
         roles: dict[int, str] = {}
         for key in cards.keys:
             group = cards.group(key)
-            reachable = 0 if group is None else instances.count(group.accepted)
+            reachable = 0 if group is None else instances.count(group)
             counts[key.model, key.role] = counts.get((key.model, key.role), 0) + reachable
-            roles |= {} if group is None else {entry.instance_id: key.role for entry in group.accepted}
+            roles |= {} if group is None else dict.fromkeys(group.instance_ids, key.role)
         self._metrics.models.count_workers(counts)
         self._metrics.workers.keep_only(roles)
 

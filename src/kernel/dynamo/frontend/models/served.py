@@ -146,9 +146,10 @@ class ServedModel(ModelPool):
         self.length_limits = LengthLimits.of(
             card, card.runtime_config.context_length or card.context_length or self.text.context_length or None
         )
-        self.ranks = _ranks(group)
-        self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
-        self.set_places({entry.instance_id: entry.card.runtime_config for entry in group.accepted})
+        ranks = {entry.ranks for entry in group.accepted}
+        self.ranks = tuple(sorted(ranks, key=lambda each: (each.start, each.stop)))
+        self.set_members([(entry.endpoint, entry.instance_id) for entry in group.accepted])
+        self.set_places({entry.instance_id: entry.taints for entry in group.accepted if entry.taints})
         self.admission.set_capacity(_capacity(group))
 
     @property
@@ -237,23 +238,12 @@ class ServedModels(Mapping[GroupKey, ServedModel]):
         return longest or None
 
 
-def _ranks(group: Group) -> tuple[range, ...]:
-    """Return the data-parallel ranks of the members, each range once."""
-    found = {entry.card.runtime_config.ranks for entry in group.accepted}
-    return tuple(sorted(found, key=lambda ranks: (ranks.start, ranks.stop)))
-
-
 def _capacity(group: Group) -> int | None:
     """Return how many requests the group's workers run at once; None when at least one worker did not report its
     capacity.
     """
-    total = 0
-    for entry in group.accepted:
-        runtime = entry.card.runtime_config
-        if not runtime.max_num_seqs:
-            return None
-        total += runtime.max_num_seqs * max(1, runtime.data_parallel_size)  # each rank has a scheduler of its own
-    return total
+    requests = [entry.requests for entry in group.accepted]
+    return sum(requests) if all(requests) else None
 
 
 class NameIndex:

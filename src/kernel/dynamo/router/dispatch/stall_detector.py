@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
@@ -107,6 +107,10 @@ class TokenCadence:
         self.silence = self.silence + 1 if is_reading else 0
         return False
 
+    def has_news(self, tokens: int, attempt: int) -> bool:
+        """Return whether there are tokens that the last check did not see, or another attempt."""
+        return tokens != self._seen or attempt != self._attempt
+
     @property
     def gap(self) -> int:
         """The longest silence that is usual for this stream, in ticks, as far as is known."""
@@ -181,6 +185,7 @@ def _judge_stalls(
                 found[cadence] = StallKind.FROZEN, cadence.silence >= LAST_FACTOR * floor
 
 
+EXAMINED_AT_ONCE: Final = 1024  # streams; a millisecond or so, and then other work goes on
 MAX_FROZEN: Final = 1024  # workers remembered; the oldest is forgotten
 
 
@@ -225,6 +230,7 @@ class StallDetector:
         self._cadences: dict[WatchedStream, TokenCadence] = {}  # bounded by the requests in flight
         self._frozen: dict[int, None] = {}  # found so, and no token came from there since
         self._timer: asyncio.TimerHandle | None = None
+        self._rest: asyncio.Handle | None = None  # of a tick
 
     def add(self, stream: WatchedStream) -> None:
         """Watch a stream that begins."""
@@ -241,9 +247,10 @@ class StallDetector:
 
     def close(self) -> None:
         """Stop the timer; it starts again with the next stream."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for handle in (self._timer, self._rest):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._rest = None
 
     def __len__(self) -> int:
         return len(self._cadences)
@@ -253,10 +260,25 @@ class StallDetector:
 
     def _tick(self) -> None:
         self._set_timer()
+        if self._rest is None:  # else the last tick is not through, and this one is part of it
+            self._go_on(self._pieces())
+
+    def _go_on(self, pieces: Iterator[None]) -> None:
+        """Do a piece of a tick, and the rest of it in other turns of the loop."""
+        self._rest = None
+        if next(pieces, pieces) is None:
+            self._rest = asyncio.get_running_loop().call_soon(self._go_on, pieces)
+
+    def _pieces(self) -> Iterator[None]:
+        """Check every stream, `EXAMINED_AT_ONCE` in each piece. Streams may come and go between two pieces."""
         frozen = self._frozen
         by_worker: dict[int, list[TokenCadence]] = {}
         streams: dict[TokenCadence, WatchedStream] = {}
-        for stream, cadence in self._cadences.items():
+        for number, (stream, cadence) in enumerate(list(self._cadences.items()), 1):
+            if not number % EXAMINED_AT_ONCE:
+                yield
+            if self._cadences.get(stream) is not cadence:
+                continue
             instance_id = stream.instance_id
             has_news = cadence.tick(stream.tokens, stream.attempts, stream.is_reading)
             if instance_id is None:
@@ -266,9 +288,16 @@ class StallDetector:
             if stream.is_reading:
                 streams[cadence] = stream
                 by_worker.setdefault(instance_id, []).append(cadence)
+        judged = 0
         for instance_id, cadences in by_worker.items():
+            if (judged := judged + len(cadences)) >= EXAMINED_AT_ONCE:
+                judged = 0
+                yield
             for cadence, kind, is_last in judge(cadences, self.policy, was_frozen=instance_id in frozen):
-                self._give_up(streams[cadence], instance_id, cadence, kind, is_last)
+                stream = streams[cadence]
+                has_same = self._cadences.get(stream) is cadence and stream.instance_id == instance_id
+                if has_same and not cadence.has_news(stream.tokens, stream.attempts):
+                    self._give_up(stream, instance_id, cadence, kind, is_last)
 
     def _give_up(
         self, stream: WatchedStream, instance_id: int, cadence: TokenCadence, kind: StallKind, is_last: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Protocol
 
@@ -43,33 +44,56 @@ def _publishes(card: ModelCard) -> bool:
 class DomainMembers:
     """The workers of one domain by the models that they belong to: their cards, and where they are."""
 
-    __slots__ = ("_owners", "cards", "places")
+    __slots__ = ("_claims", "_endpoints", "_owners", "cards", "infos", "places")
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
+        self._owners: dict[Hashable, dict[int, KvMember]] = {}  # by identity: a member that has changed is another one
+        self._claims: dict[int, dict[tuple[Hashable, int], KvMember]] = {}  # of each worker: by owner and identity
+        self._endpoints: Tally[str] = Tally()
         self.cards: dict[WorkerRank, ModelCard] = {}
+        self.infos: dict[WorkerRank, RankInfo] = {}  # each made when it is first read after a change
         self.places: dict[int, str] = {}  # the endpoint of each worker
 
     @property
     def endpoints(self) -> frozenset[str]:
-        return frozenset(endpoint for members in self._owners.values() for endpoint, _ in members)
+        return frozenset(self._endpoints)
 
     def update(self, owner: Hashable, members: Iterable[KvMember]) -> tuple[set[WorkerRank], set[WorkerRank]]:
-        """Take over the workers of one owner; return the ranks that are gone now, and those that are new."""
-        found = {(each.endpoint, each.instance_id): each.card for each in members}
-        if found:
-            self._owners[owner] = found
-        else:
-            self._owners.pop(owner, None)
+        """Take over the workers of one owner; return the ranks that are gone now, and those that are new or have another card."""
+        known, now = self._owners.pop(owner, {}), {id(each): each for each in members}
+        if now:
+            self._owners[owner] = now
+        lost = [known[each] for each in known.keys() - now.keys()]
+        fresh = now.keys() - known.keys()
+        new = [each for key, each in now.items() if key in fresh] if fresh else []
+        former, found = dict[WorkerRank, ModelCard](), dict[WorkerRank, ModelCard]()
+        for worker in dict.fromkeys(each.instance_id for each in (*lost, *new)):
+            former |= self._cards_of(worker)
+        for each in lost:
+            del self._claims[each.instance_id][owner, id(each)]
+        for each in new:
+            self._claims.setdefault(each.instance_id, {})[owner, id(each)] = each
+        self._endpoints.update(each.endpoint for each in new)
+        self._endpoints = self._endpoints - Tally(each.endpoint for each in lost)
+        for worker in dict.fromkeys(each.instance_id for each in (*lost, *new)):
+            found |= self._cards_of(worker)
+            if claims := self._claims[worker]:
+                self.places[worker] = next(reversed(claims.values())).endpoint
+            else:
+                del self._claims[worker], self.places[worker]
+        gone = former.keys() - found.keys()
+        for rank in gone:
+            del self.cards[rank]
+        self.cards |= found
+        return gone, {rank for rank, card in found.items() if former.get(rank) is not card}
+
+    def _cards_of(self, worker: int) -> dict[WorkerRank, ModelCard]:
+        """Return the card of each rank of a worker: that of the first model which names the rank."""
         cards: dict[WorkerRank, ModelCard] = {}
-        self.places.clear()
-        for of_owner in self._owners.values():
-            for (endpoint, instance_id), card in of_owner.items():
-                self.places[instance_id] = endpoint
-                for dp_rank in card.runtime_config.ranks:
-                    cards.setdefault(WorkerRank(instance_id, dp_rank), card)
-        former, self.cards = self.cards, cards
-        return former.keys() - cards.keys(), cards.keys() - former.keys()
+        for each in self._claims.get(worker, {}).values():
+            for dp_rank in each.card.runtime_config.ranks:
+                cards.setdefault(WorkerRank(worker, dp_rank), each.card)
+        return cards
 
 
 class KvDomain:
@@ -118,20 +142,25 @@ class KvDomain:
         """Return whether a card names the rank."""
         return rank in self._members.cards
 
-    def update(self, owner: Hashable, members: Iterable[KvMember]) -> None:
-        """Take over the workers that one owner, such as a model, has here now."""
-        gone, added = self._members.update(owner, members)
+    def update(self, owner: Hashable, members: Iterable[KvMember]) -> bool:
+        """Take over the workers that one owner, such as a model, has here now; return whether ranks or endpoints have changed with that."""
+        endpoints = self.endpoints
+        gone, changed = self._members.update(owner, members)
+        if not gone and not changed:
+            return endpoints != self.endpoints
         if self.guesses is not None:
             for rank in gone:
                 self.guesses.forget(*rank)
         if isinstance(self.guesses, EventlessGuesses):
-            self.guesses.ranks = frozenset(rank for rank, card in self._members.cards.items() if not _publishes(card))
-        for rank in added:
+            silent = {rank for rank in changed if not _publishes(self._members.cards[rank])}
+            self.guesses.ranks = self.guesses.ranks - gone - changed | silent
+        for rank in changed:
             self._set_capacity(rank)
         for rank in gone:
             self.forget(*rank)
-        self._changed()
+        self._changed(gone | changed)
         self.placement.router.load.relieved()  # what waits may wait for one of these
+        return True
 
     # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
 
@@ -153,8 +182,8 @@ class KvDomain:
 
     def _see_degraded(self, index: PrefixIndex) -> None:
         if index.degraded is not self._degraded:
-            self._degraded = index.degraded
-            self._changed()
+            former, self._degraded = self._degraded, index.degraded
+            self._changed(former ^ self._degraded)
 
     def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
         """Take what the events of a rank are worth from now on."""
@@ -162,10 +191,12 @@ class KvDomain:
             self._trusts.pop(rank, None)
         else:
             self._trusts[rank] = trust
-        self._changed()
+        self._changed((rank,))
 
-    def _changed(self) -> None:
-        """Let the next choice read the ranks anew, and the metric follow in a moment, choice or not."""
+    def _changed(self, ranks: Iterable[WorkerRank]) -> None:
+        """Let the next choice read these ranks anew, and the metric follow in a moment, choice or not."""
+        for rank in ranks:
+            self._members.infos.pop(rank, None)
         self.placement.is_stale = True
         self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._members.cards.items()))
 
@@ -180,7 +211,10 @@ class KvDomain:
             self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
 
     def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
-        return {rank: self._info(rank, card) for rank, card in self._members.cards.items()}
+        cards, infos = self._members.cards, self._members.infos
+        for rank in cards.keys() - infos.keys():
+            infos[rank] = self._info(rank, cards[rank])
+        return infos
 
     def _trust(self, rank: WorkerRank, card: ModelCard) -> Trust:
         trust = self._trusts.get(rank)

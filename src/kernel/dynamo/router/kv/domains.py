@@ -295,7 +295,8 @@ class KvDomains:
 
     def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
         domain = self._domain(key)
-        domain.update(owner, members)
+        if not domain.update(owner, members):
+            return
         endpoints = domain.endpoints
         for (of, endpoint), follower in list(self._followers.items()):
             if of != key:

@@ -335,7 +335,9 @@ class KvPlacement:
         if self.is_stale:
             self.is_stale = False
             ranks = self.read_ranks()
-            self._workers = _KnownWorkers(frozenset(rank.worker_id for rank in ranks))
+            known = frozenset([rank.worker_id for rank in ranks])
+            if known != self._workers.ids:
+                self._workers = _KnownWorkers(known)
             self.router.set_ranks(ranks)
 
     def previewing(self) -> Policy:

@@ -45,6 +45,10 @@ logger = logging.getLogger(__name__)
 BOOKINGS_TOPIC: Final = "active_sequences_events"
 BINDINGS_TOPIC: Final = "session_affinity_events"
 BATCH_SECONDS: Final = 0.001  # a booking is reported this late at most; requests that come together share a message
+STEP_SECONDS: Final = 0.01
+"""The same for a first token and an end. Every other router takes every message, so the messages of all are quadratic in the
+routers: most steps go with a booking that comes meanwhile, and share its message."""
+
 MAX_QUEUED: Final = 100_000  # bookings that wait to be sent; the newest are dropped
 
 _HEX: Final = re.compile("[0-9a-f]{1,16}")
@@ -64,13 +68,18 @@ class BookingOutbox:
         self.dropped = 0
 
     def put(self, event: BookingEvent) -> None:
-        """Send an event within `BATCH_SECONDS`; drop it where too many wait."""
+        """Send a booking within `BATCH_SECONDS`, a step within `STEP_SECONDS`; drop the event where too many wait."""
         if len(self._events) >= MAX_QUEUED:
             self.dropped += 1
             return
         self._events.append(event)
+        seconds = STEP_SECONDS if self._is_batching and isinstance(event.data, str) else BATCH_SECONDS
+        loop = asyncio.get_running_loop()
+        if self._timer is not None and self._timer.when() > loop.time() + seconds:
+            self._timer.cancel()
+            self._timer = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(BATCH_SECONDS, self.flush)
+            self._timer = loop.call_later(seconds, self.flush)
 
     def flush(self) -> None:
         """Send what waits."""

@@ -147,21 +147,22 @@ class BusyWorkers:
         if (timer := self._expiries.pop(worker, None)) is not None:
             timer.cancel()
         ranks = self._reports.get(worker, {}).values()
-        is_busy_anywhere = False
+        judged: dict[
+            tuple[float | None, ...], bool
+        ] = {}  # a model and its adapters have the same limits, and one verdict
         for pool in self._pools():
             if worker not in pool.member_ids:
                 continue
             limits, runtime = self._thresholds_of(pool.name), pool.runtime_config
-            is_busy = bool(ranks) and all(
-                limits.is_busy(
-                    load, total_kv_blocks=runtime.total_kv_blocks, max_batched_tokens=runtime.max_num_batched_tokens
+            blocks, tokens = runtime.total_kv_blocks, runtime.max_num_batched_tokens
+            is_busy = judged.get(key := (*msgspec.structs.astuple(limits)[1:], blocks, tokens))
+            if is_busy is None:
+                is_busy = judged[key] = bool(ranks) and all(
+                    limits.is_busy(load, total_kv_blocks=blocks, max_batched_tokens=tokens) for load in ranks
                 )
-                for load in ranks
-            )
-            is_busy_anywhere = is_busy_anywhere or is_busy
             if is_busy != (worker in pool.busy):
                 pool.busy = pool.busy | {worker} if is_busy else pool.busy - {worker}
-        if is_busy_anywhere:
+        if True in judged.values():
             self._expiries[worker] = asyncio.get_running_loop().call_later(BUSY_SECONDS, self._forget, worker)
 
     def _forget(self, worker: int) -> None:

@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from dynamo.errors import DynamoException, InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
-from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.kv.placement import KvPlaced, KvPlacement
@@ -93,10 +92,9 @@ class PoolMembers(HeldWorkers):
             found.setdefault(endpoint, set()).add(instance_id)
         self._members = {endpoint: frozenset(ids) for endpoint, ids in found.items()}
 
-    def set_places(self, configs: Mapping[int, ModelRuntimeConfig]) -> None:
-        """Take over where the members are, by what each registered about itself."""
-        taints = {instance_id: topology_taints(config) for instance_id, config in configs.items()}
-        self._places = {instance_id: found for instance_id, found in taints.items() if found}
+    def set_places(self, taints: Mapping[int, frozenset[str]]) -> None:
+        """Take over where the members are: the topology taints of those that have any."""
+        self._places = taints
 
     @property
     def workers(self) -> int:
@@ -111,7 +109,18 @@ class PoolMembers(HeldWorkers):
     @property
     def member_ids(self) -> frozenset[int]:
         """The instance ids of the members, reachable or not."""
+        if len(self._members) == 1:
+            return next(iter(self._members.values()))  # as nearly always, and not a copy
         return frozenset().union(*self._members.values())
+
+    @property
+    def listed_ids(self) -> frozenset[int]:
+        """The ids of the members that discovery lists."""
+        found: frozenset[int] = frozenset()
+        for endpoint, ids in self._members.items():
+            if (client := self._clients.get(endpoint)) is not None:
+                found |= ids.intersection(client.instance_ids())
+        return found
 
     @property
     def is_reachable(self) -> bool:

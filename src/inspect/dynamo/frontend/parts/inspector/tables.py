@@ -183,7 +183,7 @@ class WorkerLifecycle:
         self._models, self._events, self._clock = models, events, clock
         self.first_seen: dict[str, float] = {}
         """When each worker that is there came, by id: loop times."""
-        self._served: dict[str, str] = {}  # by worker, what it serves
+        self._served: dict[int, str] = {}  # by worker, what it serves
         self._conflicts: set[str] = set()  # keys of cards that differ from the one in service
         self._circuits: dict[str, float] = {}  # workers in quarantine
 
@@ -196,21 +196,21 @@ class WorkerLifecycle:
     def look(self) -> None:
         """Compare the workers with those of the last check."""
         now = self._clock.now()
-        served: dict[str, str] = {}
+        served: dict[int, str] = {}
         conflicts: dict[str, tuple[str, str]] = {}
         for group in self._models.groups():
             pool = self._models.pool_of(group.key)
-            for entry in group.accepted:
-                if pool is None or pool.instance(entry.instance_id) is not None:
-                    served.setdefault(worker_name(entry.instance_id), group.key.model)
+            there = group.instance_ids if pool is None else group.instance_ids & pool.listed_ids
+            served |= dict.fromkeys(there - served.keys(), group.key.model)
             for entry in group.rejected:
                 conflicts[entry.key] = worker_name(entry.instance_id), group.key.model
-        for name in served.keys() - self._served.keys():
+        for id in served.keys() - self._served.keys():
+            name, model = worker_name(id), served[id]
             self.first_seen[name] = now
-            self._events.add("worker joined", f"worker {name} serves {served[name]}", worker=name, model=served[name])
-        for name in self._served.keys() - served.keys():
+            self._events.add("worker joined", f"worker {name} serves {model}", worker=name, model=model)
+        for id in self._served.keys() - served.keys():
+            name, model = worker_name(id), self._served[id]
             self.first_seen.pop(name, None)
-            model = self._served[name]
             self._events.add("worker left", f"worker {name} of {model} has left", worker=name, model=model)
         for key in conflicts.keys() - self._conflicts:
             name, model = conflicts[key]
@@ -230,7 +230,7 @@ class WorkerLifecycle:
             text = f"worker {name} is quarantined: a request to it failed; it is tried again in {seconds:.0f} s"
             self._events.add("worker quarantined", text, worker=name)
         for name in self._circuits.keys() - found.keys():
-            if name in self._served:
+            if name in self.first_seen:
                 self._events.add("worker answers", f"worker {name} answers again", worker=name)
         self._circuits = found
 

@@ -46,7 +46,7 @@ class ClusterTable:
     def count(self) -> tuple[int, int]:
         """Return how many workers and models there are."""
         groups = self._models.groups()
-        workers = {entry.instance_id for group in groups for entry in group.accepted}
+        workers = frozenset().union(*[group.instance_ids for group in groups])
         return len(workers), len({(group.key.namespace, group.key.model) for group in groups})
 
     def kv_use(self) -> tuple[int, int]:
@@ -54,7 +54,9 @@ class ClusterTable:
         used = total = 0
         known: set[int] = set()
         for group in self._models.groups():
-            for entry in group.accepted:
+            for entry in (
+                () if group.instance_ids <= known else group.accepted
+            ):  # adapters have the workers of their base
                 runtime, id = entry.card.runtime_config, entry.instance_id
                 if id in known or not runtime.total_kv_blocks:
                     continue

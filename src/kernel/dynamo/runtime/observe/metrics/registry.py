@@ -52,13 +52,17 @@ Collected = tuple[str, str, str, float]
 Labels = Mapping[str, str] | Iterable[tuple[str, str]]
 
 
+_NOWHERE: Final = ("", "")  # the place of a series, in a registry, is the name of its metric and its label text
+
+
 class Counter:
     """A number that only grows."""
 
-    __slots__ = ("_value",)
+    __slots__ = ("_place", "_value")
 
     def __init__(self) -> None:
         self._value: float = 0
+        self._place = _NOWHERE
 
     def inc(self, amount: float = 1) -> None:
         """Add `amount`. Raises ValueError when it is negative: a rate over a falling counter is nonsense."""
@@ -77,10 +81,11 @@ class Counter:
 class Gauge:
     """A number that comes and goes, or a function that is called at every scrape."""
 
-    __slots__ = ("_read", "_value")
+    __slots__ = ("_place", "_read", "_value")
 
     def __init__(self) -> None:
         self._value: float = 0
+        self._place = _NOWHERE
         self._read: Callable[[], float] | None = None
 
     def set(self, value: float) -> None:
@@ -107,7 +112,7 @@ class Gauge:
 class Histogram:
     """How often a value fell into each bucket."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_place", "_sum")
 
     def __init__(self, buckets: Sequence[float] = DURATION_BUCKETS) -> None:
         bounds = tuple(bound for bound in buckets if bound != math.inf)
@@ -116,6 +121,7 @@ class Histogram:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._place = _NOWHERE
 
     def observe(self, value: float) -> None:
         bounds = self._bounds
@@ -321,10 +327,10 @@ class MetricsRegistry:
 
     def remove(self, metric: Metric) -> None:
         """Stop exposing a series; absent is fine."""
-        for name, family in list(self._families.items()):
-            for key, held in list(family.series.items()):
-                if held is metric:
-                    del family.series[key]
+        name, key = metric._place
+        family = self._families.get(name)
+        if family is not None and family.series.get(key) is metric:
+            del family.series[key]
             if not family.series:
                 del self._families[name]
 
@@ -396,6 +402,7 @@ class MetricsRegistry:
             if len(family.series) >= MAX_SERIES:
                 raise TooManySeries(f"metric {name} has {MAX_SERIES} series")
             family.series[labels] = found = fresh
+            fresh._place = name, labels
         if type(found) is not type(fresh) or family.kind != kind:
             raise ValueError(f"metric {name} is a {family.kind} and no {kind}")
         return found
@@ -450,6 +457,7 @@ class MetricsRegistry:
             raise TooManySeries(f"metric {name} has {MAX_SERIES} series; a label value is probably unbounded")
         self._families[name] = family
         family.series[key] = fresh
+        fresh._place = name, key
         return fresh
 
 
