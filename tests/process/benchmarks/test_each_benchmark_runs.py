@@ -27,7 +27,7 @@ SMALLEST: Final = {
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
     "request_calls": ["--requests", "5", "--tokens", "4"],
     "soak": ["--requests", "60", "--streams", "2"],
-    "upkeep": ["fleet", "busy", "--workers", "3", "--adapters", "1", "--runs", "1"],
+    "upkeep": ["fleet", "--workers", "120", "--adapters", "1", "--runs", "1"],
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
 WITH_OUT: Final = frozenset({"bench", "soak"})  # they leave files, in the folder of `--out`
