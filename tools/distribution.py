@@ -53,7 +53,7 @@ def build(out: Path) -> tuple[Path, Path]:
             ]
         )
         print("building the sdist ...", file=sys.stderr)
-        sdist = _build("sdist", ROOT, place, tools)
+        sdist = _build("sdist", _copy(place / "source"), place, tools)
         with tarfile.open(sdist) as archive:
             archive.extractall(place / "unpacked", filter="data")
         (unpacked,) = (place / "unpacked").iterdir()
@@ -63,6 +63,16 @@ def build(out: Path) -> tuple[Path, Path]:
         if lost:
             raise CannotPack(f"{wheel.name} lacks what git tracks below src: {', '.join(lost[:10])}")
         return _move(sdist, out), _move(wheel, out)
+
+
+def _copy(place: Path) -> Path:
+    """Copy what git would take of this tree. The builder reads a whole tree, and that of a developer has many gigabytes."""
+    listed = _run(["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"])
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, place / name)
+    return place
 
 
 def missing_from(wheel: Path) -> list[str]:
