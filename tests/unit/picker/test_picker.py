@@ -84,7 +84,7 @@ class House:
         (domain,) = domains._domains.values()
         (worker_id,) = [each for each, named in self.addresses.by_id.items() if named == address]
         load = domain.placement.router.load
-        return sum(load.of(rank).requests for rank in domain.ranks if rank.worker_id == worker_id)
+        return sum(len(load.of(rank).booked) for rank in domain.ranks if rank.worker_id == worker_id)
 
 
 @pytest.fixture
@@ -257,8 +257,8 @@ async def test_a_booking_ends_with_the_end_of_the_answer(house: House) -> None:
 
 async def test_a_prompt_counts_as_computed_with_the_first_output(house: House) -> None:
     await house.workers(1)
-    for modes in (DUPLEX, BUFFERED):
-        await house.ask(completion([7] * 64), modes=modes)
+    for token, modes in enumerate((DUPLEX, BUFFERED), 7):
+        await house.ask(completion([token] * 64), modes=modes)
         exchange = house.open[-1]
         assert prefill(house) == 64
         await house.send(exchange, response_headers())

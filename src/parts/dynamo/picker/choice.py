@@ -59,7 +59,7 @@ class Request(Struct, frozen=True):
     method: str
     path: str  # without its query
     headers: Sequence[tuple[bytes, bytes]]
-    body: bytes
+    body: bytes | None  # None: it has none, or the gateway does not send it
     allowed: frozenset[str] | None = None  # the addresses to choose from; None: all
 
 
@@ -145,7 +145,7 @@ class Picker:
 
     async def choose(self, request: Request) -> Selection:
         """Choose a worker, and count the request for it. Raises Refusal."""
-        call = self._calls.get(request.path) if request.method == "POST" else None
+        call = self._calls.get(request.path) if request.method == "POST" and request.body is not None else None
         hold = Hold()
         try:
             async with asyncio.timeout(self._seconds):
@@ -167,7 +167,7 @@ class Picker:
         frontend, now = self._frontend, asyncio.get_running_loop().time()
         pairs = request.headers
         headers = dict(reversed(pairs))
-        resolved = await reader.read(Arrival(request.body, now, headers, pairs, path=request.path))
+        resolved = await reader.read(Arrival(request.body or b"", now, headers, pairs, path=request.path))
         read, model, timer = resolved.request, resolved.model, StageTimer()
         media = getattr(read, "media", None)
         if media is not None:

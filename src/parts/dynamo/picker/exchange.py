@@ -93,22 +93,23 @@ class GatewayExchange:
             return self._refuse(RequestRejected(500, "the gateway sent no headers of the request"))
         self._head, body = None, bytes(self._body)
         self._body.clear()
+        is_bodiless = head.is_last or self._modes.request == BodyMode.NONE
         try:
-            self._selection = await self._picker.choose(self._request(head, body))
+            self._selection = await self._picker.choose(self._request(head, None if is_bodiless else body))
         except Refusal as refusal:
             status = refusal.status if refusal.status in SENDABLE else 500
             logger.info("a request is answered with %d: %s", status, refusal)
             self.is_over = True
             return [_immediate(status, refusal.body, refusal.headers)]
         mutation = self._mutation(self._selection.choice)
-        if head.is_last or self._modes.request == BodyMode.NONE:
+        if is_bodiless:
             return [answer(Phase.REQUEST_HEADERS, mutation, reroutes=True)]
         if self._modes.request != BodyMode.FULL_DUPLEX:
             return [answer(Phase.REQUEST_BODY, mutation, reroutes=True)]
         chunks = body_chunks(Phase.REQUEST_BODY, body, is_last=not is_ended_by_trailers)
         return [answer(Phase.REQUEST_HEADERS, mutation, reroutes=True), *chunks]
 
-    def _request(self, head: Message, body: bytes) -> Request:
+    def _request(self, head: Message, body: bytes | None) -> Request:
         named = dict(reversed(head.headers))
         path = named.get(b":path", b"/").decode("latin-1").partition("?")[0]
         hint = member_of(head.metadata, self._settings.subset_namespace, SUBSET)
