@@ -139,7 +139,8 @@ async def test_in_full_duplex_the_whole_body_follows_the_choice(house: House) ->
     )
     assert [each.kind for each in answers] == ["request_headers", *["request_body"] * 4]
     assert b"".join(each.body for each in answers) == body
-    assert answers[0].destination and answers[-1].is_last
+    assert answers[0].destination
+    assert answers[-1].is_last
     assert await house.send(exchange, body_message(4, b"", is_last=True)) == [], "a second end of the body is ignored"
 
 

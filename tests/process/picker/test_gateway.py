@@ -1,0 +1,284 @@
+"""A picker under a real Envoy: two workers with a frontend beside them, and requests through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from dynamo.frontend.app import Frontend as Models
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.picker.addresses import Addresses
+from dynamo.picker.choice import Picker
+from dynamo.picker.server import PickerServer
+from dynamo.picker.settings import PickerSettings
+from dynamo.placement.kv_query import KvQuery
+from dynamo.runtime.distributed import DistributedRuntime
+from support.envoy import BUFFERED, DUPLEX, configuration, envoy_binary
+from support.http_client import Reply, ask, exchange
+from support.patience import PATIENCE_SECONDS
+from support.ports import free_ports
+from support.processes import Cluster, Frontend, Process, get, until, wait
+
+pytestmark = [
+    pytest.mark.gateway,
+    pytest.mark.skipif(envoy_binary() is None, reason="needs Envoy: make test-gateway fetches it"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs 127.0.0.2: Linux"),
+]
+
+HOSTS: Final = ("127.0.0.2", "127.0.0.3")
+SUBSET: Final = "x-gateway-destination-endpoint-subset"
+EXPLAIN: Final = {"x-dynamo-explain-routing": "1"}
+TIMED: Final = 100  # requests, for each of the latencies
+RATE: Final = 40  # of them in a second
+
+
+class Gateway:
+    """Envoy, two workers of which each has an address of its own, and the frontend that serves both addresses."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.buffered, self.duplex, self.admin, self.picker_port, self.pod_port = free_ports(5)
+        """The ports: fails open and buffers; fails closed, in full duplex."""
+        self.frontend: Frontend = cluster.frontend(
+            "pods", "--router-mode", "direct", "--http-host", "0.0.0.0", "--http-port", str(self.pod_port)
+        )
+        for host in HOSTS:
+            flags = ["--block-size", "16", "--speedup-ratio", "10"]
+            argv = [sys.executable, "-m", "dynamo.mocker", "--discovery-backend", "file", "--model-path", "m", *flags]
+            cluster.process(f"worker-{host}", argv, DYN_TCP_RPC_HOST=host)
+        listeners = {self.buffered: (BUFFERED, True), self.duplex: (DUPLEX, False)}
+        file = cluster.root / "envoy.json"
+        file.write_text(
+            configuration(self.admin, listeners, self.picker_port, [(host, self.pod_port) for host in HOSTS])
+        )
+        binary = envoy_binary()
+        assert binary is not None
+        self.envoy = cluster.process(
+            "envoy", [binary, "-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
+        )
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"{host}:{self.pod_port}" for host in HOSTS]
+
+    def wait_ready(self) -> None:
+        self.frontend.wait_ready()
+        wait(lambda: _workers(self.frontend) == 2, lambda: self.frontend.log)
+        wait(lambda: _answers(self.admin, "/ready"), lambda: self.envoy.log)
+
+    def sees_picker(self, *, healthy: bool) -> bool:
+        """Whether Envoy's own checks find the picker so."""
+        _, body = get(self.admin, "/stats?filter=cluster.picker.membership_healthy")
+        return body.strip().endswith(b": 1" if healthy else b": 0")
+
+    def start_picker(self, name: str) -> Process:
+        argv = [sys.executable, "-m", "dynamo.picker", "--discovery-backend", "file", "--host", "127.0.0.1"]
+        ports = ["--port", str(self.picker_port), "--target-port", str(self.pod_port)]
+        made = self.cluster.process(name, [*argv, *ports])
+        made.wait_log("picking endpoints")
+        return made
+
+
+def _workers(frontend: Frontend) -> int:
+    status, body = frontend.get("/v1/models/m/ready")
+    roles = [
+        role
+        for namespace in (json.loads(body)["namespaces"].values() if status == 200 else ())
+        for role in namespace["worker_types"].values()
+    ]
+    return sum(role["workers"] for role in roles)
+
+
+def _answers(port: int, path: str) -> bool:
+    try:
+        return get(port, path)[0] == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with Cluster(tmp_path_factory.mktemp("gateway")) as cluster:
+        made = Gateway(cluster)
+        made.wait_ready()
+        yield made
+
+
+class OwnPicker:
+    """A picker in this process, whose accounts a test can read."""
+
+    def __init__(self, models: Models, server: PickerServer, addresses: Addresses) -> None:
+        self.models, self.server, self.addresses = models, server, addresses
+
+    @property
+    def running(self) -> dict[str, int]:
+        """How many requests are booked at each address."""
+        (pool,) = self.models.models.pools()
+        assert pool.kv is not None
+        load, found = pool.kv.router.load, dict[str, int]()
+        for rank in pool.kv.router.ranks:
+            address = self.addresses.of(pool.instance(rank.worker_id))
+            assert address is not None
+            found[address] = len(load.of(rank).booked)
+        return found
+
+    @property
+    def total(self) -> int:
+        return sum(self.running.values())
+
+
+@asynccontextmanager
+async def own_picker(gateway: Gateway) -> AsyncIterator[OwnPicker]:
+    settings = FrontendSettings.from_env(
+        {**gateway.cluster.environment, "DYN_ROUTER_MODE": "kv", "DYN_ROUTER_POLICY": "default"}
+    )
+    runtime = DistributedRuntime(asyncio.get_running_loop(), None, None, settings=settings.runtime)
+    addresses = Addresses(gateway.pod_port)
+    try:
+        async with Models(settings, runtime) as models:
+            picker = Picker(models, addresses)
+            async with PickerServer(picker, PickerSettings(host="127.0.0.1", port=gateway.picker_port)) as server:
+                await until(lambda: any(each.workers == 2 for each in models.models.pools()), lambda: "two workers")
+                await until(lambda: gateway.sees_picker(healthy=True), lambda: gateway.envoy.log)
+                yield OwnPicker(models, server, addresses)
+    finally:
+        await runtime.aclose()
+
+
+def completion(prompt: str, **members: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": prompt, "max_tokens": 4, **members}).encode()
+
+
+async def complete(port: int, prompt: str, headers: dict[str, str] | None = None, **members: Any) -> Reply:
+    return await ask(port, "/v1/completions", completion(prompt, **members), headers={**EXPLAIN, **(headers or {})})
+
+
+async def test_a_request_reaches_the_worker_that_the_picker_chose(gateway: Gateway) -> None:
+    async with own_picker(gateway) as picker:
+        for port in (gateway.buffered, gateway.duplex):
+            for host in gateway.addresses:
+                reply = await complete(port, f"a prompt for {host} on {port}", {SUBSET: host})
+                assert (reply.status, reply.headers["x-upstream"]) == (200, host), reply
+                (pool,) = picker.models.models.pools()
+                worker = pool.instance(int(reply.headers["x-dynamo-worker-instance-id"]))
+                assert picker.addresses.of(worker) == host, "the frontend of the pod sent it to the same worker"
+            reply = await complete(port, "x", {SUBSET: "10.9.9.9:1"})
+            assert reply.status == 503
+            assert (await ask(port, "/v1/models", method="GET")).status == 200
+            assert (await ask(port, "/v1/completions", b"{")).status == 400
+        await until(lambda: picker.total == 0, lambda: str(picker.running))
+
+
+async def test_a_prompt_goes_where_its_blocks_lie(gateway: Gateway) -> None:
+    async with own_picker(gateway) as picker:
+        prompt = "a prompt of many blocks, which one of the workers holds. " * 12
+        holder = gateway.addresses[1]
+        reply = await complete(gateway.buffered, prompt, {SUBSET: holder})
+        assert reply.headers["x-upstream"] == holder
+        (pool,) = picker.models.models.pools()
+
+        def is_known() -> bool:
+            assert pool.kv is not None
+            tokens = list(prompt.encode())
+            found = pool.kv.router.look_up(KvQuery(token_ids=tokens), 0.0).overlaps
+            return any(each.device > 30 for each in found.values())
+
+        await until(is_known, lambda: "the events of the worker")
+        for _ in range(6):
+            reply = await complete(gateway.duplex, prompt + "and more")
+            assert reply.headers["x-upstream"] == holder
+
+
+async def test_loads_are_true_while_answers_run_and_when_clients_leave(gateway: Gateway) -> None:
+    async with own_picker(gateway) as picker:
+        for port in (gateway.buffered, gateway.duplex):
+            long = [completion(f"{n} a long answer on {port}", max_tokens=4000, stream=True) for n in range(2)]
+            async with exchange(port, "/v1/completions", long[0]) as first:
+                assert await first.head() == 200
+                await first.event()
+                async with exchange(port, "/v1/completions", long[1]) as second:
+                    assert await second.head() == 200
+                    await second.event()
+                    assert picker.running == dict.fromkeys(gateway.addresses, 1), (
+                        "the second goes where the first is not"
+                    )
+                await until(lambda: picker.total == 1, lambda: str(picker.running))
+            await until(lambda: picker.total == picker.server.streams == 0, lambda: str(picker.running))
+
+
+async def test_a_picker_that_is_killed_lets_requests_through_or_refuses_them_as_is_set(gateway: Gateway) -> None:
+    picker = gateway.start_picker("picker-1")
+    await until(lambda: gateway.sees_picker(healthy=True), lambda: picker.log)
+    assert (await complete(gateway.duplex, "before")).status == 200
+    picker.kill()
+    picker.exit_code()
+    began = time.monotonic()
+    # No worker id from a picker, so that the pod's frontend in direct mode has none: the list of models needs none.
+    assert (await ask(gateway.buffered, "/v1/models", method="GET")).status == 200
+    assert (await complete(gateway.duplex, "closed")).status == 503
+    await until(lambda: gateway.sees_picker(healthy=False), lambda: gateway.envoy.log)
+    (worker_id, *_) = _worker_ids(gateway.frontend)
+    named = {"x-dynamo-worker-instance-id": str(worker_id)}
+    assert (await complete(gateway.buffered, "open", named)).status == 200
+    assert (await complete(gateway.duplex, "closed")).status == 503
+    assert time.monotonic() - began < PATIENCE_SECONDS / 2, "nothing hangs"
+    again = gateway.start_picker("picker-2")
+    await until(lambda: gateway.sees_picker(healthy=True), lambda: again.log)
+    assert (await complete(gateway.duplex, "after")).status == 200
+    again.terminate()
+    assert again.exit_code() == 0, again.log
+
+
+def _worker_ids(frontend: Frontend) -> list[int]:
+    return [each["instance_id"] for each in json.loads(frontend.get("/health")[1])["instances"]]
+
+
+async def test_what_a_picker_adds_to_the_first_byte(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
+    (worker_id, *_) = _worker_ids(gateway.frontend)
+    picker = gateway.start_picker("picker-timed")
+    try:
+        await until(lambda: gateway.sees_picker(healthy=True), lambda: picker.log)
+        named = {"x-dynamo-worker-instance-id": str(worker_id)}
+        found = {
+            "the pod itself": await _timed(gateway.pod_port, named),
+            "Envoy and the picker, buffered": await _timed(gateway.buffered, {}),
+            "Envoy and the picker, full duplex": await _timed(gateway.duplex, {}),
+        }
+    finally:
+        picker.kill()
+        picker.exit_code()
+    with capsys.disabled():
+        print()
+        for what, times in found.items():
+            cuts = statistics.quantiles(times, n=100)
+            print(f"{what}: p50 {cuts[49] * 1000:.1f} ms, p99 {cuts[98] * 1000:.1f} ms, {RATE} requests/s")
+    assert statistics.median(found["Envoy and the picker, buffered"]) < 1.0
+
+
+async def _timed(port: int, headers: dict[str, str]) -> list[float]:
+    """Send requests at a steady rate, and return how long the head of each answer took."""
+
+    async def one(n: int) -> float:
+        await asyncio.sleep(n / RATE)
+        began = time.perf_counter()
+        reply = await ask(port, "/v1/completions", completion(f"{n} " + "words " * 80, max_tokens=1), headers=headers)
+        assert reply.status == 200, reply
+        return time.perf_counter() - began
+
+    return await asyncio.gather(*(one(n) for n in range(TIMED)))
+
+
+def test_the_process_ends_with_a_sentence_where_it_cannot_do_what_is_set(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        wrong = cluster.process("wrong", [sys.executable, "-m", "dynamo.picker", "--router-mode", "least-loaded"])
+        assert wrong.exit_code() == 2
+        assert "a picker has none" in wrong.log
