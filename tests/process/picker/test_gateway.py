@@ -80,11 +80,14 @@ class Gateway:
         _, body = get(self.admin, "/stats?filter=cluster.picker.membership_healthy")
         return body.strip().endswith(b": 1" if healthy else b": 0")
 
-    def start_picker(self, name: str) -> Process:
+    async def start_picker(self, name: str) -> Process:
+        """Start one once Envoy has noticed the end of that before."""
+        await until(lambda: self.sees_picker(healthy=False), lambda: self.envoy.log)
         argv = [sys.executable, "-m", "dynamo.picker", "--discovery-backend", "file", "--host", "127.0.0.1"]
         ports = ["--port", str(self.picker_port), "--target-port", str(self.pod_port)]
         made = self.cluster.process(name, [*argv, *ports])
         made.wait_log("picking endpoints")
+        await until(lambda: self.sees_picker(healthy=True), lambda: made.log)
         return made
 
 
@@ -141,6 +144,7 @@ async def own_picker(gateway: Gateway) -> AsyncIterator[OwnPicker]:
     settings = FrontendSettings.from_env(
         {**gateway.cluster.environment, "DYN_ROUTER_MODE": "kv", "DYN_ROUTER_POLICY": "default"}
     )
+    await until(lambda: gateway.sees_picker(healthy=False), lambda: gateway.envoy.log)
     runtime = DistributedRuntime(asyncio.get_running_loop(), None, None, settings=settings.runtime)
     addresses = Addresses(gateway.pod_port)
     try:
@@ -216,8 +220,7 @@ async def test_loads_are_true_while_answers_run_and_when_clients_leave(gateway: 
 
 
 async def test_a_picker_that_is_killed_lets_requests_through_or_refuses_them_as_is_set(gateway: Gateway) -> None:
-    picker = gateway.start_picker("picker-1")
-    await until(lambda: gateway.sees_picker(healthy=True), lambda: picker.log)
+    picker = await gateway.start_picker("picker-1")
     assert (await complete(gateway.duplex, "before")).status == 200
     picker.kill()
     picker.exit_code()
@@ -231,8 +234,7 @@ async def test_a_picker_that_is_killed_lets_requests_through_or_refuses_them_as_
     assert (await complete(gateway.buffered, "open", named)).status == 200
     assert (await complete(gateway.duplex, "closed")).status == 503
     assert time.monotonic() - began < PATIENCE_SECONDS / 2, "nothing hangs"
-    again = gateway.start_picker("picker-2")
-    await until(lambda: gateway.sees_picker(healthy=True), lambda: again.log)
+    again = await gateway.start_picker("picker-2")
     assert (await complete(gateway.duplex, "after")).status == 200
     again.terminate()
     assert again.exit_code() == 0, again.log
@@ -244,9 +246,8 @@ def _worker_ids(frontend: Frontend) -> list[int]:
 
 async def test_what_a_picker_adds_to_the_first_byte(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
     (worker_id, *_) = _worker_ids(gateway.frontend)
-    picker = gateway.start_picker("picker-timed")
+    picker = await gateway.start_picker("picker-timed")
     try:
-        await until(lambda: gateway.sees_picker(healthy=True), lambda: picker.log)
         named = {"x-dynamo-worker-instance-id": str(worker_id)}
         found = {
             "the pod itself": await _timed(gateway.pod_port, named),
