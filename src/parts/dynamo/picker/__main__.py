@@ -81,6 +81,10 @@ def _check(picker: PickerSettings, frontend: FrontendSettings) -> None:
             f"--router-mode {frontend.router_mode} chooses by streams that this process has open, and a picker has "
             f"none: use one of {', '.join(MODES)}"
         )
+    if picker.epp_mode == "standalone":
+        raise ValueError(
+            "DYN_EPP_MODE=standalone, plain vLLM pods, is not in this version: the picker follows workers by their cards"
+        )
     if frontend.key_sources.exist:
         raise ValueError("keys are configured, and a picker checks none: leave that to the gateway")
     if (picker.tls_cert_path is None) != (picker.tls_key_path is None):

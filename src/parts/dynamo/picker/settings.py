@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.picker.addresses import DEFAULT_TARGET_PORT
-from dynamo.settings.readers import above_zero, integer, path, text
+from dynamo.settings.readers import above_zero, integer, one_of, path, text
 from dynamo.settings.readers import port as port_number
 from dynamo.settings.table import setting
 
@@ -43,4 +43,6 @@ class PickerSettings:
         flag="--destination-namespace", group=_GROUP)
     subset_namespace: str = setting("envoy.lb.subset_hint", "DYN_PICKER_SUBSET_NAMESPACE", text,
         "The namespace of the metadata with the workers to choose from", flag="--subset-namespace", group=_GROUP)
+    epp_mode: str = setting("dynamo", "DYN_EPP_MODE", one_of("dynamo", "full-dynamo-stack", "standalone"),
+        "As the native picker names it; `standalone` (plain vLLM pods) is refused: workers are followed by their cards")
     # fmt: on
