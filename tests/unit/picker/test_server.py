@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from dynamo.picker.settings import PickerSettings
 from dynamo.picker.wire import of_bytes, of_number
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.kv.settings import KvRouterSettings
+from support.certificates import Authority
 from support.frontend_cluster import Cluster, cluster
 from support.gateway import NumberedAddresses, body_message, completion, read_answer, request_headers
 from support.patience import PATIENCE_SECONDS
@@ -25,8 +27,8 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = (of_number(1, status) for status in (1, 
 
 
 @asynccontextmanager
-async def picker(tmp_path: Path, **kv: object) -> AsyncIterator[tuple[Cluster, PickerServer, grpc.aio.Channel]]:
-    settings = KvRouterSettings(policy="default", **kv)  # type: ignore[arg-type]
+async def picker(tmp_path: Path, **kv: Any) -> AsyncIterator[tuple[Cluster, PickerServer, grpc.aio.Channel]]:
+    settings = KvRouterSettings(policy="default", **kv)
     async with cluster(tmp_path, router_mode="kv", kv_router=settings) as models:
         addresses = NumberedAddresses()
         made = Picker(models.frontend, addresses, seconds=PATIENCE_SECONDS)
@@ -124,6 +126,19 @@ async def test_health_is_that_of_the_models(tmp_path: Path) -> None:
         watch.cancel()
         server.is_draining = True
         assert await check(channel, EXT_PROC) == NOT_SERVING
+
+
+async def test_tls_is_served_where_a_certificate_is_named(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "certificates")
+    cert, key = map(Path, authority.issue("localhost"))
+    trusted = grpc.ssl_channel_credentials(authority.ca.cert_pem.bytes())
+    async with picker(tmp_path) as (models, _server, _channel):
+        settings = PickerSettings(host="127.0.0.1", port=0, tls_cert_path=cert, tls_key_path=key)
+        async with (
+            PickerServer(Picker(models.frontend, NumberedAddresses()), settings) as server,
+            grpc.aio.secure_channel(f"localhost:{server.port}", trusted) as channel,
+        ):
+            assert await check(channel, "readiness") == SERVING
 
 
 async def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf import struct_pb2
 
-from dynamo.picker.messages import CHUNK_BYTES, Phase, body_chunks, read_message
+from dynamo.picker.messages import CHUNK_BYTES, MessagePhase, body_chunks, read_message
 from dynamo.picker.wire import MalformedMessage, of_bytes, of_number, read, read_struct, struct_of, text_value
 from support.gateway import body_message, read_answer, request_headers
 
@@ -40,7 +40,7 @@ def test_a_message_without_a_phase_is_refused() -> None:
 
 def test_headers_are_read_raw_or_as_text() -> None:
     message = read_message(request_headers("/x", host="a"))
-    assert (message.phase, dict(message.headers)[b"host"]) == (Phase.REQUEST_HEADERS, b"a")
+    assert (message.phase, dict(message.headers)[b"host"]) == (MessagePhase.REQUEST_HEADERS, b"a")
     header = of_bytes(1, b"Name") + of_bytes(2, b"value")
     old = read_message(of_bytes(2, of_bytes(1, of_bytes(1, header))))
     assert old.headers == [(b"name", b"value")]
@@ -49,7 +49,7 @@ def test_headers_are_read_raw_or_as_text() -> None:
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
 def test_a_body_is_passed_on_whole_in_parts_that_every_proxy_takes(size: int) -> None:
     body = bytes(range(256)) * (size // 256 + 1)
-    parts = [read_answer(part) for part in body_chunks(Phase.REQUEST_BODY, body[:size], is_last=True)]
+    parts = [read_answer(part) for part in body_chunks(MessagePhase.REQUEST_BODY, body[:size], is_last=True)]
     assert b"".join(part.body for part in parts) == body[:size]
     assert all(len(part.body) <= CHUNK_BYTES for part in parts)
     assert [part.is_last for part in parts] == [*[False] * (len(parts) - 1), True]

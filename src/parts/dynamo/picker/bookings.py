@@ -62,7 +62,7 @@ class _Opened(NamedTuple):
     client: _Gateway
 
 
-class Hold:
+class RequestHold:
     """What one request holds. Close it on every path."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Hold:
         self.is_open = True
 
     def add_slot(self, slot: AdmissionSlot) -> None:
-        """Hold a place of the model."""
+        """RequestHold a place of the model."""
         self._slot = slot
         self._stack.callback(slot.leave)
 

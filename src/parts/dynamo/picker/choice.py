@@ -30,7 +30,7 @@ from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.reading import CallReader
 from dynamo.frontend.pipeline.text_generation import TextPlan
 from dynamo.picker.addresses import Addresses
-from dynamo.picker.bookings import Hold
+from dynamo.picker.bookings import RequestHold
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.worker_request import WorkerRequest
@@ -63,7 +63,7 @@ class Request(Struct, frozen=True):
     allowed: frozenset[str] | None = None  # the addresses to choose from; None: all
 
 
-class Choice(Struct, frozen=True):
+class Destination(Struct, frozen=True):
     """Where a request goes."""
 
     addresses: Sequence[str]  # the worker's first; the others are for retries
@@ -78,10 +78,10 @@ class _Booked(Struct, frozen=True):
     failover: Failover
 
 
-class Selection:
+class PickedWorker:
     """The choice for one HTTP request, and what is held for it. Close it on every path."""
 
-    def __init__(self, picker: Picker, choice: Choice, hold: Hold, booked: _Booked | None = None) -> None:
+    def __init__(self, picker: Picker, choice: Destination, hold: RequestHold, booked: _Booked | None = None) -> None:
         self._picker, self.choice, self.hold, self._booked = picker, choice, hold, booked
 
     async def served_by(self, address: str) -> None:
@@ -143,14 +143,14 @@ class Picker:
                 return candidate.instance_id
         return None
 
-    async def choose(self, request: Request) -> Selection:
+    async def choose(self, request: Request) -> PickedWorker:
         """Choose a worker, and count the request for it. Raises Refusal."""
         call = self._calls.get(request.path) if request.method == "POST" and request.body is not None else None
-        hold = Hold()
+        hold = RequestHold()
         try:
             async with asyncio.timeout(self._seconds):
                 if call is None:
-                    return Selection(self, Choice([self._any(request)]), hold)
+                    return PickedWorker(self, Destination([self._any(request)]), hold)
                 return await self._choose(*call, request, hold)
         except TimeoutError as error:
             hold.close()
@@ -163,7 +163,9 @@ class Picker:
             hold.close()
             raise
 
-    async def _choose(self, api: GenerationApi[Any], reader: CallReader, request: Request, hold: Hold) -> Selection:
+    async def _choose(
+        self, api: GenerationApi[Any], reader: CallReader, request: Request, hold: RequestHold
+    ) -> PickedWorker:
         frontend, now = self._frontend, asyncio.get_running_loop().time()
         pairs = request.headers
         headers = dict(reversed(pairs))
@@ -197,7 +199,7 @@ class Picker:
         if failover.session is not None:
             failover.session.sent(worker.instance.instance_id, worker.placement.dp_rank)
         addresses = [address, *self._others(failover, worker, request.allowed)]
-        return Selection(self, Choice(addresses, _worker_headers(worker)), hold, _Booked(model, body, failover))
+        return PickedWorker(self, Destination(addresses, _worker_headers(worker)), hold, _Booked(model, body, failover))
 
     def _others(self, failover: Failover, first: ChosenWorker, allowed: frozenset[str] | None) -> list[str]:
         """Return the addresses of the next best workers. Nothing is booked, and no turn is used up."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from dynamo.picker.addresses import member_of, read_hint
-from dynamo.picker.choice import Choice, Picker, Refusal, Request, Selection
-from dynamo.picker.messages import BodyMode, Message, Modes, Mutation, Phase, answer, body_chunks, immediate
+from dynamo.picker.choice import Destination, PickedWorker, Picker, Refusal, Request
+from dynamo.picker.messages import BodyMode, Message, MessagePhase, Modes, Mutation, answer, body_chunks, immediate
 from dynamo.picker.settings import PickerSettings
 from dynamo.protocol.openai.errors import RequestRejected
 
@@ -32,8 +32,9 @@ class GatewayExchange:
         self._modes = Modes()
         self._head: Message | None = None
         self._body = bytearray()
-        self._selection: Selection | None = None
+        self._selection: PickedWorker | None = None
         self.is_over = False  # nothing more is sent on this stream
+        self.is_choosing = False  # the choice takes its time, maybe in the router's queue
         self._is_sent = False  # the request is on its way to its worker
 
     async def take(self, message: Message) -> list[bytes]:
@@ -41,15 +42,15 @@ class GatewayExchange:
         if message.modes is not None:
             self._modes = message.modes
         match message.phase:
-            case Phase.REQUEST_HEADERS:
+            case MessagePhase.REQUEST_HEADERS:
                 return await self._request_headers(message)
-            case Phase.REQUEST_BODY:
+            case MessagePhase.REQUEST_BODY:
                 return await self._request_body(message)
-            case Phase.RESPONSE_HEADERS:
+            case MessagePhase.RESPONSE_HEADERS:
                 return await self._response_headers(message)
-            case Phase.RESPONSE_BODY:
+            case MessagePhase.RESPONSE_BODY:
                 return self._response_body(message)
-            case Phase.RESPONSE_TRAILERS:
+            case MessagePhase.RESPONSE_TRAILERS:
                 self.close()
                 return [answer(message.phase)]
             case _:  # the trailers of a request: a body that no message ended ends here
@@ -68,7 +69,7 @@ class GatewayExchange:
         if message.is_last or self._modes.request == BodyMode.NONE:
             return await self._choose()
         if self._modes.request in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
-            return [answer(Phase.REQUEST_HEADERS)]  # the choice comes with the body
+            return [answer(MessagePhase.REQUEST_HEADERS)]  # the choice comes with the body
         if self._modes.request == BodyMode.STREAMED:
             return self._refuse(
                 RequestRejected(500, "the picker takes bodies BUFFERED or FULL_DUPLEX_STREAMED, not STREAMED")
@@ -94,6 +95,7 @@ class GatewayExchange:
         self._head, body = None, bytes(self._body)
         self._body.clear()
         is_bodiless = head.is_last or self._modes.request == BodyMode.NONE
+        self.is_choosing = True
         try:
             self._selection = await self._picker.choose(self._request(head, None if is_bodiless else body))
         except Refusal as refusal:
@@ -101,13 +103,15 @@ class GatewayExchange:
             logger.info("a request is answered with %d: %s", status, refusal)
             self.is_over = True
             return [_immediate(status, refusal.body, refusal.headers)]
+        finally:
+            self.is_choosing = False
         mutation = self._mutation(self._selection.choice)
         if is_bodiless:
-            return [answer(Phase.REQUEST_HEADERS, mutation, reroutes=True)]
+            return [answer(MessagePhase.REQUEST_HEADERS, mutation, reroutes=True)]
         if self._modes.request != BodyMode.FULL_DUPLEX:
-            return [answer(Phase.REQUEST_BODY, mutation, reroutes=True)]
-        chunks = body_chunks(Phase.REQUEST_BODY, body, is_last=not is_ended_by_trailers)
-        return [answer(Phase.REQUEST_HEADERS, mutation, reroutes=True), *chunks]
+            return [answer(MessagePhase.REQUEST_BODY, mutation, reroutes=True)]
+        chunks = body_chunks(MessagePhase.REQUEST_BODY, body, is_last=not is_ended_by_trailers)
+        return [answer(MessagePhase.REQUEST_HEADERS, mutation, reroutes=True), *chunks]
 
     def _request(self, head: Message, body: bytes | None) -> Request:
         named = dict(reversed(head.headers))
@@ -116,7 +120,7 @@ class GatewayExchange:
         pairs = [(name, value) for name, value in head.headers if not name.startswith(b":")]
         return Request(named.get(b":method", b"").decode("latin-1"), path, pairs, body, read_hint(hint))
 
-    def _mutation(self, choice: Choice) -> Mutation:
+    def _mutation(self, choice: Destination) -> Mutation:
         destination = ",".join(choice.addresses)
         return Mutation(
             [(DESTINATION, destination), *choice.headers],

@@ -30,7 +30,7 @@ _CONFIGURATION: Final = 11
 _METADATA: Final = 8
 
 
-class Phase(IntEnum):
+class MessagePhase(IntEnum):
     """The phase of a message: its field number in a ProcessingRequest."""
 
     REQUEST_HEADERS = 2
@@ -43,12 +43,12 @@ class Phase(IntEnum):
 
 # The field number of the answer to each phase, in a ProcessingResponse.
 _ANSWER: Final = {
-    Phase.REQUEST_HEADERS: 1,
-    Phase.RESPONSE_HEADERS: 2,
-    Phase.REQUEST_BODY: 3,
-    Phase.RESPONSE_BODY: 4,
-    Phase.REQUEST_TRAILERS: 5,
-    Phase.RESPONSE_TRAILERS: 6,
+    MessagePhase.REQUEST_HEADERS: 1,
+    MessagePhase.RESPONSE_HEADERS: 2,
+    MessagePhase.REQUEST_BODY: 3,
+    MessagePhase.RESPONSE_BODY: 4,
+    MessagePhase.REQUEST_TRAILERS: 5,
+    MessagePhase.RESPONSE_TRAILERS: 6,
 }
 _IMMEDIATE: Final = 7
 
@@ -73,7 +73,7 @@ class Modes(Struct, frozen=True):
 class Message(Struct, frozen=True):
     """One message of the proxy."""
 
-    phase: Phase
+    phase: MessagePhase
     headers: Sequence[tuple[bytes, bytes]] = ()  # names in lower case
     body: bytes = b""
     is_last: bool = False  # nothing of this direction follows
@@ -84,17 +84,17 @@ class Message(Struct, frozen=True):
 def read_message(data: bytes) -> Message:
     """Read one message of the proxy. Raises MalformedMessage."""
     fields = read(data)
-    phase = next((each for each in Phase if each in fields), None)
+    phase = next((each for each in MessagePhase if each in fields), None)
     if phase is None:
         raise MalformedMessage("a message without a phase")
     inner = read(last_bytes(fields, phase) or b"")
     headers: Sequence[tuple[bytes, bytes]] = ()
     body = b""
-    if phase in (Phase.REQUEST_BODY, Phase.RESPONSE_BODY):
+    if phase in (MessagePhase.REQUEST_BODY, MessagePhase.RESPONSE_BODY):
         body, is_last = last_bytes(inner, 1) or b"", bool(last_number(inner, 2))
     else:
         headers = _read_headers(last_bytes(inner, 1) or b"")
-        is_trailers = phase in (Phase.REQUEST_TRAILERS, Phase.RESPONSE_TRAILERS)
+        is_trailers = phase in (MessagePhase.REQUEST_TRAILERS, MessagePhase.RESPONSE_TRAILERS)
         is_last = is_trailers or bool(last_number(inner, 3))
     return Message(phase, headers, body, is_last, _read_metadata(fields), _read_modes(fields))
 
@@ -138,10 +138,10 @@ class Mutation(Struct, frozen=True):
 _NOTHING: Final = Mutation()
 
 
-def answer(phase: Phase, mutation: Mutation = _NOTHING, *, reroutes: bool = False) -> bytes:
+def answer(phase: MessagePhase, mutation: Mutation = _NOTHING, *, reroutes: bool = False) -> bytes:
     """Answer one phase. `reroutes`: the proxy chooses its route anew, by the changed headers."""
     headers = _header_mutation(mutation.set_headers, mutation.removed)
-    if phase in (Phase.REQUEST_TRAILERS, Phase.RESPONSE_TRAILERS):
+    if phase in (MessagePhase.REQUEST_TRAILERS, MessagePhase.RESPONSE_TRAILERS):
         return of_bytes(_ANSWER[phase], b"")
     common = (of_bytes(2, headers) if headers else b"") + (of_number(5, 1) if reroutes else b"")
     written = of_bytes(_ANSWER[phase], of_bytes(1, common))
@@ -152,13 +152,13 @@ def answer(phase: Phase, mutation: Mutation = _NOTHING, *, reroutes: bool = Fals
     return written
 
 
-def body_chunks(phase: Phase, body: bytes, *, is_last: bool) -> list[bytes]:
+def body_chunks(phase: MessagePhase, body: bytes, *, is_last: bool) -> list[bytes]:
     """Pass a body on in a full duplex, in messages that every proxy takes."""
     parts = [body[start : start + CHUNK_BYTES] for start in range(0, len(body), CHUNK_BYTES)] or [b""]
     return [_streamed(phase, part, is_last=is_last and at == len(parts) - 1) for at, part in enumerate(parts)]
 
 
-def _streamed(phase: Phase, body: bytes, *, is_last: bool) -> bytes:
+def _streamed(phase: MessagePhase, body: bytes, *, is_last: bool) -> bytes:
     streamed = of_bytes(1, body) + (of_number(2, 1) if is_last else b"")
     return of_bytes(_ANSWER[phase], of_bytes(1, of_bytes(3, of_bytes(3, streamed))))
 

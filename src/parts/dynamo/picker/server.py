@@ -6,14 +6,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.picker.choice import Picker
 from dynamo.picker.exchange import GatewayExchange
-from dynamo.picker.messages import Message, Phase, read_message
+from dynamo.picker.messages import read_message
 from dynamo.picker.settings import PickerSettings
 from dynamo.picker.wire import MalformedMessage, last_bytes, of_bytes, of_number, read, text_of
+from dynamo.runtime.base.tasks import first_of
+from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
     from grpc import aio
@@ -21,9 +23,7 @@ if TYPE_CHECKING:
 try:
     import grpc
 except ImportError as error:  # an extra
-    raise InvalidArgument(
-        "the picker needs gRPC, which is not installed: pip install 'dynamo-unified[gateway]'"
-    ) from error
+    raise InvalidArgument(f"the picker needs gRPC, which is not installed: {install_command('gateway')}") from error
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ HEALTH: Final = "grpc.health.v1.Health"
 _SERVING, _NOT_SERVING, _SERVICE_UNKNOWN = 1, 2, 3
 _LIVENESS: Final = "liveness"
 _READINESS: Final = ("", "readiness", EXT_PROC)
-_LOOK_SECONDS: Final = 1.0  # between two looks of a health watch: the store reports no change of its own trouble
+_POLL_SECONDS: Final = 1.0  # of a health watch: no event comes of trouble with the store
+_UNANSWERED: Final = 16  # messages of one stream that are read ahead
 _MESSAGE_BYTES: Final = 1024 * 1024  # beside the longest body
 
 
@@ -84,7 +85,7 @@ class PickerServer:
             await self._server.stop(None)
 
     async def drain(self, seconds: float) -> None:
-        """Report that this picker leaves, take no new streams, and let those that are open end for so long."""
+        """Take no new streams, and let those that are open end for so long; `readiness` is NOT_SERVING meanwhile."""
         self.is_draining = True
         if self._server is not None:
             await self._server.stop(seconds)
@@ -92,23 +93,11 @@ class PickerServer:
     # -- external processing -------------------------------------------------------------------------------------------
 
     async def _process(self, _requests: object, context: aio.ServicerContext[bytes, bytes]) -> None:
-        exchange = GatewayExchange(self._picker, self._settings)
+        exchange, messages = GatewayExchange(self._picker, self._settings), asyncio.Queue[bytes](_UNANSWERED)
         self.streams += 1
-        upcoming: asyncio.Future[Any] = asyncio.ensure_future(context.read())
         try:
-            while (data := await upcoming) is not grpc.aio.EOF:
-                upcoming = asyncio.ensure_future(context.read())
-                try:
-                    message = read_message(data)
-                except MalformedMessage as error:
-                    logger.warning("a gateway sent what cannot be read: %s", error)
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                for answer in await _answers(exchange, message, upcoming):
-                    await context.write(answer)
-                if exchange.is_over:
-                    break
+            await first_of(_read(context, messages, exchange), _answer(context, messages, exchange))
         finally:
-            upcoming.cancel()
             self.streams -= 1
             exchange.close()
 
@@ -134,31 +123,37 @@ class PickerServer:
             if (status := self._status(service)) != last:
                 last = status
                 yield of_number(1, status)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 def _service_of(request: bytes) -> str:
     return text_of(last_bytes(read(request), 1) or b"")
 
 
-async def _answers(exchange: GatewayExchange, message: Message, upcoming: asyncio.Future[Any]) -> list[bytes]:
-    """Return the answers to a message; [] where the gateway left meanwhile: its client has gone."""
-    if message.phase not in (Phase.REQUEST_HEADERS, Phase.REQUEST_BODY, Phase.REQUEST_TRAILERS):
-        return await exchange.take(message)
-    work = asyncio.ensure_future(exchange.take(message))
-    try:
-        await asyncio.wait((work, upcoming), return_when=asyncio.FIRST_COMPLETED)
-        if work.done() or not _is_end(upcoming):
-            return await work
-        return []
-    finally:
-        if not work.done():
-            work.cancel()
-            await asyncio.wait((work,))
+async def _read(
+    context: aio.ServicerContext[bytes, bytes], messages: asyncio.Queue[bytes], exchange: GatewayExchange
+) -> None:
+    """Read a stream until the gateway ends it. An end before there is a worker means that its client has gone."""
+    while (data := await context.read()) is not grpc.aio.EOF:
+        await messages.put(data)
+    if not exchange.is_choosing:
+        await messages.join()
 
 
-def _is_end(upcoming: asyncio.Future[Any]) -> bool:
-    return upcoming.cancelled() or upcoming.exception() is not None or upcoming.result() is grpc.aio.EOF
+async def _answer(
+    context: aio.ServicerContext[bytes, bytes], messages: asyncio.Queue[bytes], exchange: GatewayExchange
+) -> None:
+    """Answer the messages of a stream in their order, until it is over."""
+    while not exchange.is_over:
+        data = await messages.get()
+        try:
+            message = read_message(data)
+        except MalformedMessage as error:
+            logger.warning("a gateway sent what cannot be read: %s", error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        for answer in await exchange.take(message):
+            await context.write(answer)
+        messages.task_done()
 
 
 def _credentials(cert: Path, key: Path) -> grpc.ServerCredentials:
