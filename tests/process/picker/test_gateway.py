@@ -248,6 +248,8 @@ async def test_a_picker_that_is_killed_lets_requests_through_or_refuses_them_as_
     again = await gateway.start_picker("picker-2")
     assert (await complete(gateway.duplex, "after")).status == 200
     again.terminate()
+    await until(lambda: again.has_ended or gateway.sees_picker(healthy=False), lambda: again.log)
+    assert not again.has_ended, "Envoy notices before the picker is gone"
     assert again.exit_code() == 0, again.log
 
 

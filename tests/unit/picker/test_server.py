@@ -27,7 +27,9 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = (of_number(1, status) for status in (1, 
 
 
 @asynccontextmanager
-async def picker(tmp_path: Path, **kv: Any) -> AsyncIterator[tuple[Cluster, PickerServer, grpc.aio.Channel]]:
+async def picker(
+    tmp_path: Path, *, drain_seconds: float = 0.0, **kv: Any
+) -> AsyncIterator[tuple[Cluster, PickerServer, grpc.aio.Channel]]:
     settings = KvRouterSettings(policy="default", **kv)
     async with cluster(tmp_path, router_mode="kv", kv_router=settings) as models:
         addresses = NumberedAddresses()
@@ -36,7 +38,7 @@ async def picker(tmp_path: Path, **kv: Any) -> AsyncIterator[tuple[Cluster, Pick
         worker = await models.worker(kv_cache_block_size=4, runtime_config=config)
         addresses.name(worker.endpoint.connection_id())
         async with (
-            PickerServer(made, PickerSettings(host="127.0.0.1", port=0)) as server,
+            PickerServer(made, PickerSettings(host="127.0.0.1", port=0, drain_seconds=drain_seconds)) as server,
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
         ):
             yield models, server, channel
@@ -64,10 +66,7 @@ def held(models: Cluster) -> int:
 async def test_a_stream_is_answered_and_its_end_frees_what_it_held(tmp_path: Path) -> None:
     async with picker(tmp_path) as (models, server, channel):
         stream = process(channel)
-        await stream.write(request_headers())
-        await stream.write(body_message(4, completion([1, 2, 3, 4]), is_last=True))
-        assert read_answer(await stream.read()).destination == "10.0.0.1:8000"
-        assert read_answer(await stream.read()).is_last
+        await choose(stream)
         assert held(models) == 1
         await stream.done_writing()  # as a gateway does whose client has gone
         assert await stream.read() is grpc.aio.EOF
@@ -111,7 +110,7 @@ async def test_what_is_no_message_ends_the_stream_with_an_error(tmp_path: Path) 
 
 
 async def test_health_is_that_of_the_models(tmp_path: Path) -> None:
-    async with picker(tmp_path) as (models, server, channel):
+    async with picker(tmp_path) as (models, _server, channel):
         for service in ("", "readiness", "liveness", EXT_PROC):
             assert await check(channel, service) == SERVING
         assert await check(channel, "other") == SERVICE_UNKNOWN
@@ -124,8 +123,39 @@ async def test_health_is_that_of_the_models(tmp_path: Path) -> None:
         assert await watch.read() == NOT_SERVING
         assert await check(channel, "liveness") == SERVING
         watch.cancel()
-        server.is_draining = True
-        assert await check(channel, EXT_PROC) == NOT_SERVING
+
+
+async def test_a_picker_that_drains_still_chooses(tmp_path: Path) -> None:
+    async with picker(tmp_path, drain_seconds=PATIENCE_SECONDS) as (models, server, channel):
+        draining = asyncio.ensure_future(server.drain(0))
+        await until(lambda: server.is_draining)
+        assert [await check(channel, service) for service in ("liveness", EXT_PROC)] == [SERVING, NOT_SERVING]
+        late = process(channel)
+        await choose(late)
+        draining.cancel()
+        await late.done_writing()
+        await until(lambda: held(models) == 0)
+
+
+async def test_what_is_open_ends_before_a_picker_does(tmp_path: Path) -> None:
+    async with picker(tmp_path) as (models, server, channel):
+        stream = process(channel)
+        await choose(stream)
+        draining = asyncio.ensure_future(server.drain(PATIENCE_SECONDS))
+        await until(lambda: server.is_draining)
+        assert held(models) == 1
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        await draining
+        assert held(models) == 0
+
+
+async def choose(stream: grpc.aio.StreamStreamCall) -> None:
+    """Send a request, and read its worker and its body."""
+    await stream.write(request_headers())
+    await stream.write(body_message(4, completion([1, 2, 3, 4]), is_last=True))
+    assert read_answer(await stream.read()).destination == "10.0.0.1:8000"
+    assert read_answer(await stream.read()).is_last
 
 
 async def test_tls_is_served_where_a_certificate_is_named(tmp_path: Path) -> None:

@@ -85,8 +85,9 @@ class PickerServer:
             await self._server.stop(None)
 
     async def drain(self, seconds: float) -> None:
-        """Take no new streams, and let those that are open end for so long; `readiness` is NOT_SERVING meanwhile."""
+        """Report NOT_SERVING and go on for `drain_seconds`, then take no new streams, and let the open ones end for `seconds`."""
         self.is_draining = True
+        await asyncio.sleep(self._settings.drain_seconds)
         if self._server is not None:
             await self._server.stop(seconds)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.picker.addresses import DEFAULT_TARGET_PORT
-from dynamo.settings.readers import above_zero, integer, one_of, path, text
+from dynamo.settings.readers import above_zero, integer, one_of, path, seconds, text
 from dynamo.settings.readers import port as port_number
 from dynamo.settings.table import setting
 
@@ -38,6 +38,9 @@ class PickerSettings:
     choice_seconds: float = setting(10.0, "DYN_PICKER_CHOICE_SECS", above_zero(),
         "How long a choice may take, with its wait in the router's queue; then 503. In full duplex the gateway has no "
         "limit of its own", flag="--choice-seconds", group=_GROUP)
+    drain_seconds: float = setting(2.0, "DYN_PICKER_DRAIN_SECS", seconds(),
+        "After SIGTERM: how long `readiness` is NOT_SERVING and requests are still placed, so that gateways notice first",
+        flag="--drain-seconds", group=_GROUP)
     destination_namespace: str = setting("envoy.lb", "DYN_PICKER_DESTINATION_NAMESPACE", text,
         "The namespace of the metadata with the destination, and with the address that served",
         flag="--destination-namespace", group=_GROUP)
