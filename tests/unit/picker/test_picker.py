@@ -192,6 +192,50 @@ async def test_further_workers_are_named_where_that_is_set(house: House) -> None
     assert sorted(named) == addresses[:2]
 
 
+CHAT = [{"role": "user", "content": "hi " * 40}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "members"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [IMAGE, *[{"type": "text", "text": "x"}]]}]},
+        ),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": 5}),
+        ("/v1/responses", {"input": "hi " * 40}),
+        ("/v1/completions?beta=true", {"prompt": "hi " * 40}),
+    ],
+)
+async def test_every_api_of_text_is_placed_and_booked(house: House, path: str, members: dict[str, Any]) -> None:
+    addresses = await house.workers(2)
+    where = (await house.ask(json.dumps({"model": "m", **members}).encode(), path=path)).destination
+    assert [house.load_of(each) for each in addresses] == [int(each == where) for each in addresses]
+
+
+async def test_a_request_that_names_its_worker_goes_there(house: House) -> None:
+    addresses = await house.workers(3)
+    for worker_id, address in house.addresses.by_id.items():
+        assert (await house.ask(x_dynamo_worker_instance_id=str(worker_id))).destination == address
+    other = {"hint": [addresses[0]], "x_dynamo_worker_instance_id": str(list(house.addresses.by_id)[1])}
+    assert (await house.ask(**other)).status == 503, "a gateway's subset beats what a client names"
+
+
+async def test_the_mode_without_accounts_takes_workers_in_turn(tmp_path: Path) -> None:
+    async with cluster(tmp_path, router_mode="round-robin") as models:
+        house = House(models, fallbacks=2)
+        addresses = await house.workers(3)
+        named = [(await house.ask()).destination.split(",") for _ in range(6)]
+        assert [each[0] for each in named[:3]] == [each[0] for each in named[3:]]
+        assert {each[0] for each in named} == set(addresses)
+        assert all(sorted(each) == sorted(addresses) for each in named)
+        for each in house.open:
+            each.close()
+        assert house.held == 0
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
