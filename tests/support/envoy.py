@@ -77,6 +77,7 @@ def _listener(port: int, mode: Mapping[str, str], *, is_open: bool) -> dict[str,
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
         },
     }
+    retries = {"retry_on": "connect-failure,refused-stream", "num_retries": 1}
     manager = {
         "@type": _KINDS + "filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": f"on_{port}",
@@ -88,7 +89,12 @@ def _listener(port: int, mode: Mapping[str, str], *, is_open: bool) -> dict[str,
                     "response_headers_to_add": [
                         {"header": {"key": "x-upstream", "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
                     ],
-                    "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "0s"}}],
+                    "routes": [
+                        {
+                            "match": {"prefix": "/"},
+                            "route": {"cluster": "pool", "timeout": "0s", "retry_policy": retries},
+                        }
+                    ],
                 }
             ]
         },

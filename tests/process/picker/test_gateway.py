@@ -21,6 +21,7 @@ from dynamo.picker.choice import Picker
 from dynamo.picker.server import PickerServer
 from dynamo.picker.settings import PickerSettings
 from dynamo.placement.kv_query import KvQuery
+from dynamo.runtime.calls.request_plane.base import Instance
 from dynamo.runtime.distributed import DistributedRuntime
 from support.envoy import BUFFERED, DUPLEX, REPOSITORY, configuration, envoy_binary
 from support.http_client import Reply, ask, exchange
@@ -46,10 +47,10 @@ class Gateway:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.buffered, self.duplex, self.admin, self.picker_port, self.pod_port = free_ports(5)
+        self.buffered, self.duplex, self.admin, self.picker_port, self.pod_port, self.closed_port = free_ports(6)
         """The ports: fails open and buffers; fails closed, in full duplex."""
         self.frontend: Frontend = cluster.frontend(
-            "pods", "--router-mode", "direct", "--http-host", "0.0.0.0", "--http-port", str(self.pod_port)
+            "pods", "--router-mode", "round-robin", "--http-host", "0.0.0.0", "--http-port", str(self.pod_port)
         )
         for host in HOSTS:
             flags = ["--block-size", "16", "--speedup-ratio", "10"]
@@ -57,9 +58,8 @@ class Gateway:
             cluster.process(f"worker-{host}", argv, DYN_TCP_RPC_HOST=host)
         listeners = {self.buffered: (BUFFERED, True), self.duplex: (DUPLEX, False)}
         file = cluster.root / "envoy.json"
-        file.write_text(
-            configuration(self.admin, listeners, self.picker_port, [(host, self.pod_port) for host in HOSTS])
-        )
+        pool = [(HOSTS[0], self.closed_port), *((host, self.pod_port) for host in HOSTS)]
+        file.write_text(configuration(self.admin, listeners, self.picker_port, pool))
         binary = envoy_binary()
         assert binary is not None
         self.envoy = cluster.process(
@@ -150,17 +150,31 @@ class OwnPicker:
         return sum(self.running.values())
 
 
+class HalfClosed(Addresses):
+    """Names a port at which nothing listens for the worker of the first host."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway.pod_port)
+        self._first, self._closed = gateway.addresses[0], f"{HOSTS[0]}:{gateway.closed_port}"
+
+    def of(self, instance: Instance | None) -> str | None:
+        found = super().of(instance)
+        return self._closed if found == self._first else found
+
+
 @asynccontextmanager
-async def own_picker(gateway: Gateway) -> AsyncIterator[OwnPicker]:
+async def own_picker(
+    gateway: Gateway, addresses: Addresses | None = None, *, fallbacks: int = 0
+) -> AsyncIterator[OwnPicker]:
     settings = FrontendSettings.from_env(
         {**gateway.cluster.environment, "DYN_ROUTER_MODE": "kv", "DYN_ROUTER_POLICY": "default"}
     )
     await until(lambda: gateway.sees_picker(healthy=False), lambda: gateway.envoy.log)
     runtime = DistributedRuntime(asyncio.get_running_loop(), None, None, settings=settings.runtime)
-    addresses = Addresses(gateway.pod_port)
+    addresses = addresses or Addresses(gateway.pod_port)
     try:
         async with Models(settings, runtime) as models:
-            picker = Picker(models, addresses)
+            picker = Picker(models, addresses, fallbacks=fallbacks)
             async with PickerServer(picker, PickerSettings(host="127.0.0.1", port=gateway.picker_port)) as server:
                 await until(lambda: any(each.workers == 2 for each in models.models.pools()), lambda: "two workers")
                 await gateway.reach_picker()
@@ -230,19 +244,31 @@ async def test_loads_are_true_while_answers_run_and_when_clients_leave(gateway: 
             await until(lambda: picker.total == picker.server.streams == 0, lambda: str(picker.running))
 
 
+async def test_a_retry_goes_down_the_list_and_the_account_goes_with_it(gateway: Gateway) -> None:
+    closed, served = f"{HOSTS[0]}:{gateway.closed_port}", gateway.addresses[1]
+    async with own_picker(gateway, HalfClosed(gateway), fallbacks=1) as picker:
+        seen = set()
+        for n in range(4):
+            body = completion(f"{n} a long answer", max_tokens=4000, stream=True)
+            async with exchange(gateway.buffered, "/v1/completions", body) as opened:
+                assert await opened.head() == 200
+                await opened.event()
+                seen.add(opened.headers["x-upstream"])
+                assert picker.running == {closed: 0, served: 1}
+            await until(lambda: picker.total == 0, lambda: str(picker.running))
+        assert seen == {served}
+
+
 async def test_a_picker_that_is_killed_lets_requests_through_or_refuses_them_as_is_set(gateway: Gateway) -> None:
     picker = await gateway.start_picker("picker-1")
     assert (await complete(gateway.duplex, "before")).status == 200
     picker.kill()
     picker.exit_code()
     began = time.monotonic()
-    # No worker id from a picker, so that the pod's frontend in direct mode has none: the list of models needs none.
-    assert (await ask(gateway.buffered, "/v1/models", method="GET")).status == 200
+    assert (await complete(gateway.buffered, "open")).status == 200
     assert (await complete(gateway.duplex, "closed")).status == 503
     await until(lambda: gateway.sees_picker(healthy=False), lambda: gateway.envoy.log)
-    (worker_id, *_) = _worker_ids(gateway.frontend)
-    named = {"x-dynamo-worker-instance-id": str(worker_id)}
-    assert (await complete(gateway.buffered, "open", named)).status == 200
+    assert (await complete(gateway.buffered, "open")).status == 200
     assert (await complete(gateway.duplex, "closed")).status == 503
     assert time.monotonic() - began < PATIENCE_SECONDS / 2, "nothing hangs"
     again = await gateway.start_picker("picker-2")

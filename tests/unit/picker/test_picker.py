@@ -185,7 +185,9 @@ async def test_a_worker_without_an_address_is_not_chosen(house: House) -> None:
 async def test_further_workers_are_named_where_that_is_set(house: House) -> None:
     addresses = await house.workers(3)
     house.picker._fallbacks = 5
-    named = (await house.ask()).destination.split(",")
+    answer = await house.ask()
+    named = answer.destination.split(",")
+    assert set(answer.headers) == {"x-gateway-destination-endpoint"}, "a retry would carry the worker's id elsewhere"
     assert sorted(named) == sorted(addresses)
     assert [house.load_of(each) for each in named] == [1, 0, 0], "only the first is booked"
     named = (await house.ask(hint=addresses[:2])).destination.split(",")

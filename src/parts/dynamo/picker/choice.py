@@ -199,7 +199,9 @@ class Picker:
         if failover.session is not None:
             failover.session.sent(worker.instance.instance_id, worker.placement.dp_rank)
         addresses = [address, *self._others(failover, worker, request.allowed)]
-        return PickedWorker(self, Destination(addresses, _worker_headers(worker)), hold, _Booked(model, body, failover))
+        # A retry carries the headers to another pod, which must not send the request back to the worker that was lost.
+        headers = _worker_headers(worker) if len(addresses) == 1 else ()
+        return PickedWorker(self, Destination(addresses, headers), hold, _Booked(model, body, failover))
 
     def _others(self, failover: Failover, first: ChosenWorker, allowed: frozenset[str] | None) -> list[str]:
         """Return the addresses of the next best workers. Nothing is booked, and no turn is used up."""
@@ -256,7 +258,7 @@ def _first_body(plan: Plan) -> tuple[WorkerRequest, Sequence[int]]:
 
 
 def _worker_headers(worker: ChosenWorker) -> list[tuple[str, str]]:
-    """Return the headers by which a frontend beside the worker (`--router-mode direct`) sends it there."""
+    """Return the headers by which a frontend beside the worker sends it there."""
     headers = [("x-dynamo-worker-instance-id", str(worker.instance.instance_id))]
     if (rank := worker.placement.dp_rank) is not None:
         headers.append(("x-dynamo-dp-rank", str(rank)))
