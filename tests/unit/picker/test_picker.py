@@ -221,7 +221,7 @@ async def test_a_request_that_names_its_worker_goes_there(house: House) -> None:
     addresses = await house.workers(3)
     for worker_id, address in house.addresses.by_id.items():
         assert (await house.ask(x_dynamo_worker_instance_id=str(worker_id))).destination == address
-    other = {"hint": [addresses[0]], "x_dynamo_worker_instance_id": str(list(house.addresses.by_id)[1])}
+    other: dict[str, Any] = {"hint": [addresses[0]], "x_dynamo_worker_instance_id": str(list(house.addresses.by_id)[1])}
     assert (await house.ask(**other)).status == 503, "a gateway's subset beats what a client names"
 
 

@@ -200,8 +200,8 @@ class Picker:
             failover.session.sent(worker.instance.instance_id, worker.placement.dp_rank)
         addresses = [address, *self._others(failover, worker, request.allowed)]
         # A retry carries the headers to another pod, which must not send the request back to the worker that was lost.
-        headers = _worker_headers(worker) if len(addresses) == 1 else ()
-        return PickedWorker(self, Destination(addresses, headers), hold, _Booked(model, body, failover))
+        for_pod = _worker_headers(worker) if len(addresses) == 1 else []
+        return PickedWorker(self, Destination(addresses, for_pod), hold, _Booked(model, body, failover))
 
     def _others(self, failover: Failover, first: ChosenWorker, allowed: frozenset[str] | None) -> list[str]:
         """Return the addresses of the next best workers. Nothing is booked, and no turn is used up."""
