@@ -1,0 +1,134 @@
+"""`python -m dynamo.picker`: the endpoint picker of a gateway, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Final
+
+from dynamo.errors import DynamoException, InvalidArgument, text_of
+from dynamo.frontend.app import Frontend
+from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.picker.addresses import Addresses
+from dynamo.picker.choice import SHED, Picker
+from dynamo.picker.settings import MODES, PickerSettings
+from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.workers.busy_settings import BusySettings
+from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.observe.log_text import one_line
+from dynamo.runtime.observe.logging import configure_dynamo_logging
+from dynamo.settings.command import CommandParser
+from dynamo.settings.flags import add_flags
+from dynamo.settings.table import Setting, read_settings, settings_of
+
+logger = logging.getLogger(__name__)
+
+_WORKERS_ONLY: Final = frozenset({"engine_request_limit"})  # of the runtime's flags
+_OF_MODELS: Final = frozenset(
+    {
+        "router_mode", "namespace", "namespace_prefix", "router_min_initial_workers", "max_requests_per_model",
+        "max_queue_age_seconds", "custom_jinja_template",
+    }
+)  # fmt: skip
+
+
+def parse_picker_args(
+    argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
+) -> tuple[PickerSettings, FrontendSettings]:
+    """Read the settings from a command line over its environment.
+
+    Leaves the process as argparse does: status 0 after `--help`, 2 with one line after an error of use.
+    """
+    env = {"DYN_ROUTER_MODE": "kv", "DYN_HTTP_OVERLOAD_STATUS_CODE": str(SHED), **(os.environ if env is None else env)}
+    parser = CommandParser(
+        "python -m dynamo.picker",
+        usage="python -m dynamo.picker [options]",
+        description="Choose the workers for the requests of a gateway (Envoy's external processing, port 9002).",
+    )
+    add_flags(parser, _flagged(), env)
+    given = vars(parser.parse_args(argv))
+    try:
+        picker, frontend = read_settings(PickerSettings, env, given), FrontendSettings.from_env(env, given)
+        _check(picker, frontend)
+    except (ValueError, InvalidArgument) as error:
+        parser.error(str(error))
+    return picker, frontend
+
+
+def _flagged() -> Iterator[Setting]:
+    for _, made in settings_of(PickerSettings):
+        yield made
+    for name, made in settings_of(FrontendSettings, sections=False):
+        if name in _OF_MODELS:
+            yield made
+    for table in (KvRouterSettings, BusySettings, RuntimeSettings):
+        for _, made in settings_of(table):
+            if made.dest not in _WORKERS_ONLY:
+                yield made
+
+
+def _check(picker: PickerSettings, frontend: FrontendSettings) -> None:
+    """Refuse what a picker cannot do. Raises ValueError."""
+    if frontend.router_mode not in MODES:
+        raise ValueError(
+            f"--router-mode {frontend.router_mode} chooses by streams that this process has open, and a picker has "
+            f"none: use one of {', '.join(MODES)}"
+        )
+    if picker.epp_mode == "standalone":
+        raise ValueError(
+            "DYN_EPP_MODE=standalone, plain vLLM pods, is not in this version: the picker follows workers by their cards"
+        )
+    if frontend.key_sources.exist:
+        raise ValueError("keys are configured, and a picker checks none: leave that to the gateway")
+    if (picker.tls_cert_path is None) != (picker.tls_key_path is None):
+        raise ValueError("--tls-cert-path and --tls-key-path need each other")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. 0 after a clean end, 1 with one line when it could not start, 2 after an error of use."""
+    configure_dynamo_logging()
+    settings, of_frontend = parse_picker_args(argv)
+    try:
+        spare_the_collector()
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            runner.run(_serve(settings, of_frontend))
+    except (DynamoException, OSError) as error:
+        print(one_line(text_of(error)), file=sys.stderr)  # noqa: T201 - the last line of a process that failed is for its operator
+        return 1
+    except KeyboardInterrupt:  # before the signal handlers stood: nothing has begun that needs an end
+        return 130
+    return 0
+
+
+async def _serve(settings: PickerSettings, of_frontend: FrontendSettings) -> None:
+    from dynamo.picker.server import PickerServer  # needs gRPC, and --help does not
+
+    loop = asyncio.get_running_loop()
+    runtime = DistributedRuntime(loop, None, None, settings=of_frontend.runtime)
+    try:
+        async with AsyncExitStack() as stack:
+            asked = asyncio.Event()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, asked.set)
+                stack.callback(loop.remove_signal_handler, number)
+            frontend = await stack.enter_async_context(Frontend(of_frontend, runtime))
+            addresses = Addresses(settings.target_port)
+            picker = Picker(frontend, addresses, fallbacks=settings.fallbacks, seconds=settings.choice_seconds)
+            server = await stack.enter_async_context(PickerServer(picker, settings))
+            logger.info("picking endpoints for gateways on %s:%d", settings.host, server.port)
+            await asked.wait()
+            logger.info("draining")
+            await server.drain(of_frontend.graceful_shutdown_seconds)
+    finally:
+        await runtime.aclose()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

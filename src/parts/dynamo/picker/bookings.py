@@ -1,0 +1,112 @@
+"""What is held for a request that a gateway has sent to its worker: its load, its place and its session, until its answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple, cast
+
+from dynamo.errors import DynamoException
+from dynamo.frontend.admission.model import AdmissionSlot
+from dynamo.placement import Placement
+from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.workers.pool import ChosenWorker
+from dynamo.runtime.calls.context import Context
+from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream
+
+
+class AnswerElsewhere:
+    """An answer that passes through the gateway and not through this process, as what keeps the accounts sees a stream.
+
+    Only what a booking needs of a `ResponseStream` is here: nothing reads the answer.
+    """
+
+    def __init__(self) -> None:
+        self.tokens_taken = 0
+        self._first: list[Callable[[DynamoException | None], None]] = []
+        self._released: list[Callable[[], None]] = []
+
+    def book(
+        self, *, first: Callable[[DynamoException | None], None] | None, released: Callable[[], None] | None
+    ) -> None:
+        """Call `first` with the first output, and `released` at the end. See `ResponseStream.book`."""
+        if first is not None:
+            self._first.append(first)
+        if released is not None:
+            self._released.append(released)
+
+    def begin(self) -> None:
+        """Take the first output. Later calls do nothing."""
+        calls, self._first = self._first, []
+        for call in calls:
+            call(None)
+
+    def close(self) -> None:
+        """Take the end. Idempotent."""
+        calls, self._released = self._released, []
+        for call in calls:
+            call()
+
+
+class _Gateway:
+    """Stands where a client of the request plane stands: the gateway sends the request."""
+
+    async def open(self, instance: Instance, body: object, context: Context) -> ResponseStream:
+        """Return the answer as the accounts see it."""
+        return cast("ResponseStream", AnswerElsewhere())
+
+
+class _Opened(NamedTuple):
+    placement: Placement
+    instance: Instance
+    client: _Gateway
+
+
+class RequestHold:
+    """What one request holds. Close it on every path."""
+
+    def __init__(self) -> None:
+        self._answer: AnswerElsewhere | None = None
+        self._slot: AdmissionSlot | None = None
+        self._stack = ExitStack()
+        self.is_open = True
+
+    def add_slot(self, slot: AdmissionSlot) -> None:
+        """RequestHold a place of the model."""
+        self._slot = slot
+        self._stack.callback(slot.leave)
+
+    def add(self, release: Callable[[], None]) -> None:
+        """Call `release` at the end."""
+        self._stack.callback(release)
+
+    async def book(self, worker: ChosenWorker, body: WorkerRequest, context: Context) -> None:
+        """Count the request for its worker, and for no other from now on. Only the kv mode keeps such an account."""
+        if worker.kv is None:
+            return
+        former, began = self._answer, self._answer is not None and not self._answer._first
+        opened = _Opened(worker.placement, worker.instance, _Gateway())
+        self._answer = cast("AnswerElsewhere", await worker.kv.open(opened, body, context))
+        if former is not None:
+            former.close()
+        if began:
+            self._answer.begin()
+
+    def first_output(self, now: float) -> None:
+        """Take the first output of the worker: the prompt is computed. Later calls do nothing."""
+        if self._slot is not None:
+            self._slot.begun(now)
+        if self._answer is not None:
+            self._answer.begin()
+
+    def add_tokens(self, tokens: int) -> None:
+        """Count output."""
+        if self._answer is not None:
+            self._answer.tokens_taken += tokens
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        self.is_open = False
+        if self._answer is not None:
+            self._answer.close()
+        self._stack.close()

@@ -1,0 +1,163 @@
+"""One HTTP request on its way through the gateway: what is sent for each message of its stream. No gRPC here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from dynamo.picker.addresses import member_of, read_hint
+from dynamo.picker.choice import Destination, PickedWorker, Picker, Refusal, Request
+from dynamo.picker.messages import BodyMode, Message, MessagePhase, Modes, Mutation, answer, body_chunks, immediate
+from dynamo.picker.settings import PickerSettings
+from dynamo.protocol.openai.errors import RequestRejected
+
+logger = logging.getLogger(__name__)
+
+DESTINATION: Final = "x-gateway-destination-endpoint"
+SUBSET: Final = "x-gateway-destination-endpoint-subset"
+SERVED: Final = "x-gateway-destination-endpoint-served"
+SENDABLE: Final = frozenset({*range(400, 430), 431, *range(500, 509), 510, 511})
+"""The statuses of failures that Envoy can send."""
+_REMOVED: Final = (SUBSET, SERVED)
+_EVENT: Final = b"data:"  # one of them is about one token of a stream
+
+
+class GatewayExchange:
+    """Answers the messages of one stream. Close it on every path: a gateway ends the stream without a word."""
+
+    def __init__(self, picker: Picker, settings: PickerSettings) -> None:
+        self._picker, self._settings = picker, settings
+        self._modes = Modes()
+        self._head: Message | None = None
+        self._body = bytearray()
+        self._selection: PickedWorker | None = None
+        self.is_over = False  # nothing more is sent on this stream
+        self.is_choosing = False  # the choice takes its time, maybe in the router's queue
+        self._is_sent = False  # the request is on its way to its worker
+
+    async def take(self, message: Message) -> list[bytes]:
+        """Return the answers to one message, in order."""
+        if message.modes is not None:
+            self._modes = message.modes
+        match message.phase:
+            case MessagePhase.REQUEST_HEADERS:
+                return await self._request_headers(message)
+            case MessagePhase.REQUEST_BODY:
+                return await self._request_body(message)
+            case MessagePhase.RESPONSE_HEADERS:
+                return await self._response_headers(message)
+            case MessagePhase.RESPONSE_BODY:
+                return self._response_body(message)
+            case MessagePhase.RESPONSE_TRAILERS:
+                self.close()
+                return [answer(message.phase)]
+            case _:  # the trailers of a request: a body that no message ended ends here
+                waiting = [] if self._is_sent else await self._choose(is_ended_by_trailers=True)
+                return waiting if self.is_over else [*waiting, answer(message.phase)]
+
+    def close(self) -> None:
+        """Give back what is held for the request. Idempotent."""
+        if self._selection is not None:
+            self._selection.close()
+
+    # -- the request ---------------------------------------------------------------------------------------------------
+
+    async def _request_headers(self, message: Message) -> list[bytes]:
+        self._head = message
+        if message.is_last or self._modes.request == BodyMode.NONE:
+            return await self._choose()
+        if self._modes.request in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
+            return [answer(MessagePhase.REQUEST_HEADERS)]  # the choice comes with the body
+        if self._modes.request == BodyMode.STREAMED:
+            return self._refuse(
+                RequestRejected(500, "the picker takes bodies BUFFERED or FULL_DUPLEX_STREAMED, not STREAMED")
+            )
+        return []
+
+    async def _request_body(self, message: Message) -> list[bytes]:
+        if self._is_sent:
+            return []  # a second end of the body, which Envoy has sent at times
+        self._body += message.body
+        if len(self._body) > self._picker.body_limit_bytes:
+            limit = self._picker.body_limit_bytes
+            return self._refuse(RequestRejected(413, f"The body is longer than {limit} bytes"))
+        if not message.is_last and self._modes.request == BodyMode.FULL_DUPLEX:
+            return []
+        return await self._choose()
+
+    async def _choose(self, *, is_ended_by_trailers: bool = False) -> list[bytes]:
+        """Choose the worker, and send the request there."""
+        head, self._is_sent = self._head, True
+        if head is None:
+            return self._refuse(RequestRejected(500, "the gateway sent no headers of the request"))
+        self._head, body = None, bytes(self._body)
+        self._body.clear()
+        is_bodiless = head.is_last or self._modes.request == BodyMode.NONE
+        self.is_choosing = True
+        try:
+            self._selection = await self._picker.choose(self._request(head, None if is_bodiless else body))
+        except Refusal as refusal:
+            status = refusal.status if refusal.status in SENDABLE else 500
+            logger.info("a request is answered with %d: %s", status, refusal)
+            self.is_over = True
+            return [_immediate(status, refusal.body, refusal.headers)]
+        finally:
+            self.is_choosing = False
+        mutation = self._mutation(self._selection.choice)
+        if is_bodiless:
+            return [answer(MessagePhase.REQUEST_HEADERS, mutation, reroutes=True)]
+        if self._modes.request != BodyMode.FULL_DUPLEX:
+            return [answer(MessagePhase.REQUEST_BODY, mutation, reroutes=True)]
+        chunks = body_chunks(MessagePhase.REQUEST_BODY, body, is_last=not is_ended_by_trailers)
+        return [answer(MessagePhase.REQUEST_HEADERS, mutation, reroutes=True), *chunks]
+
+    def _request(self, head: Message, body: bytes | None) -> Request:
+        named = dict(reversed(head.headers))
+        path = named.get(b":path", b"/").decode("latin-1").partition("?")[0]
+        hint = member_of(head.metadata, self._settings.subset_namespace, SUBSET)
+        pairs = [(name, value) for name, value in head.headers if not name.startswith(b":")]
+        return Request(named.get(b":method", b"").decode("latin-1"), path, pairs, body, read_hint(hint))
+
+    def _mutation(self, choice: Destination) -> Mutation:
+        destination = ",".join(choice.addresses)
+        return Mutation(
+            [(DESTINATION, destination), *choice.headers],
+            _REMOVED,
+            (self._settings.destination_namespace, DESTINATION, destination),
+        )
+
+    def _refuse(self, rejected: RequestRejected) -> list[bytes]:
+        self.is_over = True
+        return [_immediate(rejected.status, rejected.body(), rejected.headers())]
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    async def _response_headers(self, message: Message) -> list[bytes]:
+        selection = self._selection
+        if selection is not None:
+            served = member_of(message.metadata, self._settings.destination_namespace, SERVED)
+            if isinstance(served, str):
+                await selection.served_by(served)
+            if self._modes.response == BodyMode.NONE:  # nothing else of the answer is seen
+                selection.hold.first_output(asyncio.get_running_loop().time())
+            if message.is_last:
+                selection.close()
+        return [answer(message.phase)]
+
+    def _response_body(self, message: Message) -> list[bytes]:
+        selection = self._selection
+        if selection is not None:
+            if message.body:
+                selection.hold.first_output(asyncio.get_running_loop().time())
+                selection.hold.add_tokens(message.body.count(_EVENT))
+            if message.is_last:
+                selection.close()
+        if self._modes.response == BodyMode.FULL_DUPLEX:
+            return body_chunks(message.phase, message.body, is_last=message.is_last)
+        return [answer(message.phase)]
+
+
+def _immediate(status: int, body: bytes, headers: Mapping[str, str]) -> bytes:
+    return immediate(status, body, [("content-type", "application/json"), *headers.items()])
