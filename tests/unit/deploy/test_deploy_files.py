@@ -398,7 +398,10 @@ def test_every_file_is_used() -> None:
     }
     mocker = ("Containerfile.frontend", "Containerfile.backend", "docker-compose.yml", "docker-compose.auth.yml")
     known |= {DEPLOY / "mocker" / name for name in mocker}
-    known |= {DEPLOY / "ready.sh"}  # test_oci_image.py
+    known |= {
+        DEPLOY / "ready.sh",
+        DEPLOY / "gateway" / "envoy.yaml",
+    }  # test_oci_image.py, process/picker/test_gateway.py
     units = ("dynamo-frontend.service", "dynamo-serve.service", "dynamo-worker@.service", "dynamo.sysusers")
     known |= {DEPLOY / "systemd" / name for name in units}  # test_systemd.py
     assert {Path(folder) / name for folder, _, names in os.walk(DEPLOY) for name in names} == known
