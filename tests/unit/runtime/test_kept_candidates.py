@@ -99,3 +99,12 @@ def test_the_groups_that_are_kept_are_bounded() -> None:
     assert len(instances.loads.changed) == MAX_KEPT
     instances.book(1)
     assert [instances.candidates(0.0, members=members)[0].in_flight for members in groups] == [1] * len(groups)
+
+
+def test_groups_of_before_a_join_cost_later_bookings_nothing() -> None:
+    instances = InstanceSet(ENDPOINT)
+    for number in range(20):  # each join makes new members of the group
+        instances.put(f"ns/c/e/{number:x}", instance(number))
+        members = frozenset(range(number + 1))
+        assert len(instances.candidates(0.0, members=members)) == number + 1
+    assert len(instances.loads.changed) == 1

@@ -28,7 +28,7 @@ from dynamo.settings.table import read_settings, settings_of
 logger = logging.getLogger(__name__)
 
 _WORKERS_ONLY: Final = frozenset({"engine_request_limit"})  # of the runtime's flags
-_FRONTEND_ONLY: Final = frozenset({"kv_cache_block_size", "decisions_path", "decisions_limit_bytes"})
+_FRONTEND_ONLY: Final = frozenset({"kv_cache_block_size", "decisions_path", "decisions_limit_bytes", "shadow_policy"})
 
 
 def parse_router_args(

@@ -189,19 +189,16 @@ class InstanceSet:
     def _keep(self, members: Container[int] | None, busy: Collection[int]) -> _KeptCandidates:
         """Make the candidates of a group of workers anew, and keep them for the next choice."""
         former = self._kept.pop(id(members), None)
-        if former is None and len(self._kept) >= MAX_KEPT:
-            self._drop(self._kept.pop(next(iter(self._kept))))
         found = CandidateList(self._anew(members, busy, ()))
-        if former is not None:
-            self._drop(former)
-            if former.found.positions == found.positions:
-                found.positions = former.found.positions  # the same object: the ids are the same
+        if former is not None and former.found.positions == found.positions:
+            found.positions = former.found.positions  # the same object: the ids are the same
+        # Groups of before the last join or loss go, as every booking is noted for each group that is kept.
+        self._kept = {key: each for key, each in self._kept.items() if each.instances is self._sorted}
+        if len(self._kept) >= MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
         kept = self._kept[id(members)] = _KeptCandidates(members, busy, self._sorted, found)
-        self.loads.changed.append(kept.changed)
+        self.loads.changed = [each.changed for each in self._kept.values()]
         return kept
-
-    def _drop(self, kept: _KeptCandidates) -> None:
-        self.loads.changed = [each for each in self.loads.changed if each is not kept.changed]
 
     def _use(self, instance: Instance) -> None:
         self._by_id[instance.instance_id] = instance
