@@ -224,7 +224,7 @@ def test_a_policy_that_fails_in_a_row_is_left_alone_and_tried_again(monkeypatch:
 
     policy, state = made(score=score), state_of(rank(1), rank(2))
     kinds: list[str] = []
-    policy.health.on_failure = kinds.append
+    policy.report_to(kinds.append)
     for _ in range(FAILURES_IN_A_ROW + 5):
         policy.choose(state, 0.0)
     assert kinds == ["raised"] * FAILURES_IN_A_ROW + ["resting"] * 5
@@ -273,7 +273,26 @@ def test_classify_is_checked_and_bounded() -> None:
     ):
         policy = made(classify=lambda r, c, wrong=wrong: wrong)
         assert policy.classify(REQUEST, []) is None
-        assert policy.health.count["invalid"] == 1
+        assert policy.health_of_classify.count["invalid"] == 1
+
+
+@pytest.mark.parametrize("failing", ["score", "classify"])
+def test_a_method_that_works_does_not_hide_one_that_fails(failing: str) -> None:
+    calls: list[int] = []
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        raise KeyError("none")
+
+    methods: dict[str, Any] = {"score": lambda r, c: 0.0, "classify": lambda r, c: None} | {failing: fail}
+    policy, state = made(**methods), state_of(rank(1), rank(2))
+    kinds: list[str] = []
+    policy.report_to(kinds.append)
+    for _ in range(3 * FAILURES_IN_A_ROW):
+        policy.classify(REQUEST, state.ranks)
+        policy.choose(state, 0.0)
+    assert len(calls) == FAILURES_IN_A_ROW
+    assert kinds == ["raised"] * FAILURES_IN_A_ROW + ["resting"] * 2 * FAILURES_IN_A_ROW
 
 
 def test_a_suggested_worker_is_chosen_where_it_may_serve() -> None:

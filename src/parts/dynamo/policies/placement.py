@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +19,7 @@ from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.sessions import session_id_of
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseStream
-from dynamo.runtime.observe.metrics import Family, MetricsRegistry
+from dynamo.runtime.observe.metrics import Counter, Family, MetricsRegistry, Vector
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class ProgrammedPlacement(KvPlacement):
         for each in (policy, shadow):
             if isinstance(each, ProgrammedPolicy):
                 failures = FAILURES.counters(registry, {"policy": each.name})
-                each.health.on_failure = lambda kind, failures=failures: failures.labels(kind).inc()  # type: ignore[misc]
+                each.report_to(partial(_count, failures))
         self._classifier = policy if isinstance(policy, ProgrammedPolicy) and policy.classifies else None
         self._shadow = None if shadow is None else Shadow(shadow, registry)
 
@@ -150,3 +151,7 @@ class ProgrammedPlacement(KvPlacement):
         if self._shadow is not None and selection is not None:
             self._shadow.count(selection)
         return await super().open(worker, body, context)
+
+
+def _count(failures: Vector[Counter], kind: str) -> None:
+    failures.labels(kind).inc()

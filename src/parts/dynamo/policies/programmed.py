@@ -128,12 +128,13 @@ class PolicyHealth:
 class ProgrammedPolicy:
     """A user's policy. Pure as far as the user's methods are."""
 
-    __slots__ = ("_candidates", "_fallback", "_methods", "health", "name")
+    __slots__ = ("_candidates", "_fallback", "_methods", "health", "health_of_classify", "name")
 
     def __init__(self, name: str, policy: Any) -> None:
         """`policy`: an object with the methods of `WorkerPolicy`, one of them at least."""
         self.name = name
-        self.health = PolicyHealth(name)
+        # One each, as the success of one method says nothing of the other.
+        self.health, self.health_of_classify = PolicyHealth(name), PolicyHealth(name)
         self._methods = tuple(getattr(policy, each, None) for each in ("filter", "score", "pick", "classify"))
         self._fallback = TimeCost()
         self._candidates: list[PolicyCandidate] = []  # of the last decision, with nothing of a prompt
@@ -142,6 +143,10 @@ class ProgrammedPolicy:
     def classifies(self) -> bool:
         """Whether the policy has a method `classify`."""
         return self._methods[3] is not None
+
+    def report_to(self, on_failure: Callable[[str], None]) -> None:
+        """Report each failure from now on, by one of `KINDS`."""
+        self.health.on_failure = self.health_of_classify.on_failure = on_failure
 
     def choose(self, state: KvState, draw: float, *, with_terms: bool = False) -> KvChoice:
         """Choose a rank. See `KvPolicy`.
@@ -167,7 +172,7 @@ class ProgrammedPolicy:
 
     def classify(self, request: PolicyRequest, ranks: Sequence[RankState]) -> Classified | None:
         """Return what the policy changes of a new request; None: nothing, or it has failed."""
-        method, health = self._methods[3], self.health
+        method, health = self._methods[3], self.health_of_classify
         if method is None or not health.may_decide():
             return None
         try:
