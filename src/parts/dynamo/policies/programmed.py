@@ -133,7 +133,7 @@ class ProgrammedPolicy:
     def __init__(self, name: str, policy: Any) -> None:
         """`policy`: an object with the methods of `WorkerPolicy`, one of them at least."""
         self.name = name
-        # One each, as the success of one method says nothing of the other.
+        # One each: the success of one method is no sign for the other.
         self.health, self.health_of_classify = PolicyHealth(name), PolicyHealth(name)
         self._methods = tuple(getattr(policy, each, None) for each in ("filter", "score", "pick", "classify"))
         self._fallback = TimeCost()
