@@ -28,6 +28,7 @@ SMALLEST: Final = {
     "request_calls": ["--requests", "5", "--tokens", "4"],
     "soak": ["--requests", "60", "--streams", "2"],
     "upkeep": ["fleet", "--workers", "120", "--adapters", "1", "--runs", "1"],
+    "together": ["--together", "3", "--rounds", "1"],
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
 WITH_OUT: Final = frozenset({"bench", "soak"})  # they leave files, in the folder of `--out`

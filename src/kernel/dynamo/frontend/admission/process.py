@@ -1,7 +1,8 @@
 """How many requests may be in flight, and whether new ones are welcome at all.
 
 There is no queue here on purpose: a request without a slot is rejected within microseconds, with Retry-After, and the
-engine's own bounded queue is the only place where requests wait.
+engine's own bounded queue is the only place where requests wait. Those that arrive together wait some turns of the loop for
+each other (`slices`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from dynamo.errors import DynamoException, Overloaded
+from dynamo.frontend.admission.slices import Slices
 
 
 class Stage(enum.Enum):
@@ -54,6 +56,8 @@ class Admission:
         """How many processes have the limit together."""
         self.in_flight = 0
         self.stage = Stage.SERVING
+        self.slices = Slices()
+        """When requests that have a place begin."""
         self._idle: asyncio.Event | None = None
 
     def free(self) -> int:

@@ -87,12 +87,14 @@ class Call:
             # Before anything was parsed: a request that is shed must cost next to nothing.
             await self.refuse(exchange, error, sink)
             return
-        exchange.timer.mark(QUEUE)
         exchange.early_end.task = asyncio.current_task()
         pipeline.register.add(exchange)
         is_large = len(exchange.arrival.body) > LARGE_BODY_BYTES
         opened = OpenAnswer(sink)
         try:
+            if not pipeline.admission.slices.takes():
+                await pipeline.admission.slices.turn(len(exchange.arrival.body))
+            exchange.timer.mark(QUEUE)
             # No local name holds an outcome: its error has a traceback with this frame, and the two would be a circle.
             await self._serve(exchange, opened)
         except asyncio.CancelledError:
