@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0  # on a machine that others use as well
 POLL_SECONDS = 0.01
 
 
@@ -80,8 +80,12 @@ def processes(
     *,
     patience_seconds: float = PATIENCE_SECONDS,
     is_up: Callable[[], bool] | None = None,
+    is_killed: bool = False,
 ) -> Iterator[Stack]:
-    """Start `commands`, wait for the first answer on `port` (or for `is_up`), stop all at the end."""
+    """Start `commands`, wait for the first answer on `port` (or for `is_up`), stop all at the end.
+
+    `is_killed`: without a signal before, for programs that drain for seconds.
+    """
     with (folder / "log").open("wb") as log:
         begun = time.perf_counter()
         running = {
@@ -106,7 +110,7 @@ def processes(
             yield Stack(port, {name: process.pid for name, process in running.items()}, seconds)
         finally:
             for process in running.values():
-                process.terminate()
+                process.kill() if is_killed else process.terminate()
             for process in running.values():
                 try:
                     process.wait(10)
