@@ -2,10 +2,11 @@
 
     eval "$(tools/gateway_venvs.sh)"; .venv/bin/python benchmarks/gateways.py
 
-Two kinds are compared. Ours and the native one read a request, render its template, tokenise it, call a worker with token
-ids and make text of what comes back. `smg` and `vllm-router` relay HTTP to a worker that does all this: here it is
-`openai_worker.py`, which does none of it, and so the cheapest that there can be. What a relay saves its worker has to do.
-So each is also measured in front of our frontend and its worker, where the tokenising is part of the sum.
+Two kinds are compared. Ours, the native one and `smg` with workers over gRPC read a request, render its template, tokenise
+it, call a worker with token ids and make text of what comes back. `smg` with workers over HTTP and `vllm-router` relay to a
+worker that does all this: here it is `openai_worker.py`, which does none of it, and so the cheapest that there can be. What a
+relay saves its worker has to do. So each is also measured in front of our frontend and its worker, where the tokenising is
+part of the sum.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import statistics
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from bench import machine, versions
 from cases import PACE_SECONDS, PATH, Bench, Figures, driven, measured_load, prepared, streaming, warm
 from model import make_model
 from native import native_python, native_stack
+from processes import Group
 from stack import HERE, Stack, free_port, processes, stack
 
 from dynamo.cli.bench.targets import Target
@@ -84,8 +87,8 @@ RHYTHMS: Final = (
 )  # fmt: skip
 
 
-def relay(python: str, program: str, arguments: Sequence[str], behind: Start) -> Start:
-    """Return what starts `behind`, and a gateway that relays to it."""
+def relay(python: str, program: str, arguments: Sequence[str], behind: Start, scheme: str = "http") -> Start:
+    """Return what starts `behind`, and a gateway that calls it."""
 
     @contextlib.contextmanager
     def start(model: Path, delay: float, step: float) -> Iterator[Stack]:
@@ -94,13 +97,37 @@ def relay(python: str, program: str, arguments: Sequence[str], behind: Start) ->
             command = [
                 str(Path(python).with_name(program)), *arguments, "--host", "127.0.0.1", "--port", str(port),
                 "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
-                "--worker-urls", f"http://127.0.0.1:{worker.port}", "--policy", "round_robin",
+                "--worker-urls", f"{scheme}://127.0.0.1:{worker.port}", "--policy", "round_robin",
             ]  # fmt: skip
+            if scheme == "grpc":
+                command += ["--model-path", str(model.resolve())]
             env = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "PYTHON"))}
             with processes({"gateway": command}, port, env | {"HOME": name}, Path(name), is_killed=True) as gateway:
                 yield Stack(port, {**worker.pids, **gateway.pids}, gateway.seconds_to_first_answer)
 
     return start
+
+
+def engine_of(python: str) -> Start:
+    """Return what starts the worker that `smg` has behind it where it tokenises itself."""
+
+    @contextlib.contextmanager
+    def start(model: Path, delay: float, step: float) -> Iterator[Stack]:
+        with tempfile.TemporaryDirectory() as name:
+            port = free_port()
+            command = [
+                python, str(HERE / "grpc_worker.py"), "--model", str(model.resolve()), "--port", str(port),
+                "--delay", str(delay), "--step", str(step),
+            ]  # fmt: skip
+            with processes({"worker": command}, port, os.environ, Path(name), is_up=partial(_listens, port)) as running:
+                yield running
+
+    return start
+
+
+def _listens(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
 
 
 @contextlib.contextmanager
@@ -118,6 +145,16 @@ def ours(model: Path, delay: float, step: float) -> AbstractContextManager[Stack
     return stack(model, delay, step=step)
 
 
+@contextlib.contextmanager
+def ours_twice(model: Path, delay: float, step: float) -> Iterator[Stack]:
+    """Start our frontend as two processes, and its worker."""
+    with stack(model, delay, step=step, frontend=("--workers", "2")) as running:
+        group = Group(2, running)
+        group.wait_for_all()
+        serving = {f"frontend {number}": pid for number, pid in enumerate(group.pids, 1)}
+        yield Stack(running.port, {**running.pids, **serving}, running.seconds_to_first_answer)
+
+
 def native(model: Path, delay: float, step: float) -> AbstractContextManager[Stack]:
     """Start the native frontend and its worker."""
     return native_stack(native_python())(model, delay, step=step)
@@ -125,12 +162,13 @@ def native(model: Path, delay: float, step: float) -> AbstractContextManager[Sta
 
 def gateways() -> list[Gateway]:
     """Return the gateways that this machine has."""
-    found = [Gateway("none", mock), Gateway("ours", ours)]
+    found = [Gateway("none", mock), Gateway("ours", ours), Gateway("ours x2", ours_twice)]
     if os.environ.get("DYNAMO_NATIVE_PYTHON"):
         found.append(Gateway("native", native))
     relays: dict[str, Callable[[Start], Start]] = {}
     if smg := os.environ.get("DYNAMO_SMG_PYTHON"):
         relays["smg"] = partial(relay, smg, "smg", ("launch",))
+        found.append(Gateway("smg grpc", relay(smg, "smg", ("launch",), engine_of(smg), "grpc")))
     if router := os.environ.get("DYNAMO_VLLM_ROUTER_PYTHON"):
         relays["vllm-router"] = partial(relay, router, "vllm-router", ())
     found += [Gateway(name, in_front_of(mock)) for name, in_front_of in relays.items()]
@@ -138,9 +176,13 @@ def gateways() -> list[Gateway]:
     return found
 
 
-def between(figures: Mapping[str, float]) -> float:
-    """Return the CPU of all that stands between the client and the worker, in us per unit."""
-    return figures.get("gateway us", 0.0) + figures.get("frontend us", 0.0)
+def between(figures: Mapping[str, float], unit: str = "us") -> float:
+    """Return the CPU of all that stands between the client and the worker, in us per unit; with `MB`: its memory."""
+    return sum(
+        value
+        for name, value in figures.items()
+        if name.startswith(("gateway", "frontend")) and name.endswith(f" {unit}")
+    )
 
 
 # -- requests that arrive together -------------------------------------------------------------------------------------
@@ -253,7 +295,7 @@ def table(names: Sequence[str], runs: Mapping[str, Mapping[str, Sequence[Figures
 
 
 def _megabytes(figures: Figures) -> float:
-    return figures.get("gateway MB", 0.0) + figures.get("frontend MB", 0.0)
+    return between(figures, "MB")
 
 
 def remarks(runs: Mapping[str, Mapping[str, Sequence[Figures]]]) -> Iterator[str]:

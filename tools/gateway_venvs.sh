@@ -25,7 +25,8 @@ make_environment() { # NAME VARIABLE PIP-ARGUMENT... [, PIP-ARGUMENT...]
   fi
   echo "export $variable='$place/bin/python'"
 }
-make_environment smg DYNAMO_SMG_PYTHON smg==1.13.0
+# The second package has the interface of the worker that it calls by gRPC.
+make_environment smg DYNAMO_SMG_PYTHON smg==1.13.0 smg-grpc-proto==0.4.28
 make_environment vllm-router DYNAMO_VLLM_ROUTER_PYTHON vllm-router==0.1.17
 # Without its own requirements, which name packages for GPUs and for planning; these are what its frontend and worker import.
 make_environment native DYNAMO_NATIVE_PYTHON --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 , \

@@ -24,6 +24,7 @@ SMALLEST: Final = {
     "inspector": ["--only", "viewer", "--streams", "4", "--turns", "1", "--seconds", "1", "--delay", "0.01"],
     "key_checks": [],
     "choices": ["--repeats", "1", "--sizes", "3"],
+    "processes": ["--turns", "1", "--only", "one-token requests, kv"],
     "parsing": ["--rounds", "1"],
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
     "request_calls": ["--requests", "5", "--tokens", "4"],
@@ -31,7 +32,7 @@ SMALLEST: Final = {
     "upkeep": ["fleet", "--workers", "120", "--adapters", "1", "--runs", "1"],
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
-WITH_OUT: Final = frozenset({"bench", "gateways", "soak"})  # they leave files, in the folder of `--out`
+WITH_OUT: Final = frozenset({"bench", "gateways", "processes", "soak"})  # they leave files, in the folder of `--out`
 HELP: Final = frozenset({"against_vllm", "llamacpp", "native"})  # they measure what is not installed here
 PARTS: Final = frozenset(
     [
@@ -39,6 +40,7 @@ PARTS: Final = frozenset(
         "engine",
         "fault_table",
         "floor",
+        "grpc_worker",
         "model",
         "native_engine",
         "openai_worker",
