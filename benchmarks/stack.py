@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0  # on a machine that others use as well
 POLL_SECONDS = 0.01
+LISTENING_PORTS = (20_000, 32_000)
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,15 @@ def rss_mb(pid: int) -> float:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that was free a moment ago, below those that the system gives to outgoing connections.
+
+    One of theirs may be taken again before the program that shall listen has started, which on a busy machine takes seconds.
+    """
+    while True:
+        port = random.randrange(*LISTENING_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def post(port: int, body: dict[str, Any], timeout: float = 10) -> dict[str, Any]:
@@ -80,8 +87,12 @@ def processes(
     *,
     patience_seconds: float = PATIENCE_SECONDS,
     is_up: Callable[[], bool] | None = None,
+    is_killed: bool = False,
 ) -> Iterator[Stack]:
-    """Start `commands`, wait for the first answer on `port` (or for `is_up`), stop all at the end."""
+    """Start `commands`, wait for the first answer on `port` (or for `is_up`), stop all at the end.
+
+    `is_killed`: without a signal before, for programs that drain for seconds.
+    """
     with (folder / "log").open("wb") as log:
         begun = time.perf_counter()
         running = {
@@ -106,7 +117,7 @@ def processes(
             yield Stack(port, {name: process.pid for name, process in running.items()}, seconds)
         finally:
             for process in running.values():
-                process.terminate()
+                process.kill() if is_killed else process.terminate()
             for process in running.values():
                 try:
                     process.wait(10)

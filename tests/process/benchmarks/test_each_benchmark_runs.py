@@ -18,11 +18,13 @@ SMALLEST: Final = {
     "batches": ["--lines", "20", "--tokens", "1", "--delay", "0"],
     "bench": ["--quick", "--only", "one-token"],
     "dispatch": ["--repeats", "1"],
+    "gateways": ["--quick", "--repeats", "1", "--only", "burst", "--gateways", "none,ours"],
     "idle_sources": ["--sources", "1", "--seconds", "0.1"],
     "index": ["--quick"],
     "inspector": ["--only", "viewer", "--streams", "4", "--turns", "1", "--seconds", "1", "--delay", "0.01"],
     "key_checks": [],
     "choices": ["--repeats", "1", "--sizes", "3"],
+    "processes": ["--turns", "1", "--only", "one-token requests, kv"],
     "parsing": ["--rounds", "1"],
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
     "request_calls": ["--requests", "5", "--tokens", "4"],
@@ -31,10 +33,22 @@ SMALLEST: Final = {
     "together": ["--together", "3", "--rounds", "1"],
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
-WITH_OUT: Final = frozenset({"bench", "soak"})  # they leave files, in the folder of `--out`
+WITH_OUT: Final = frozenset({"bench", "gateways", "processes", "soak"})  # they leave files, in the folder of `--out`
 HELP: Final = frozenset({"against_vllm", "llamacpp", "native"})  # they measure what is not installed here
 PARTS: Final = frozenset(
-    ["cases", "engine", "fault_table", "floor", "model", "native_engine", "probe", "reference_worker", "stack"]
+    [
+        "cases",
+        "engine",
+        "fault_table",
+        "floor",
+        "grpc_worker",
+        "model",
+        "native_engine",
+        "openai_worker",
+        "probe",
+        "reference_worker",
+        "stack",
+    ]
 )
 """Files that are no benchmark by themselves: others run them, and `test_fault_table.py` one."""
 

@@ -139,6 +139,57 @@ async def test_a_process_that_is_killed_is_replaced_and_its_counts_stay(group: F
     assert b'"processes":{"serving":2,"configured":2}' in health
 
 
+async def test_the_streams_of_a_process_that_is_killed_fail_alone(cluster: Cluster, worker: Worker, tag: str) -> None:
+    frontend = cluster.frontend("half", f"--workers={PROCESSES}")
+    cluster.wait_ready(frontend, worker)
+    wait(lambda: len(members(frontend)) == PROCESSES, lambda: frontend.log)
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(4):  # connections are dealt out evenly, so each process has two of them
+            body, headers = chat("group", stream=True), script(["say", "x"], ["wait"], tag=tag)
+            one = await stack.enter_async_context(exchange(frontend.port, CHAT, body, headers=headers))
+            assert await one.head() == 200
+            found.append(one)
+        await worker.sees("first", tag, 4)
+        os.kill(members(frontend)[2], signal.SIGKILL)
+        rests = [asyncio.ensure_future(one.rest()) for one in found]
+        await worker.sees("stopped", tag, 2)  # the worker ends what nobody reads any more
+        done = [rest for rest in rests if rest.done()]
+        assert len(done) == 2
+        assert not any(b"[DONE]" in rest.result() for rest in done)
+        for rest in rests:
+            rest.cancel()
+    await worker.sees("stopped", tag, 4)
+
+
+def test_a_log_record_names_its_process(group: Frontend) -> None:
+    wait(
+        lambda: {f"frontend_process={place}" in group.log for place in members(group)} == {True},
+        lambda: f"records of both processes; log:\n{group.log}",
+    )
+
+
+@pytest.mark.parametrize(("flags", "knows"), [((), True), (("--no-router-replica-sync",), False)])
+async def test_each_process_knows_what_the_others_have_booked(
+    cluster: Cluster, name: str, tag: str, flags: tuple[str, ...], knows: bool
+) -> None:
+    """A process that did not know would send half of its requests, 1 to 32 of 32, to the worker that the other has filled."""
+    workers = [cluster.worker(f"{name}-{letter}", name) for letter in "ab"]
+    frontend = cluster.frontend(f"{name}-kv", f"--workers={PROCESSES}", "--router-mode=kv", *flags)
+    cluster.wait_ready(frontend, *workers)
+    wait(lambda: len(members(frontend)) == PROCESSES, lambda: frontend.log)
+    body = chat(name, stream=True)
+    body["messages"][0]["content"] = "word " * 4000
+    async with exchange(frontend.port, CHAT, body, headers=script(["wait"], tag=tag)):
+        await until(lambda: sum(worker.count("generate", tag) for worker in workers) == 1)
+        full = next(worker for worker in workers if worker.count("generate", tag))
+        headers = script(["say", "x"], tag=f"{tag}-short")
+        for _ in range(32):  # that connection is the only one of its process, so the other process has these
+            assert (await ask(frontend.port, CHAT, chat(name), headers=headers)).status == 200
+        assert (full.count("generate", f"{tag}-short") == 0) is knows
+    await full.sees("stopped", tag)
+
+
 async def test_a_group_that_is_asked_to_end_lets_its_streams_end(cluster: Cluster, worker: Worker, tag: str) -> None:
     frontend = cluster.frontend("leaving", f"--workers={PROCESSES}")
     cluster.wait_ready(frontend, worker)

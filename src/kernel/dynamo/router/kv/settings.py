@@ -119,10 +119,10 @@ class KvRouterSettings:
     router_track_prefill_tokens: bool = setting(True, "DYN_ROUTER_TRACK_PREFILL_TOKENS", switch,
         "Count the prompt tokens that are still to be computed as load",
         flag="--router-track-prefill-tokens", group=_GROUP)
-    router_replica_sync: bool = setting(False, "DYN_ROUTER_REPLICA_SYNC", switch,
+    router_replica_sync: bool | None = setting(None, "DYN_ROUTER_REPLICA_SYNC", switch,
         "Report what this router books to the other routers of its workers, and count what they book "
         "([routing](routing.md#several-routers))",
-        flag="--router-replica-sync", group=_GROUP)
+        flag="--router-replica-sync", group=_GROUP, shown="on among several processes of one frontend, else off")
     router_queue_threshold: float | None = setting(None, "DYN_ROUTER_QUEUE_THRESHOLD", number(0, metavar="PART"),
         "Let a request wait while every worker that could serve it has more prompt tokens to compute than this part of "
         "`max_num_batched_tokens` ([queues](routing.md#queues)). Also for the classes of `--router-policy-config` that "

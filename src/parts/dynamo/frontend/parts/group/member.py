@@ -10,12 +10,13 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.process import Admission
@@ -257,6 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     given = parser.parse_args(argv)
     configure_dynamo_logging()
+    _number_records(given.row + 1)
     settings = parse_args(given.rest[1:], dump=False)  # the first one is "--"
     place = _Place(
         socket.socket(fileno=given.control),
@@ -278,10 +280,30 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _number_records(number: int) -> None:
+    """Name this process in all its log records: those of a group go to one place."""
+    make = logging.getLogRecordFactory()
+
+    def numbered(*args: Any, **named: Any) -> logging.LogRecord:
+        record = make(*args, **named)
+        record.frontend_process = number
+        return record
+
+    logging.setLogRecordFactory(numbered)
+
+
 def _share_of(settings: FrontendSettings, processes: int) -> FrontendSettings:
-    """Divide the limits that each process counts for itself: connections are dealt out evenly."""
+    """Divide the limits that each process counts for itself: connections are dealt out evenly.
+
+    What one process books, the others count, unless that is switched off: else each would send its requests to the workers
+    that the others have just filled.
+    """
+    kv_router = settings.kv_router
+    if kv_router.router_replica_sync is None:
+        kv_router = dataclasses.replace(kv_router, router_replica_sync=True)
     return dataclasses.replace(
         settings,
+        kv_router=kv_router,
         limits=dataclasses.replace(settings.limits, max_connections=-(-settings.limits.max_connections // processes)),
         pending_bodies_limit_bytes=-(-settings.pending_bodies_limit_bytes // processes),
         capacity_share=settings.capacity_share / processes,
