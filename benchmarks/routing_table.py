@@ -47,15 +47,15 @@ BASE_WORKERS: Final = 4  # get a trace at its own speed
 TIE: Final = 1.01  # a mean time to first token that is longer by less is as good
 TARGET: Final = Target(ttft_ms=2000.0, token_ms=50.0, share=0.95)
 CAPACITY_WORKERS: Final = 8
-CAPACITY_LOADS: Final = (0.25, 16.0)  # where the highest load is looked for
-CAPACITY_STEPS: Final = 6
+CAPACITY_LOADS: Final = (0.5, 8.0)  # where the highest load is looked for
+CAPACITY_STEPS: Final = 5
+CAPACITY_REQUESTS: Final = 1500  # of each replay, as there are many
 
 DRAWN: Final[Mapping[str, Callable[[int, int | None], Trace]]] = {
     "drawn conversation": conversation,
     "drawn synthetic": synthetic,
     "grid": grid,
 }
-LOADS: Final = {"grid": (1.0, 2.0)}
 USUAL_LOADS: Final = (1.0, 2.0)
 WORKER: Final = SchedulerOptions(num_gpu_blocks=16384, block_size=64)  # as the mock engine by default
 SMALL: Final = SchedulerOptions(num_gpu_blocks=2048, block_size=64)  # of a grid: 62 of its 128 prefixes
@@ -141,6 +141,7 @@ def row_of(case: Case, given: Given) -> Row:
 
 def capacity_of(case: Case, given: Given) -> float:
     """Return the highest load at which the target holds; 0 where it holds at none."""
+    given = given._replace(requests=min(CAPACITY_REQUESTS, given.requests or CAPACITY_REQUESTS))
     return highest_load(
         lambda load: share_in_time(replayed(case._replace(load=load), given), TARGET) >= TARGET.share,
         *CAPACITY_LOADS,
@@ -152,7 +153,7 @@ def cases_of(given: Given) -> Iterator[Case]:
     """Yield every case of the table, the policies of a cell side by side."""
     for trace in given.traces:
         for workers in given.workers:
-            for load in given.loads or LOADS.get(trace, USUAL_LOADS):
+            for load in given.loads or USUAL_LOADS:
                 for policy in MODES:
                     yield Case(trace, workers, load, policy)
 

@@ -28,6 +28,8 @@ UNSURE: Final = 5.0  # twice the error of a mean over a quarter of the samples, 
 SAME_SPEED: Final = (
     0.01  # a pool that moves less is taken to stand still: all its ranks would have to be computed again
 )
+LEVEL_FADE: Final = 0.2  # how much a new sample counts in how slow a rank is beside all ranks
+LEVEL_STEP: Final = 0.5  # of a logarithm: no sample shows more than that beyond what is known
 LEAST_MS: Final = 0.05  # a shorter sample shows nothing about an engine
 FEWEST_STEPS: Final = 8  # of an answer whose steps are measured
 OUTPUT_FADE: Final = 0.02  # how much a new answer's length counts, once there are many
@@ -70,11 +72,12 @@ class _UsualErrors:
 class CurveFit:
     """The weighted samples of one curve, as sums. `pool` is added to a rank's own samples, with a limited weight."""
 
-    __slots__ = ("_errors", "_pool", "_prior", "_sums", "_unfitted", "count", "row", "shared")
+    __slots__ = ("_errors", "_level", "_pool", "_prior", "_sums", "_unfitted", "count", "row", "shared")
 
     def __init__(self, prior: Row, pool: CurveFit | None = None) -> None:
         self._prior, self._pool = prior, pool
         self._errors = _UsualErrors()
+        self._level = 0.0  # logarithm of how slow the rank is beside all ranks
         self._sums = [0.0] * 9  # of products of the parts with each other (6), and with the measured time (3)
         self._unfitted = 0  # samples since the last fit
         self.count = 0.0  # samples, each with its weight
@@ -83,9 +86,13 @@ class CurveFit:
 
     def add(self, parts: Row, measured: float) -> None:
         """Take a sample: the amounts of the three parts, and the time they took together."""
+        a, b, c = parts
         if self._pool is not None:
             self._pool.add(parts, measured)
-        a, b, c = parts
+            base, linear, square = self._pool.row
+            apart = math.log(measured / max(LEAST_MS, a * base + b * linear + c * square)) - self._level
+            share = max(LEVEL_FADE, 1.0 / (self.count + 2.0))
+            self._level += share * max(-LEVEL_STEP, min(LEVEL_STEP, apart))
         base, linear, square = self.row
         expected = a * base + b * linear + c * square
         if expected <= LEAST_MS:
@@ -141,7 +148,10 @@ class CurveFit:
         # well: else the only rank that has shown anything would be believed further from the prior than all others.
         pool = self._pool or self
         share = min(1.0, POOL_SAMPLES / pool.count) if pool.count else 0.0
-        sums = [own + share * other for own, other in zip(self._sums, pool._sums, strict=True)]
+        # The samples of all ranks as this rank would have shown them, of which a slower one must not count for less.
+        slow = math.exp(self._level)
+        scales = (share / (slow * slow),) * 6 + (share / slow,) * 3
+        sums = [own + scale * other for own, scale, other in zip(self._sums, scales, pool._sums, strict=True)]
         free = [at for at in range(3) if self._prior[at]]
         while free:
             found = self._solved(sums, free)
