@@ -25,12 +25,13 @@ SMALLEST: Final = {
     "choices": ["--repeats", "1", "--sizes", "3"],
     "parsing": ["--rounds", "1"],
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
+    "routing_table": ["--requests", "20", "--workers", "4", "--loads", "1", "--jobs", "1"],
     "request_calls": ["--requests", "5", "--tokens", "4"],
     "soak": ["--requests", "60", "--streams", "2"],
     "upkeep": ["fleet", "--workers", "120", "--adapters", "1", "--runs", "1"],
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
-WITH_OUT: Final = frozenset({"bench", "soak"})  # they leave files, in the folder of `--out`
+WITH_OUT: Final = frozenset({"bench", "routing_table", "soak"})  # they leave files, in the folder of `--out`
 HELP: Final = frozenset({"against_vllm", "llamacpp", "native"})  # they measure what is not installed here
 PARTS: Final = frozenset(
     ["cases", "engine", "fault_table", "floor", "model", "native_engine", "probe", "reference_worker", "stack"]

@@ -140,6 +140,7 @@ def _trace(name: str, turns: Iterator[_Turn], requests: int) -> Trace:
                 delay_ms=None if turn.delay is None else round(1000 * turn.delay, 3),
             )
         )
+    found.sort(key=lambda request: request.arrival_ms)  # a coarse clock puts some before others; turns keep their order
     return Trace(name, found)
 
 
