@@ -187,7 +187,10 @@ def cells_of(rows: Mapping[Case, Row]) -> list[Cell]:
 def verdict(cells: Sequence[Cell]) -> Iterator[tuple[str, bool]]:
     """Yield each bar with what was found, and whether it holds."""
     first = sum(cell.is_first for cell in cells)
-    yield f"{OURS} first or tied in mean TTFT: {first} of {len(cells)} cells (bar: 10 of 12)", 12 * first >= 10 * len(cells)
+    yield (
+        f"{OURS} first or tied in mean TTFT: {first} of {len(cells)} cells (bar: 10 of 12)",
+        12 * first >= 10 * len(cells),
+    )
     worst = max(cell.rows[OURS].p99_ttft / cell.rows[NATIVE].p99_ttft for cell in cells)
     yield f"p99 TTFT of {OURS} by that of {NATIVE}: {worst:.2f} at worst (bar: 1)", worst <= 1.0
     least = min(cell.rows[OURS].of_pooled for cell in cells)
@@ -223,14 +226,18 @@ def main() -> int:
     """Replay the table and print it. Return 1 where a bar is missed, 2 for an error of use."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", action="append", help="a trace in Mooncake's format, in place of the drawn ones")
-    parser.add_argument("--grid", action="store_true", help="the grid of 128 groups that share a prefix, beside the traces")
+    parser.add_argument(
+        "--grid", action="store_true", help="the grid of 128 groups that share a prefix, beside the traces"
+    )
     parser.add_argument("--trace-block-tokens", type=int, default=BLOCK, help="tokens that a hash id stands for")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--loads", type=float, nargs="+", help="multiples of the trace's speed for 4 workers")
     parser.add_argument("--requests", type=int, help="only the first so many of each trace")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes that share the replays")
-    parser.add_argument("--capacity", action="store_true", help=f"in place of the table, the highest load of {CAPACITY_WORKERS} workers")
+    parser.add_argument(
+        "--capacity", action="store_true", help=f"in place of the table, the highest load of {CAPACITY_WORKERS} workers"
+    )
     parser.add_argument("--out", type=Path, help="folder for the table as Markdown and JSON")
     asked = parser.parse_args()
     traces = tuple(asked.trace or [name for name in DRAWN if name != "grid"]) + (("grid",) if asked.grid else ())
@@ -254,14 +261,19 @@ def _run(given: Given, jobs: int, is_capacity: bool, out: Path | None) -> int:
         if is_capacity:
             asked = [Case(trace, CAPACITY_WORKERS, 1.0, policy) for trace in given.traces for policy in MODES]
             loads = list(pool.map(capacity_of, asked, [given] * len(asked)))
-            lines = list(capacities_of({(each.trace, each.policy): load for each, load in zip(asked, loads, strict=True)}))
+            lines = list(
+                capacities_of({(each.trace, each.policy): load for each, load in zip(asked, loads, strict=True)})
+            )
             lines += ["", f"Target: {TARGET}"]
             found = [{**each._asdict(), "load": load} for each, load in zip(asked, loads, strict=True)]
         else:
             cases = list(cases_of(given))
             rows = dict(zip(cases, pool.map(row_of, cases, [given] * len(cases)), strict=True))
             cells = cells_of(rows)
-            lines, bars = list(table_of(cells)), list(verdict([cell for cell in cells if cell.trace != "grid"] or cells))
+            lines, bars = (
+                list(table_of(cells)),
+                list(verdict([cell for cell in cells if cell.trace != "grid"] or cells)),
+            )
             found = [{**case._asdict(), **row._asdict()} for case, row in rows.items()]
     print("\n".join(lines))
     for text, holds in bars:

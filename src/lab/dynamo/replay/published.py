@@ -129,7 +129,7 @@ def _check(shape: ConversationShape | SyntheticShape | GridShape) -> None:
 def _trace(name: str, turns: Iterator[_Turn], requests: int) -> Trace:
     """Return the first requests of what is drawn, in the order of their times."""
     found = []
-    for number, turn in zip(range(requests), turns):
+    for number, turn in zip(range(requests), turns, strict=False):
         found.append(
             TraceRequest(
                 request_id=f"{name}-{number}",
