@@ -89,8 +89,9 @@ bench-vllm: $(VENV)/.dev ## vLLM behind us against `vllm serve`, in turns, and K
 bench-models: $(VENV)/.dev ## SmolLM2 behind us against llama.cpp's own server, in turns: tokens per second and the first token (ARGS="--rounds 1")
 	@eval "$$(tools/engine_venvs.sh models)"; XDG_CACHE_HOME=$(CURDIR)/.engines/cache $(BIN)/python benchmarks/llamacpp.py $(ARGS)
 
-bench-routing: $(VENV)/.dev ## router modes and policies side by side in virtual time, against their bars (ARGS="--seeds 0-2 --jobs 2")
+bench-routing: $(VENV)/.dev ## router modes and policies side by side in virtual time, against their bars (ARGS="--seeds 0-2 --jobs 2"), and the table of policies (TABLE="--trace FILE")
 	@mkdir -p bench-results
+	@$(BIN)/python benchmarks/routing_table.py --grid --out bench-results $(TABLE) || test $$? = 1
 	@$(BIN)/dynamo bench replay --json bench-results/routing.json --html bench-results/routing.html --svg bench-results/routing.svg $(ARGS)
 
 soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether anything grew (ARGS="--requests 20000")

@@ -50,7 +50,7 @@ def test_a_request_waits_for_the_pass_that_runs_and_shares_the_next_one() -> Non
     found = parts(choose(running))
     assert found["wait"] == pytest.approx(20 + 30 - 10)
     assert found["prefill"] == 20 + 20
-    assert found["stall"] == pytest.approx(0.17 * 2 * 16)  # two wait with it: 16 ms longer each
+    assert found["stall"] == pytest.approx(0.05 * 2 * 16)  # two wait with it: 16 ms longer each
     late = rank(1, pass_started_at=90.0, pass_tokens=3000)
     assert parts(choose(late))["wait"] == 0.0  # longer than expected: it may end at any moment
 
@@ -58,7 +58,7 @@ def test_a_request_waits_for_the_pass_that_runs_and_shares_the_next_one() -> Non
 def test_streams_are_stalled_and_their_step_is_in_the_pass() -> None:
     found = parts(choose(rank(1, streams=4, requests=4, context_tokens=4000)))
     assert (found["wait"], found["prefill"]) == (5.0, 20 + 16 + 10)
-    assert found["stall"] == pytest.approx(0.17 * 4 * 36)
+    assert found["stall"] == pytest.approx(0.05 * 4 * 36)
 
 
 def test_a_prompt_beyond_the_budget_takes_several_passes() -> None:

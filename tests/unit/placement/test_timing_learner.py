@@ -163,6 +163,33 @@ def test_what_each_stream_adds_to_a_step_is_learned() -> None:
         assert learned.step_ms(118 * streams / CAPACITY, streams) == pytest.approx(8 + 0.8 * streams, rel=0.1)
 
 
+def test_a_rank_four_times_slower_than_all_others_is_known_after_a_dozen_requests() -> None:
+    engine = Engine(TimeCurve(16, 0.015), TimeCurve(8, 20))
+    for _ in range(30):
+        engine.answer(A)
+    for _ in range(12):
+        engine.answer(B, factor=4.0)
+        for _ in range(6):
+            engine.answer(A)
+    learned = engine.learner.timing(B)
+    assert learned.prefill.at(2000) == pytest.approx(4 * 46, rel=0.25)  # it was 1.4 times that of the others
+    assert learned.decode.at(0.05) == pytest.approx(4 * 9, rel=0.25)
+
+
+def test_a_rank_that_becomes_slower_is_known_to_within_a_dozen_requests() -> None:
+    engine = Engine(TimeCurve(16, 0.015), TimeCurve(8, 20))
+    for _ in range(60):
+        engine.answer(A)
+        engine.answer(B)
+    for _ in range(12):
+        engine.answer(A)
+        engine.answer(B, factor=3.0)
+    learned = engine.learner.timing(B)
+    assert learned.prefill.at(2000) == pytest.approx(3 * 46, rel=0.25)
+    assert learned.decode.at(0.05) == pytest.approx(3 * 9, rel=0.25)
+    assert engine.learner.timing(A).prefill.at(2000) == pytest.approx(46, rel=0.1)
+
+
 def test_a_slower_rank_is_told_from_the_others() -> None:
     engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
     for _ in range(40):

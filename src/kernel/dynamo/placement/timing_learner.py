@@ -28,6 +28,10 @@ UNSURE: Final = 5.0  # twice the error of a mean over a quarter of the samples, 
 SAME_SPEED: Final = (
     0.01  # a pool that moves less is taken to stand still: all its ranks would have to be computed again
 )
+LEVEL_FADE: Final = 0.2  # how much a new sample counts in how slow a rank is beside all ranks
+LEVEL_STEP: Final = 0.5  # of a logarithm: no sample shows more than that beyond what is known
+LEVEL_MOVED: Final = 0.4  # of a logarithm: samples from before a rank's speed changed by so much show little
+FORGOTTEN: Final = 0.1  # what those count for
 LEAST_MS: Final = 0.05  # a shorter sample shows nothing about an engine
 FEWEST_STEPS: Final = 8  # of an answer whose steps are measured
 OUTPUT_FADE: Final = 0.02  # how much a new answer's length counts, once there are many
@@ -70,11 +74,12 @@ class _UsualErrors:
 class CurveFit:
     """The weighted samples of one curve, as sums. `pool` is added to a rank's own samples, with a limited weight."""
 
-    __slots__ = ("_errors", "_pool", "_prior", "_sums", "_unfitted", "count", "row", "shared")
+    __slots__ = ("_errors", "_level", "_pool", "_prior", "_sums", "_unfitted", "basis", "count", "row", "shared")
 
     def __init__(self, prior: Row, pool: CurveFit | None = None) -> None:
         self._prior, self._pool = prior, pool
         self._errors = _UsualErrors()
+        self._level = self.basis = 0.0  # logarithm of how slow the rank is beside all ranks; the same, of its samples
         self._sums = [0.0] * 9  # of products of the parts with each other (6), and with the measured time (3)
         self._unfitted = 0  # samples since the last fit
         self.count = 0.0  # samples, each with its weight
@@ -83,9 +88,15 @@ class CurveFit:
 
     def add(self, parts: Row, measured: float) -> None:
         """Take a sample: the amounts of the three parts, and the time they took together."""
+        a, b, c = parts
         if self._pool is not None:
             self._pool.add(parts, measured)
-        a, b, c = parts
+            base, linear, square = self._pool.row
+            apart = math.log(measured / max(LEAST_MS, a * base + b * linear + c * square)) - self._level
+            share = max(LEVEL_FADE, 1.0 / (self.count + 2.0))
+            self._level += share * max(-LEVEL_STEP, min(LEVEL_STEP, apart))
+            if abs(self._level - self.basis) > LEVEL_MOVED:
+                self._rebase()
         base, linear, square = self.row
         expected = a * base + b * linear + c * square
         if expected <= LEAST_MS:
@@ -99,6 +110,16 @@ class CurveFit:
         if self.count < FITTED_EACH or self._unfitted >= SAMPLES_PER_FIT:
             self._unfitted = 0
             self.row = self._fitted()
+
+    def follow(self, other: CurveFit) -> None:
+        """Take the rank for as slow as the other curve of it shows, where that has moved further: its samples come sooner."""
+        if abs(other._level - self._level) > LEVEL_MOVED and abs(other._level) > abs(self._level):
+            self._level = other._level
+            self._rebase()
+            self.row = self._fitted()
+
+    def _rebase(self) -> None:
+        self._sums, self.basis = [FORGOTTEN * each for each in self._sums], self._level
 
     def share(self) -> bool:
         """Let the ranks of this pool compare themselves with its newest fit. False where that is nearly the last one."""
@@ -141,7 +162,9 @@ class CurveFit:
         # well: else the only rank that has shown anything would be believed further from the prior than all others.
         pool = self._pool or self
         share = min(1.0, POOL_SAMPLES / pool.count) if pool.count else 0.0
-        sums = [own + share * other for own, other in zip(self._sums, pool._sums, strict=True)]
+        # The samples of all ranks as this rank would have shown them, else those of a slow one would count for less.
+        others = _slower(pool._sums, self._level)
+        sums = [own + share * other for own, other in zip(self._sums, others, strict=True)]
         free = [at for at in range(3) if self._prior[at]]
         while free:
             found = self._solved(sums, free)
@@ -164,6 +187,12 @@ class CurveFit:
         for at, row in zip(free, table, strict=True):
             found[at] = row[-1]
         return found
+
+
+def _slower(sums: Sequence[float], level: float) -> list[float]:
+    """Return the sums of samples whose times are all longer by a factor, of which `level` is the logarithm."""
+    slow = math.exp(level)
+    return [each / (slow * slow) for each in sums[:6]] + [each / slow for each in sums[6:]]
 
 
 _PLACE: Final = ((0, 1, 2), (1, 3, 4), (2, 4, 5))
@@ -264,7 +293,10 @@ class TimingLearner:
         fits.unsettled = None
         passes = unsettled.passes
         parts = (float(passes.passes), passes.tokens / KILO, passes.squares / (KILO * KILO))
+        basis = fits.prefill.basis
         fits.prefill.add(parts, unsettled.measured)
+        if fits.prefill.basis != basis:
+            fits.decode.follow(fits.prefill)
         if self._prefill.share():
             self.moved |= self._ranks.keys() - {rank}
 

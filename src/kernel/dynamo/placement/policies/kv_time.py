@@ -13,8 +13,8 @@ full; the weights of the others are the parameters.
 - `stall`: every stream that runs there, and every prompt that waits there, is held up by this prompt's tokens.
 - `future`: so are prompts that come while they are computed.
 - `decode`: the request's own steps, and how much longer its context makes those of the requests beside it. A rank without
-  streams has steps as well, as soon as it has this request. It weighs little, because the next placements even the loads out
-  again.
+  streams has steps as well, as soon as it has this request. It weighs little, and counts the first steps only, because the
+  next placements even the loads out again.
 - `eviction`: the rank must give up blocks to hold the new ones. A block is worth what it costs to compute it again, less if
   the rank's oldest blocks were not used for longer than those of other ranks. So a prompt that no rank holds goes where the
   least is lost, and a prefix is not copied to a second rank unless the first one is much slower.
@@ -53,6 +53,9 @@ MOST_STEPS: Final = 16.0
 """So many steps after a pass was seen to end, the ends of further ones are reckoned with. Then the errors of the steps that were
 added up are as long as a step."""
 
+MOST_DECODED: Final = 64.0
+"""Tokens of an answer whose steps count in `decode`. Later choices decide which loads stand beside those after them."""
+
 LEAST_IDLE_SECONDS: Final = 1e-3  # of the oldest block; keeps the price of an eviction finite
 
 MOST_IDLE_RATIO: Final = 4.0
@@ -62,10 +65,10 @@ MOST_IDLE_RATIO: Final = 4.0
 class TimeParameters(msgspec.Struct, frozen=True, gc=False):
     """How much a millisecond of others counts beside one of the request's own time to first token."""
 
-    stall_weight: Weight = 0.17
-    future_weight: Weight = 0.33
-    decode_weight: Weight = 1.2
-    eviction_weight: Weight = 1.0
+    stall_weight: Weight = 0.05
+    future_weight: Weight = 0.2
+    decode_weight: Weight = 1.6
+    eviction_weight: Weight = 0.5
     host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = HOST_HIT_WEIGHT
     disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = DISK_HIT_WEIGHT
     router_temperature: Weight = 0.0  # 0: the lowest cost; above: sampled by softmax
@@ -308,7 +311,7 @@ class TimeCost:
             1.0 if credit is None else credit,
             request.tracks_prefill,
             max(LEAST_IDLE_SECONDS, idle / known) if known else 0.0,
-            weights.decode_weight / (1 + requests / len(views)) ** 1.5,
+            weights.decode_weight * min(1.0, MOST_DECODED / max(1.0, output)) / (1 + requests / len(views)) ** 1.5,
             weights.eviction_weight * (1 + weights.future_weight + weights.stall_weight * streams / len(views)),
         )
 
