@@ -49,6 +49,20 @@ def configuration(
     )  # fmt: skip
 
 
+def _access_log(port: int) -> dict[str, Any]:
+    """Write each request to standard output, with the reason of an answer that is Envoy's own."""
+    members = {
+        "port": port, "path": "%REQ(:PATH)%", "status": "%RESPONSE_CODE%", "flags": "%RESPONSE_FLAGS%",
+        "details": "%RESPONSE_CODE_DETAILS%", "upstream": "%UPSTREAM_HOST%", "ms": "%DURATION%",
+        "failure": "%UPSTREAM_TRANSPORT_FAILURE_REASON%", "sent": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
+    }  # fmt: skip
+    log = {
+        "@type": _KINDS + "access_loggers.stream.v3.StdoutAccessLog",
+        "log_format": {"json_format": members},
+    }
+    return {"name": "envoy.access_loggers.stdout", "typed_config": log}
+
+
 def _socket(host: str, port: int) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": port}}
 
@@ -81,6 +95,7 @@ def _listener(port: int, mode: Mapping[str, str], *, is_open: bool) -> dict[str,
     manager = {
         "@type": _KINDS + "filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": f"on_{port}",
+        "access_log": [_access_log(port)],
         "route_config": {
             "virtual_hosts": [
                 {

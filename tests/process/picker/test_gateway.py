@@ -85,6 +85,12 @@ class Gateway:
         _, body = get(self.admin, "/stats?filter=(ext_proc|cluster.picker)&usedonly")
         return body.decode()
 
+    @property
+    def refusals(self) -> str:
+        """What Envoy wrote of requests that it answered with an error, and of the picker's health."""
+        lines = self.envoy.log.splitlines()
+        return "\n".join(line for line in lines if '"status":5' in line or "health" in line)
+
     async def start_picker(self, name: str) -> Process:
         """Start one once Envoy has noticed the end of that before."""
         await until(lambda: self.sees_picker(healthy=False), lambda: self.envoy.log)
@@ -289,9 +295,9 @@ async def test_what_a_picker_adds_to_a_request(gateway: Gateway, capsys: pytest.
     try:
         named = {"x-dynamo-worker-instance-id": str(worker_id)}
         found = {
-            "the pod itself": await _timed(gateway.pod_port, named),
-            "Envoy and the picker, buffered": await _timed(gateway.buffered, {}),
-            "Envoy and the picker, full duplex": await _timed(gateway.duplex, {}),
+            "the pod itself": await _timed(gateway, gateway.pod_port, named),
+            "Envoy and the picker, buffered": await _timed(gateway, gateway.buffered, {}),
+            "Envoy and the picker, full duplex": await _timed(gateway, gateway.duplex, {}),
         }
     finally:
         picker.kill()
@@ -304,14 +310,14 @@ async def test_what_a_picker_adds_to_a_request(gateway: Gateway, capsys: pytest.
     assert statistics.median(found["Envoy and the picker, buffered"]) < 1.0
 
 
-async def _timed(port: int, headers: dict[str, str]) -> list[float]:
+async def _timed(gateway: Gateway, port: int, headers: dict[str, str]) -> list[float]:
     """Send requests at a steady rate, and return how long each answer of one token took."""
 
     async def one(n: int) -> float:
         await asyncio.sleep(n / RATE)
         began = time.perf_counter()
         reply = await ask(port, "/v1/completions", completion(f"{n} " + "words " * 80, max_tokens=1), headers=headers)
-        assert reply.status == 200, reply
+        assert reply.status == 200, f"{reply}\n{gateway.refusals}\n{gateway.counters()}"
         return time.perf_counter() - began
 
     return await asyncio.gather(*(one(n) for n in range(TIMED)))
@@ -333,4 +339,4 @@ def test_the_process_ends_with_a_sentence_where_it_cannot_do_what_is_set(tmp_pat
         plain = cluster.process("plain", [sys.executable, "-m", "dynamo.picker"], DYN_EPP_MODE="standalone")
         assert (wrong.exit_code(), plain.exit_code()) == (2, 2)
         assert "a picker has none" in wrong.log
-        assert "plain vLLM pods, is not in this version" in plain.log
+        assert "needs their list" in plain.log

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from dynamo.errors import DynamoException, WorkerUnavailable
+from dynamo.errors import DynamoException, Overloaded, WorkerUnavailable
 from dynamo.frontend.admission.model import urgency_of
 from dynamo.frontend.admission.process import NotReady
 from dynamo.frontend.apis.chat import ChatApi
@@ -31,11 +31,13 @@ from dynamo.frontend.pipeline.reading import CallReader
 from dynamo.frontend.pipeline.text_generation import TextPlan
 from dynamo.picker.addresses import Addresses
 from dynamo.picker.bookings import RequestHold
+from dynamo.picker.prefill import choose_prefill
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch.course import Choose
 from dynamo.router.dispatch.failover import DispatchRequest, Failover
+from dynamo.router.dispatch.stages import PrefillStage
 from dynamo.router.workers.pool import ChosenWorker, ModelPool
 from dynamo.runtime.calls.context import Context
 
@@ -134,6 +136,8 @@ class Picker:
     def is_ready(self) -> bool:
         """Whether the store answers, and a model has a worker."""
         models = self._frontend.models
+        if self._addresses.trouble is not None:
+            return False
         return models.store_trouble is None and any(each.is_reachable for each in models.served())
 
     def instance_at(self, pool: ModelPool, address: str) -> int | None:
@@ -176,9 +180,9 @@ class Picker:
             hold.add(media.end)
         hold.add_slot(model.admission.enter(urgency_of(read.nvext), now))
         plan, _ = await api.prepare(frontend.pipeline.preprocessor, read, resolved.effects, model, timer)
-        if model.dispatcher.stages:
-            raise not_built(f"Validation: the picker does not place requests of '{model.name}', whose prompts other "
-                            "workers compute: send them to a frontend", "model")  # fmt: skip
+        if any(not isinstance(stage, PrefillStage) for stage in model.dispatcher.stages):
+            raise not_built(f"Validation: the picker does not place requests of '{model.name}', whose media other "
+                            "workers encode: send them to a frontend", "model")  # fmt: skip
         body, prompt = _first_body(plan)
         dispatch = DispatchRequest(
             body, prompt, record=plan.tally(), timer=timer, limits=plan.limits, pinned_instance_id=plan.pinned_instance_id,
@@ -190,18 +194,45 @@ class Picker:
         hold.add(context.kill)
         failover = Failover(model.dispatcher, dispatch, context)
         hold.add(lambda: None if failover.session is None else failover.session.release())
-        await failover.choose(Choose(self._excluded(model, request.allowed)))
-        worker = failover.worker
-        address = None if worker is None else self._addresses.of(worker.instance)
-        if worker is None or address is None or (request.allowed is not None and address not in request.allowed):
-            raise WorkerUnavailable(f"No workers available for {model.name}")
-        await hold.book(worker, body, context)
+        prefill = await choose_prefill(failover) if failover.stages else None
+        worker, address = await self._answering(failover, request.allowed)
+        if prefill is not None:
+            await hold.book_prefill(prefill, body, context)
+        await hold.book(worker, failover.body, context)
         if failover.session is not None:
             failover.session.sent(worker.instance.instance_id, worker.placement.dp_rank)
         addresses = [address, *self._others(failover, worker, request.allowed)]
         # A retry carries the headers to another pod, which must not send the request back to the worker that was lost.
-        for_pod = _worker_headers(worker) if len(addresses) == 1 else []
-        return PickedWorker(self, Destination(addresses, for_pod), hold, _Booked(model, body, failover))
+        for_pod = self._addresses.headers_for(worker) if len(addresses) == 1 else []
+        if prefill is not None:
+            for_pod += self._addresses.headers_of_prefill(prefill)
+        return PickedWorker(self, Destination(addresses, for_pod), hold, _Booked(model, failover.body, failover))
+
+    async def _answering(self, failover: Failover, allowed: frozenset[str] | None) -> tuple[ChosenWorker, str]:
+        """Choose the worker that answers. Raises WorkerUnavailable, and Overloaded where it is only that all are full."""
+        pool, given = failover.pool, failover.given
+        excluded = self._excluded(pool, allowed)
+        if given is not None and given.worker is not None and given.worker.key in excluded:
+            failover.given = given._replace(worker=None)
+        try:
+            await failover.choose(Choose(excluded))
+        except WorkerUnavailable as error:
+            if self._are_full(pool, allowed):
+                raise Overloaded(f"All workers of {pool.name} have too many requests waiting") from error
+            raise
+        worker = failover.worker
+        address = None if worker is None else self._addresses.of(worker.instance)
+        if worker is None or address is None or (allowed is not None and address not in allowed):
+            raise WorkerUnavailable(f"No workers available for {pool.name}")
+        return worker, address
+
+    def _are_full(self, pool: ModelPool, allowed: frozenset[str] | None) -> bool:
+        """Return whether a worker is there that is only left out because it is full."""
+        return any(
+            self._addresses.is_full(candidate.instance_id)
+            and (allowed is None or self._address_in(pool, candidate.instance_id) in allowed)
+            for candidate in pool.candidates()
+        )
 
     def _others(self, failover: Failover, first: ChosenWorker, allowed: frozenset[str] | None) -> list[str]:
         """Return the addresses of the next best workers. Nothing is booked, and no turn is used up."""
@@ -225,7 +256,8 @@ class Picker:
         found = set()
         for candidate in pool.candidates():
             address = self._address_in(pool, candidate.instance_id)
-            if address is None or (allowed is not None and address not in allowed):
+            is_allowed = allowed is None or address in allowed
+            if address is None or not is_allowed or self._addresses.is_full(candidate.instance_id):
                 found.add(candidate.key)
         return frozenset(found)
 
@@ -255,14 +287,6 @@ def _first_body(plan: Plan) -> tuple[WorkerRequest, Sequence[int]]:
         return body, ()
     prompt = plan.prompts[0]
     return plan.fields.for_prompt(prompt), prompt
-
-
-def _worker_headers(worker: ChosenWorker) -> list[tuple[str, str]]:
-    """Return the headers by which a frontend beside the worker sends it there."""
-    headers = [("x-dynamo-worker-instance-id", str(worker.instance.instance_id))]
-    if (rank := worker.placement.dp_rank) is not None:
-        headers.append(("x-dynamo-dp-rank", str(rank)))
-    return headers
 
 
 def _refusal(rejected: RequestRejected, call: tuple[GenerationApi[Any], CallReader] | None) -> Refusal:
