@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from dynamo.errors import DynamoException, InvalidArgument, text_of
@@ -17,10 +18,11 @@ from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.picker.addresses import Addresses
 from dynamo.picker.choice import SHED, Picker
+from dynamo.picker.server import PickerServer
 from dynamo.picker.settings import MODES, PickerSettings
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.workers.busy_settings import BusySettings
-from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.base.settings import RuntimeSettings, SystemSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.observe.log_text import one_line
 from dynamo.runtime.observe.logging import configure_dynamo_logging
@@ -114,11 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: PickerSettings, of_frontend: FrontendSettings) -> None:
-    from dynamo.picker.server import PickerServer  # needs gRPC, and --help does not
-
     loop = asyncio.get_running_loop()
     memory = "mem" if settings.pods.are_followed else None
-    runtime = DistributedRuntime(loop, memory, memory, settings=of_frontend.runtime)
+    # A frontend has no status server, as its own port shows all of that. A picker has no other port for HTTP.
+    of_runtime = replace(of_frontend.runtime, system=SystemSettings.from_env())
+    runtime = DistributedRuntime(loop, memory, memory, settings=of_runtime)
     try:
         async with AsyncExitStack() as stack:
             asked = asyncio.Event()

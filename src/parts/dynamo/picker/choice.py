@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from dynamo.frontend.pipeline.reading import CallReader
 from dynamo.frontend.pipeline.text_generation import TextPlan
 from dynamo.picker.addresses import Addresses
 from dynamo.picker.bookings import RequestHold
+from dynamo.picker.metrics import PickerMetrics
 from dynamo.picker.prefill import choose_prefill
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.openai.errors import RequestRejected, not_built
@@ -104,6 +106,7 @@ class PickedWorker:
             logger.warning("the account of a request stays at the worker that was chosen: %s", error)
             return
         await self.hold.book(worker, booked.body, booked.failover.context)
+        self._picker.metrics.moved.inc()
 
     def close(self) -> None:
         """Give back what is held. Idempotent."""
@@ -125,6 +128,7 @@ class Picker:
             settings.paths["responses"]: ResponsesApi(None, offload),
             settings.paths["messages"]: MessagesApi(),
         }
+        self.metrics = PickerMetrics(frontend.kernel.runtime.metrics)
         self._calls = {path: (api, CallReader(api, settings, pipeline.models, offload)) for path, api in apis.items()}
 
     @property
@@ -149,6 +153,16 @@ class Picker:
 
     async def choose(self, request: Request) -> PickedWorker:
         """Choose a worker, and count the request for it. Raises Refusal."""
+        began = time.perf_counter()  # the time of the loop is of whole milliseconds
+        try:
+            return await self._choose_in_time(request)
+        except Refusal as refusal:
+            self.metrics.refused.labels(str(refusal.status)).inc()
+            raise
+        finally:
+            self.metrics.choice.observe(time.perf_counter() - began)
+
+    async def _choose_in_time(self, request: Request) -> PickedWorker:
         call = self._calls.get(request.path) if request.method == "POST" and request.body is not None else None
         hold = RequestHold()
         try:
