@@ -34,8 +34,11 @@ def configuration(
     listeners: Mapping[int, tuple[Mapping[str, str], bool]],
     picker_port: int,
     pool: Sequence[tuple[str, int]],
+    *,
+    checked: str = "readiness",
 ) -> str:
-    """Write Envoy's configuration. `listeners`: by port the processing mode, and whether it fails open."""
+    """Write Envoy's configuration. `listeners`: by port the processing mode, and whether it fails open. `checked`: the service
+    by whose health the picker is called."""
     return json.dumps(
         {
             "admin": {"address": _socket("127.0.0.1", admin_port)},
@@ -43,7 +46,7 @@ def configuration(
                 "listeners": [
                     _listener(port, mode, is_open=is_open) for port, (mode, is_open) in listeners.items()
                 ],
-                "clusters": [_pool(pool), _picker(picker_port)],
+                "clusters": [_pool(pool), _picker(picker_port, checked)],
             },
         }
     )  # fmt: skip
@@ -55,6 +58,8 @@ def _access_log(port: int) -> dict[str, Any]:
         "port": port, "path": "%REQ(:PATH)%", "status": "%RESPONSE_CODE%", "flags": "%RESPONSE_FLAGS%",
         "details": "%RESPONSE_CODE_DETAILS%", "upstream": "%UPSTREAM_HOST%", "ms": "%DURATION%",
         "failure": "%UPSTREAM_TRANSPORT_FAILURE_REASON%", "sent": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
+        "destination": "%DYNAMIC_METADATA(envoy.lb:x-gateway-destination-endpoint)%",
+        "served": "%DYNAMIC_METADATA(envoy.lb:x-gateway-destination-endpoint-served)%",
     }  # fmt: skip
     log = {
         "@type": _KINDS + "access_loggers.stream.v3.StdoutAccessLog",
@@ -153,7 +158,7 @@ def _pool(pool: Sequence[tuple[str, int]]) -> dict[str, Any]:
     }
 
 
-def _picker(port: int) -> dict[str, Any]:
+def _picker(port: int, checked: str) -> dict[str, Any]:
     options = {
         "@type": _KINDS + "upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
@@ -168,7 +173,7 @@ def _picker(port: int) -> dict[str, Any]:
             {
                 "timeout": "1s", "interval": "1s", "no_traffic_interval": "1s", "unhealthy_interval": "1s",
                 "unhealthy_threshold": 1, "healthy_threshold": 1,
-                "grpc_health_check": {"service_name": "readiness"},
+                "grpc_health_check": {"service_name": checked},
             }
         ],
     }  # fmt: skip

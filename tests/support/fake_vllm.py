@@ -40,8 +40,11 @@ class FakeVllm:
         self.running = self.waiting = self.served = 0
         self.seconds_per_token = 0.0
         self.is_well = True
+        self.breaks_after: int | None = None
+        """The connection is reset after so many tokens of a stream; None: it is not."""
         self.seen: list[dict[str, str]] = []
         """The headers of each request for a completion."""
+        self.bodies: list[dict[str, Any]] = []
         self.cached: OrderedDict[bytes, int] = OrderedDict()  # chained digest of a block -> its name
         self.aborted = 0
         self._tokenizer = Tokenizer.from_file(str(FILES / "tokenizer.json"))
@@ -71,7 +74,7 @@ class FakeVllm:
             self.replay_port, self._replay = _port(replay), replay
             self._reader = SocketReader(replay, self._send_again)
             self._reader.start()
-        app = web.Application()
+        app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
@@ -142,8 +145,8 @@ class FakeVllm:
         client, _, start = parts
         for number, payload in self._kept:
             if number >= int.from_bytes(start, "big"):
-                self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
-        self._replay.send_multipart([client, b"", _END, b""])
+                self._replay.send_multipart([client, b"", b"", number.to_bytes(8, "big"), payload])
+        self._replay.send_multipart([client, b"", b"", _END, b""])
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
@@ -169,6 +172,7 @@ class FakeVllm:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.seen.append({name.lower(): value for name, value in request.headers.items()})
+        self.bodies.append(body)
         self.running += 1
         self.served += 1
         try:
@@ -190,7 +194,9 @@ class FakeVllm:
             return web.json_response({**record, "choices": [{**choice, "text": "word " * count}]}, headers=named)
         response = web.StreamResponse(headers={**named, "content-type": "text/event-stream"})
         await response.prepare(request)
-        for _ in range(count):
+        for number in range(count):
+            if number == self.breaks_after and request.transport is not None:
+                request.transport.abort()
             await response.write(b"data: " + json.dumps(record).encode() + b"\n\n")
             await asyncio.sleep(self.seconds_per_token)
         await response.write(b"data: [DONE]\n\n")

@@ -223,6 +223,23 @@ async def test_a_prefill_pod_is_named_by_its_header_and_booked_until_the_first_o
         assert (where in [each.address for each in decodes], headers) == (True, {})
 
 
+async def test_what_vllm_takes_and_a_frontend_does_not_know_is_placed_as_well(tmp_path: Path) -> None:
+    _, settings = parse_picker_args(["--pods", "a:1"], {})
+    known = {"ignore_unsupported_fields": settings.ignore_unsupported_fields}
+    async with pods(tmp_path, 1, house=known) as house:
+        await house.ready(1)
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool], "tool_choice": "auto"}
+        for path, body in (
+            ("/v1/completions", {"model": "m", "prompt": "hi", "vllm_xargs": {"a": 1}, "truncate_prompt_tokens": 3}),
+            ("/v1/chat/completions", {**chat, "guided_regex": "a+", "chat_template_kwargs": {"x": 1}}),
+            ("/v1/chat/completions", {**chat, "tool_choice": "required", "stream": True}),
+        ):
+            picked = await house.picker.choose(Request("POST", path, [], json.dumps(body).encode()))
+            assert picked.choice.addresses == [house.pods[0].address]
+            picked.close()
+
+
 async def test_a_file_of_pods_is_read_again_when_it_changes(tmp_path: Path) -> None:
     async with FakeVllm() as first, FakeVllm() as second:
         file = tmp_path / "pods.yaml"

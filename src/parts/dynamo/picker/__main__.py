@@ -60,7 +60,10 @@ def parse_picker_args(
     add_flags(parser, _flagged(), env)
     given = vars(parser.parse_args(argv))
     try:
-        picker, frontend = read_settings(PickerSettings, env, given), FrontendSettings.from_env(env, given)
+        picker = read_settings(PickerSettings, env, given)
+        if picker.pods.are_followed:  # vLLM takes members that the APIs here do not know
+            env.setdefault("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS", "1")
+        frontend = FrontendSettings.from_env(env, given)
         _check(picker, frontend)
     except (ValueError, InvalidArgument) as error:
         parser.error(str(error))
