@@ -171,8 +171,8 @@ def _picker(port: int, checked: str) -> dict[str, Any]:
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "health_checks": [
             {
-                "timeout": "1s", "interval": "1s", "no_traffic_interval": "1s", "unhealthy_interval": "1s",
-                "unhealthy_threshold": 1, "healthy_threshold": 1,
+                "timeout": "3s", "interval": "1s", "no_traffic_interval": "1s", "unhealthy_interval": "1s",
+                "unhealthy_threshold": 2, "healthy_threshold": 1,
                 "grpc_health_check": {"service_name": checked},
             }
         ],

@@ -24,6 +24,7 @@ SMALLEST: Final = {
     "key_checks": [],
     "choices": ["--repeats", "1", "--sizes", "3"],
     "parsing": ["--rounds", "1"],
+    "picker": ["--rate", "20", "--seconds", "0.5", "--rounds", "1"],
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
     "request_calls": ["--requests", "5", "--tokens", "4"],
     "soak": ["--requests", "60", "--streams", "2"],

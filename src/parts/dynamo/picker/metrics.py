@@ -16,11 +16,10 @@ REFUSED: Final = Family(
     "dynamo_picker_refused_total", "counter", "Requests that got an answer in place of a worker", ("status",)
 )
 STREAMS: Final = Family("dynamo_picker_streams", "gauge", "Streams of gateways that are open")
-PODS: Final = Family("dynamo_picker_pods_ready", "gauge", "Pods of plain vLLM that are ready")
 MOVED: Final = Family(
     "dynamo_picker_moved_total", "counter", "Requests that another worker served than the one that was chosen"
 )
-FAMILIES: Final = (CHOICE, REFUSED, MOVED, STREAMS, PODS)
+FAMILIES: Final = (CHOICE, REFUSED, MOVED, STREAMS)
 
 
 class PickerMetrics:
@@ -30,4 +29,4 @@ class PickerMetrics:
         self.choice = CHOICE.histogram(registry)
         self.refused = REFUSED.counters(registry)
         self.moved = MOVED.counter(registry)
-        self.streams, self.pods = STREAMS.gauge(registry), PODS.gauge(registry)
+        self.streams = STREAMS.gauge(registry)
