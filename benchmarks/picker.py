@@ -31,6 +31,9 @@ from typing import Any, Final, cast
 
 import msgspec
 
+import dynamo.reference.demo
+from dynamo.frontend.http.loops import event_loop_factory
+
 REPOSITORY: Final = Path(__file__).parent.parent
 BAR_MS: Final = 2.0  # that the picker may add to the 99th percentile
 CONNECTIONS: Final = 64
@@ -280,14 +283,8 @@ def main() -> int:
     parser.add_argument("--duplex", action="store_true", help="full duplex in place of buffered bodies")
     parser.add_argument("--serve-pods", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = asyncio.new_event_loop
-    import dynamo.reference.demo
-
     root = str(dynamo.reference.demo.DIRECTORY)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         if options.serve_pods:
             runner.run(serve_pods([int(port) for port in options.serve_pods.split(",")], root))
         own = REPOSITORY / ".clients" / "gateway" / "bin" / "envoy"
@@ -318,7 +315,6 @@ def main() -> int:
             proxy = stack.enter_context(process(argv))
             pids = {"the picker": picker.pid, "Envoy": proxy.pid}
             return runner.run(measure(options, [with_picker, without, port, system], pids))
-    return 0
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ async def until(condition: Callable[[], bool], seconds: float, why: Callable[[],
         raise AssertionError(why()) from None
 
 
+@pytest.mark.timeout(900)
 async def test_prompts_that_vllm_holds_are_known_as_vllm_hashes_them(tmp_path: Path) -> None:
     port, events, replay = free_ports(3)
     with Cluster(tmp_path) as cluster:

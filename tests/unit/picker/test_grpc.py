@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from dynamo.picker.grpc.calls import Call, CallTable
-from dynamo.picker.grpc.connection import PREFACE, HttpConnection, frame
+from dynamo.picker.grpc.calls import CallTable, GrpcCall
+from dynamo.picker.grpc.connection import PREFACE, Http2Connection, frame
 from dynamo.picker.grpc.hpack import BadHeaders, HeaderReader, read_huffman, write_headers
 from support.patience import PATIENCE_SECONDS
 
@@ -51,21 +51,21 @@ def test_noise_is_read_or_refused_and_nothing_else() -> None:
                 continue
 
 
-async def echo(call: Call) -> None:
+async def echo(call: GrpcCall) -> None:
     while (message := await call.read()) is not None:
         await call.write(message)
 
 
 @asynccontextmanager
-async def server(most: int = 8 << 20) -> AsyncIterator[tuple[int, set[HttpConnection]]]:
-    calls, open_ = CallTable({"/t.T/Echo": echo}, most), set[HttpConnection]()
+async def server(most: int = 8 << 20) -> AsyncIterator[tuple[int, set[Http2Connection]]]:
+    calls, open_ = CallTable({"/t.T/Echo": echo}, most), set[Http2Connection]()
 
-    def opened(connection: HttpConnection) -> bool:
+    def opened(connection: Http2Connection) -> bool:
         open_.add(connection)
         return True
 
     loop = asyncio.get_running_loop()
-    listening = await loop.create_server(lambda: HttpConnection(calls.open, opened, open_.discard), "127.0.0.1", 0)
+    listening = await loop.create_server(lambda: Http2Connection(calls.open, opened, open_.discard), "127.0.0.1", 0)
     try:
         yield listening.sockets[0].getsockname()[1], open_
     finally:

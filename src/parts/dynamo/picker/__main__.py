@@ -39,7 +39,7 @@ _WORKERS_ONLY: Final = frozenset({"engine_request_limit"})  # of the runtime's f
 _OF_MODELS: Final = frozenset(
     {
         "router_mode", "namespace", "namespace_prefix", "router_min_initial_workers", "max_requests_per_model",
-        "max_queue_age_seconds", "custom_jinja_template", "enforce_disagg", "ignore_unsupported_fields",
+        "max_queue_age_seconds", "custom_jinja_template", "enforce_disagg",
     }
 )  # fmt: skip
 

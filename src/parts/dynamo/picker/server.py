@@ -11,8 +11,8 @@ from typing import Final
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.picker.choice import Picker
 from dynamo.picker.exchange import GatewayExchange
-from dynamo.picker.grpc.calls import INVALID_ARGUMENT, Call, CallFailed, CallTable
-from dynamo.picker.grpc.connection import HttpConnection
+from dynamo.picker.grpc.calls import INVALID_ARGUMENT, CallFailed, CallTable, GrpcCall
+from dynamo.picker.grpc.connection import Http2Connection
 from dynamo.picker.messages import Message, read_message
 from dynamo.picker.settings import PickerSettings
 from dynamo.picker.wire import MalformedMessage, last_bytes, of_bytes, of_number, read, text_of
@@ -25,7 +25,7 @@ _SERVING, _NOT_SERVING, _SERVICE_UNKNOWN = 1, 2, 3
 _LIVENESS: Final = "liveness"
 _READINESS: Final = ("", "readiness", EXT_PROC)
 _POLL_SECONDS: Final = 1.0  # of a health watch: no event comes of trouble with the store
-_IDLE_SECONDS: Final = 0.05  # how often the end of the last stream is looked for
+_IDLE_SECONDS: Final = 0.05  # between two checks whether the last stream has ended
 _MESSAGE_BYTES: Final = 1024 * 1024  # beside the longest body
 MAX_CONNECTIONS: Final = 1024
 
@@ -44,7 +44,7 @@ class PickerServer:
             },
             picker.body_limit_bytes + _MESSAGE_BYTES,
         )
-        self._connections: set[HttpConnection] = set()
+        self._connections: set[Http2Connection] = set()
         self._server: asyncio.Server | None = None
         self.port = 0
         self.is_draining = False
@@ -58,7 +58,7 @@ class PickerServer:
             tls = _tls(settings.tls_cert_path, settings.tls_key_path)
         try:
             self._server = await loop.create_server(
-                lambda: HttpConnection(self._calls.open, self._opened, self._connections.discard),
+                lambda: Http2Connection(self._calls.open, self._opened, self._connections.discard),
                 settings.host,
                 settings.port,
                 ssl=tls,
@@ -75,7 +75,7 @@ class PickerServer:
         for connection in list(self._connections):
             connection.close()
 
-    def _opened(self, connection: HttpConnection) -> bool:
+    def _opened(self, connection: Http2Connection) -> bool:
         if len(self._connections) >= MAX_CONNECTIONS:
             logger.warning("a connection is refused: there are %d", MAX_CONNECTIONS)
             return False
@@ -96,7 +96,7 @@ class PickerServer:
 
     # -- external processing -------------------------------------------------------------------------------------------
 
-    async def _process(self, call: Call) -> None:
+    async def _process(self, call: GrpcCall) -> None:
         exchange = GatewayExchange(self._picker, self._settings)
         call.on_half_close = lambda: call.cancel() if exchange.is_choosing else None  # its client has gone
         self._count(1)
@@ -122,16 +122,16 @@ class PickerServer:
             return _SERVICE_UNKNOWN
         return _SERVING if self._picker.is_ready and not self.is_draining else _NOT_SERVING
 
-    async def _check(self, call: Call) -> None:
+    async def _check(self, call: GrpcCall) -> None:
         await call.write(of_number(1, self._status(await _service_of(call))))
 
-    async def _list(self, call: Call) -> None:
+    async def _list(self, call: GrpcCall) -> None:
         entries = [(name, of_number(1, self._status(name))) for name in (_LIVENESS, *_READINESS)]
         await call.write(
             b"".join(of_bytes(1, of_bytes(1, name.encode()) + of_bytes(2, status)) for name, status in entries)
         )
 
-    async def _watch(self, call: Call) -> None:
+    async def _watch(self, call: GrpcCall) -> None:
         service, last = await _service_of(call), 0
         while True:
             if (status := self._status(service)) != last:
@@ -140,7 +140,7 @@ class PickerServer:
             await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _service_of(call: Call) -> str:
+async def _service_of(call: GrpcCall) -> str:
     data = await call.read()
     try:
         return text_of(last_bytes(read(data or b""), 1) or b"")

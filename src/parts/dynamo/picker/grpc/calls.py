@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
-from dynamo.picker.grpc.connection import INTERNAL_ERROR, STREAM_WINDOW, HttpStream
+from dynamo.picker.grpc.connection import INTERNAL_ERROR, STREAM_WINDOW, Http2Stream
 from dynamo.picker.grpc.hpack import Headers, write_headers
 from dynamo.runtime.base.tasks import Background
 
@@ -30,7 +30,7 @@ class CallFailed(Exception):
         self.status = status
 
 
-class Call:
+class GrpcCall:
     """One call: messages as bytes, both ways."""
 
     __slots__ = (
@@ -46,7 +46,7 @@ class Call:
         "task",
     )
 
-    def __init__(self, stream: HttpStream, most: int) -> None:
+    def __init__(self, stream: Http2Stream, most: int) -> None:
         """`most`: bytes of a message."""
         self._stream, self._most = stream, most
         self._received = bytearray()
@@ -146,7 +146,7 @@ class Call:
         self._wake()
 
 
-CallHandler = Callable[[Call], Coroutine[Any, Any, None]]
+CallHandler = Callable[[GrpcCall], Coroutine[Any, Any, None]]
 
 
 class CallTable:
@@ -166,10 +166,10 @@ class CallTable:
         """Break off what runs. Idempotent."""
         await self._running.close()
 
-    def open(self, stream: HttpStream, headers: Headers) -> None:
+    def open(self, stream: Http2Stream, headers: Headers) -> None:
         """Begin a call."""
         named = dict(headers)
-        call, handler = Call(stream, self._most), self._handlers.get(named.get(b":path", b""))
+        call, handler = GrpcCall(stream, self._most), self._handlers.get(named.get(b":path", b""))
         if self._running.is_closed:
             call.reset()
             return
@@ -179,7 +179,7 @@ class CallTable:
         call.task = self._running.start(self._run(call, handler), "a call of gRPC")
 
     @staticmethod
-    async def _run(call: Call, handler: CallHandler) -> None:
+    async def _run(call: GrpcCall, handler: CallHandler) -> None:
         try:
             await handler(call)
         except CallFailed as error:

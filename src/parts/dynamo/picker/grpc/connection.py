@@ -45,7 +45,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return _HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
 
 
-class HttpStream:
+class Http2Stream:
     """One stream. Its owner gives it the callbacks, and writes; a write never waits, `unsent` shows what does."""
 
     __slots__ = (
@@ -60,7 +60,7 @@ class HttpStream:
         "window",
     )
 
-    def __init__(self, connection: HttpConnection, number: int, window: int) -> None:
+    def __init__(self, connection: Http2Connection, number: int, window: int) -> None:
         self.connection, self.number, self.window = connection, number, window
         self.on_data: Callable[[bytes], None] = lambda _: None
         self.on_end: Callable[[bool], None] = lambda _: None
@@ -132,17 +132,17 @@ class HttpStream:
             self.on_end(False)
 
 
-class HttpConnection(asyncio.Protocol):
+class Http2Connection(asyncio.Protocol):
     """Reads frames, and keeps the streams. `on_stream` gets each new one with its headers."""
 
     def __init__(
-        self, on_stream: Callable[[HttpStream, Headers], None], opened: Callable[[HttpConnection], bool],
-        lost: Callable[[HttpConnection], None],
+        self, on_stream: Callable[[Http2Stream, Headers], None], opened: Callable[[Http2Connection], bool],
+        lost: Callable[[Http2Connection], None],
     ) -> None:  # fmt: skip
         """`opened` is called with a new connection: False, and it is closed. `lost`: with one that has ended."""
         self._on_stream, self._opened, self._lost = on_stream, opened, lost
-        self.streams: dict[int, HttpStream] = {}
-        self.waiting: dict[int, HttpStream] = {}  # those with data that waits for a window
+        self.streams: dict[int, Http2Stream] = {}
+        self.waiting: dict[int, Http2Stream] = {}  # those with data that waits for a window
         self.window, self.frame_bytes = WINDOW, FRAME_BYTES
         self._peer = _Peer()
         self._buffer = bytearray()
@@ -153,7 +153,6 @@ class HttpConnection(asyncio.Protocol):
     # -- the transport -------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         self._transport = cast("asyncio.Transport", transport)
         if not self._opened(self):
             self._transport.abort()
@@ -167,7 +166,6 @@ class HttpConnection(asyncio.Protocol):
         self.send(frame(WINDOW_UPDATE, 0, 0, (CONNECTION_WINDOW - WINDOW).to_bytes(4, "big")))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         transport, self._transport = self._transport, None
         if self._timer is not None:
             self._timer.cancel()
@@ -177,7 +175,7 @@ class HttpConnection(asyncio.Protocol):
             self._lost(self)
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`: the peer has not read for too long."""
+        """Close a connection whose peer has not read for too long."""
         logger.warning("a gateway does not read what is sent to it: its connection is closed")
         if self._transport is not None:
             self._transport.abort()
@@ -205,15 +203,15 @@ class HttpConnection(asyncio.Protocol):
             self._flush()
             self._transport.close()
 
-    def finish(self, stream: HttpStream) -> None:
-        """Take the end of an answer: a peer that still sends is told that nobody reads that."""
+    def finish(self, stream: Http2Stream) -> None:
+        """Take the end of an answer: where the peer still sends, the stream is reset."""
         if stream.is_half_closed:
             stream.is_closed = True
             self.forget(stream)
         else:
             stream.reset(NO_ERROR)
 
-    def forget(self, stream: HttpStream) -> None:
+    def forget(self, stream: Http2Stream) -> None:
         """Forget a stream that has ended."""
         self.streams.pop(stream.number, None)
         self.waiting.pop(stream.number, None)
@@ -221,7 +219,6 @@ class HttpConnection(asyncio.Protocol):
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         self._buffer += data
         try:
             self._take_frames()
@@ -313,7 +310,7 @@ class HttpConnection(asyncio.Protocol):
                 raise ConnectionBroken(PROTOCOL_ERROR, f"a client opened stream {number}")
             if number <= self._peer.last_stream:
                 return  # trailers of one that has just been reset
-            stream = HttpStream(self, number, self._peer.window)
+            stream = Http2Stream(self, number, self._peer.window)
             if self._peer.is_leaving or len(self.streams) >= MAX_STREAMS:
                 self.send(frame(RST_STREAM, 0, number, REFUSED_STREAM.to_bytes(4, "big")))
                 return

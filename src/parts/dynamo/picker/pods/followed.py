@@ -62,7 +62,7 @@ class FollowedPods(Addresses):
             logger.info("%d pod(s) are followed", len(self._followed))
 
     def of(self, instance: Instance | None) -> str | None:
-        """See `Addresses.of`."""
+        """Return the address of a pod by its record as a worker."""
         found = None if instance is None else self._followed.get(instance.instance_id)
         return None if found is None else found[0].record.address
 
@@ -71,11 +71,11 @@ class FollowedPods(Addresses):
         return []
 
     def headers_of_prefill(self, worker: PrefillWorker) -> list[tuple[str, str]]:
-        """See `Addresses.headers_of_prefill`: the address alone."""
+        """Return the address of the prefill pod alone."""
         return self.prefill_address(worker)
 
     def is_full(self, instance_id: int) -> bool:
-        """See `Addresses.is_full`."""
+        """Return whether more requests wait in a pod than the limit allows."""
         found = self._followed.get(instance_id)
         return found is not None and found[0].is_full
 

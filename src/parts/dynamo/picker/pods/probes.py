@@ -37,7 +37,7 @@ class PodModel(Struct, frozen=True):
 
 
 class PodLoad(Struct, frozen=True):
-    """How busy a pod is, and how its cache is made. None: it does not say."""
+    """How busy a pod is, and how its cache is made. None: not known."""
 
     running: int = 0
     waiting: int = 0
@@ -104,7 +104,7 @@ def read_models(content: bytes) -> PodModel:
 
 
 class PodClient:
-    """Asks pods, all over one pool of connections. Close it."""
+    """Reads what pods show over HTTP, all over one pool of connections. Close it."""
 
     def __init__(self, timeout_seconds: float) -> None:
         """Raises InvalidArgument where the HTTP client is not installed."""

@@ -18,7 +18,7 @@ from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 
 logger = logging.getLogger(__name__)
 
-FILE_SECONDS: Final = 1.0  # how often a file is looked at
+FILE_SECONDS: Final = 1.0  # between two readings of a file
 
 TakePods = Callable[[Sequence[PodRecord]], None]
 
@@ -46,7 +46,7 @@ class ListedPods:
         self._pods = pods
 
     async def start(self, take: TakePods) -> None:
-        """See `PodSource`."""
+        """Report the pods, and their changes. See `PodSource`."""
         take(self._pods)
 
     async def aclose(self) -> None:
@@ -58,7 +58,7 @@ class ListedPods:
 
 
 class PodsOfFile:
-    """The pods of a file. A file that cannot be read leaves the pods as they are, and a warning says so once."""
+    """The pods of a file. A file that cannot be read leaves the pods as they are, with one warning."""
 
     def __init__(self, file: Path, *, seconds: float = FILE_SECONDS) -> None:
         self._file, self._seconds = file, seconds
@@ -67,7 +67,7 @@ class PodsOfFile:
         self._trouble: str | None = None
 
     async def start(self, take: TakePods) -> None:
-        """See `PodSource`. Raises InvalidArgument for a file that cannot be read at the start."""
+        """Read the file, and follow it. Raises InvalidArgument where it cannot be read at the start."""
         try:
             found = await asyncio.to_thread(self._read)
         except (OSError, ValueError) as error:
@@ -83,11 +83,11 @@ class PodsOfFile:
         self._background.keep(follow, "the file of pods")
 
     async def aclose(self) -> None:
-        """See `PodSource`."""
+        """End. Idempotent."""
         await self._background.close()
 
     def trouble(self) -> str | None:
-        """See `PodSource`."""
+        """Return why the list may be out of date."""
         return self._trouble
 
     def _changed(self) -> tuple[PodRecord, ...] | None:
@@ -129,7 +129,7 @@ class PodsOfKubernetes:
         self._take: TakePods | None = None
 
     async def start(self, take: TakePods) -> None:
-        """See `PodSource`."""
+        """Report the pods, and their changes. See `PodSource`."""
         self._take = take
         try:
             await self._api.open()
@@ -143,12 +143,12 @@ class PodsOfKubernetes:
         self._background.start(self._pods.follow(), "kubernetes: pods")
 
     async def aclose(self) -> None:
-        """See `PodSource`."""
+        """End. Idempotent."""
         await self._background.close()
         await self._api.close()
 
     def trouble(self) -> str | None:
-        """See `PodSource`."""
+        """Return why the list may be out of date."""
         return self._health.trouble()
 
     def _report(self) -> None:

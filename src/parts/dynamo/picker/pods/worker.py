@@ -122,7 +122,7 @@ class PodWorker:
         return limit is not None and self.load is not None and self.load.waiting > limit
 
     async def run(self) -> None:
-        """Look at the pod until this is cancelled."""
+        """Follow the pod until this is cancelled."""
         try:
             while True:
                 await self._look()
