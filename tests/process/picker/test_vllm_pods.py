@@ -125,6 +125,9 @@ async def test_prompts_that_vllm_holds_are_known_as_vllm_hashes_them(tmp_path: P
             await known("/v1/completions", new, least=2 * BLOCK)  # published while the picker listens
             async with session.post("/reset_prefix_cache") as response:
                 assert response.status == 200
+            # vLLM publishes that with its next step.
+            async with session.post("/v1/completions", json={"model": "m", "prompt": "a", "max_tokens": 1}) as response:
+                assert response.status == 200
             for path, body in asked:
                 await known(path, body, least=0, most=0)
             vllm.kill()
