@@ -130,5 +130,5 @@ async def test_prompts_that_vllm_holds_are_known_as_vllm_hashes_them(tmp_path: P
                 assert response.status == 200
             for path, body in asked:
                 await known(path, body, least=0, most=0)
-            vllm.kill()
+            vllm.terminate()  # a kill would leave its engine behind
             await until(lambda: not picker.is_ready, 60, lambda: "a pod that is gone is still chosen")
