@@ -24,6 +24,7 @@ from dynamo.frontend.parts.scaling.gauges import AUTOSCALE_PREFIX
 from dynamo.frontend.parts.scaling.gauges import FAMILIES as AUTOSCALE
 from dynamo.frontend.parts.stored_responses.part import FAMILIES as STORED_RESPONSES
 from dynamo.mocker.reports import FAMILIES as MOCKER
+from dynamo.picker.metrics import FAMILIES as PICKER
 from dynamo.policies.placement import FAMILIES as POLICIES
 from dynamo.router.kv.metrics import FAMILIES as KV_ROUTER
 from dynamo.router.kv.queue_metrics import FAMILIES as ROUTER_QUEUE
@@ -47,6 +48,7 @@ TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
     "kv": KV_PUBLISHER,
     "mocker": MOCKER,
     "kv_router": (*KV_ROUTER, *ROUTER_QUEUE, *POLICIES),
+    "picker": PICKER,
     "autoscale": tuple(family.under(AUTOSCALE_PREFIX) for family in AUTOSCALE),
     "frontend": tuple(
         family.under("dynamo_frontend")

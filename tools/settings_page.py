@@ -46,6 +46,7 @@ from dynamo.frontend.parts.switches import RlSettings, TokenRouteSettings
 from dynamo.frontend.pipeline.settings import ApiLimits
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
+from dynamo.picker.pods.settings import PodSettings
 from dynamo.picker.settings import PickerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT
@@ -100,7 +101,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "foreign": FOREIGN,
     "runtime-flags": tuple(of_runtime()),
     "mocker": (*own(MockerSettings), BOOTSTRAP_HOST),
-    "picker": tuple(own(PickerSettings)),
+    "picker": tuple(own(PickerSettings, PodSettings)),
     "router-service": tuple(own(RouterServiceSettings)),
     "frontend": (*own(FrontendSettings, flags=True), *own(InspectorSettings), *ONE_VALUE, frontend.DUMP_CONFIG_TO),
     "status-server": (*own(*STATUS_TABLES), *runtime.IGNORED),

@@ -34,8 +34,11 @@ def configuration(
     listeners: Mapping[int, tuple[Mapping[str, str], bool]],
     picker_port: int,
     pool: Sequence[tuple[str, int]],
+    *,
+    checked: str = "readiness",
 ) -> str:
-    """Write Envoy's configuration. `listeners`: by port the processing mode, and whether it fails open."""
+    """Write Envoy's configuration. `listeners`: by port the processing mode, and whether it fails open. `checked`: the service
+    by whose health the picker is called."""
     return json.dumps(
         {
             "admin": {"address": _socket("127.0.0.1", admin_port)},
@@ -43,10 +46,26 @@ def configuration(
                 "listeners": [
                     _listener(port, mode, is_open=is_open) for port, (mode, is_open) in listeners.items()
                 ],
-                "clusters": [_pool(pool), _picker(picker_port)],
+                "clusters": [_pool(pool), _picker(picker_port, checked)],
             },
         }
     )  # fmt: skip
+
+
+def _access_log(port: int) -> dict[str, Any]:
+    """Write each request to standard output, with the reason of an answer that is Envoy's own."""
+    members = {
+        "port": port, "path": "%REQ(:PATH)%", "status": "%RESPONSE_CODE%", "flags": "%RESPONSE_FLAGS%",
+        "details": "%RESPONSE_CODE_DETAILS%", "upstream": "%UPSTREAM_HOST%", "ms": "%DURATION%",
+        "failure": "%UPSTREAM_TRANSPORT_FAILURE_REASON%", "sent": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
+        "destination": "%DYNAMIC_METADATA(envoy.lb:x-gateway-destination-endpoint)%",
+        "served": "%DYNAMIC_METADATA(envoy.lb:x-gateway-destination-endpoint-served)%",
+    }  # fmt: skip
+    log = {
+        "@type": _KINDS + "access_loggers.stream.v3.StdoutAccessLog",
+        "log_format": {"json_format": members},
+    }
+    return {"name": "envoy.access_loggers.stdout", "typed_config": log}
 
 
 def _socket(host: str, port: int) -> dict[str, Any]:
@@ -81,6 +100,7 @@ def _listener(port: int, mode: Mapping[str, str], *, is_open: bool) -> dict[str,
     manager = {
         "@type": _KINDS + "filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": f"on_{port}",
+        "access_log": [_access_log(port)],
         "route_config": {
             "virtual_hosts": [
                 {
@@ -138,7 +158,7 @@ def _pool(pool: Sequence[tuple[str, int]]) -> dict[str, Any]:
     }
 
 
-def _picker(port: int) -> dict[str, Any]:
+def _picker(port: int, checked: str) -> dict[str, Any]:
     options = {
         "@type": _KINDS + "upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
@@ -151,9 +171,9 @@ def _picker(port: int) -> dict[str, Any]:
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "health_checks": [
             {
-                "timeout": "1s", "interval": "1s", "no_traffic_interval": "1s", "unhealthy_interval": "1s",
-                "unhealthy_threshold": 1, "healthy_threshold": 1,
-                "grpc_health_check": {"service_name": "readiness"},
+                "timeout": "3s", "interval": "1s", "no_traffic_interval": "1s", "unhealthy_interval": "1s",
+                "unhealthy_threshold": 2, "healthy_threshold": 1,
+                "grpc_health_check": {"service_name": checked},
             }
         ],
     }  # fmt: skip

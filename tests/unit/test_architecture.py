@@ -69,7 +69,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "chaos": frozenset({"errors", "runtime", "chaos"}),
     "mocker": FACADE | {"scheduling", "mocker"},
     "replay": frozenset({"errors", "kv", "placement", "router", "scheduling", "mocker", "replay"}),
-    "picker": FRONTEND | {"picker"},
+    "picker": FRONTEND | {"contract", "worker", "picker"},
     "supervise": frozenset({"errors", "protocol", "runtime", "scaling", "supervise"}),
     "testing": WORKER | FRONTEND | {"chaos", "testing"},
     "cli": WORKER | FRONTEND | {"engines", "testing", "scheduling", "mocker", "replay", "chaos", "cli"},

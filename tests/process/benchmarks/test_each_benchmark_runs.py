@@ -26,6 +26,7 @@ SMALLEST: Final = {
     "choices": ["--repeats", "1", "--sizes", "3"],
     "processes": ["--turns", "1", "--only", "one-token requests, kv"],
     "parsing": ["--rounds", "1"],
+    "picker": ["--rate", "20", "--seconds", "0.5", "--rounds", "1"],
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
     "routing_table": ["--requests", "20", "--workers", "4", "--loads", "1", "--jobs", "1"],
     "request_calls": ["--requests", "5", "--tokens", "4"],
@@ -34,7 +35,9 @@ SMALLEST: Final = {
     "together": ["--together", "3", "--rounds", "1"],
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
-WITH_OUT: Final = frozenset({"bench", "gateways", "processes", "routing_table", "soak"})  # they leave files, in the folder of `--out`
+WITH_OUT: Final = frozenset(
+    {"bench", "gateways", "processes", "routing_table", "soak"}
+)  # they leave files, in the folder of `--out`
 HELP: Final = frozenset({"against_vllm", "llamacpp", "native"})  # they measure what is not installed here
 PARTS: Final = frozenset(
     [

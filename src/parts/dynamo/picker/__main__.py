@@ -9,7 +9,8 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from dynamo.errors import DynamoException, InvalidArgument, text_of
 from dynamo.frontend.app import Frontend
@@ -17,10 +18,11 @@ from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.picker.addresses import Addresses
 from dynamo.picker.choice import SHED, Picker
+from dynamo.picker.server import PickerServer
 from dynamo.picker.settings import MODES, PickerSettings
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.workers.busy_settings import BusySettings
-from dynamo.runtime.base.settings import RuntimeSettings
+from dynamo.runtime.base.settings import RuntimeSettings, SystemSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.observe.log_text import one_line
 from dynamo.runtime.observe.logging import configure_dynamo_logging
@@ -28,13 +30,16 @@ from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import Setting, read_settings, settings_of
 
+if TYPE_CHECKING:
+    from dynamo.picker.pods.followed import FollowedPods
+
 logger = logging.getLogger(__name__)
 
 _WORKERS_ONLY: Final = frozenset({"engine_request_limit"})  # of the runtime's flags
 _OF_MODELS: Final = frozenset(
     {
         "router_mode", "namespace", "namespace_prefix", "router_min_initial_workers", "max_requests_per_model",
-        "max_queue_age_seconds", "custom_jinja_template",
+        "max_queue_age_seconds", "custom_jinja_template", "enforce_disagg",
     }
 )  # fmt: skip
 
@@ -55,7 +60,10 @@ def parse_picker_args(
     add_flags(parser, _flagged(), env)
     given = vars(parser.parse_args(argv))
     try:
-        picker, frontend = read_settings(PickerSettings, env, given), FrontendSettings.from_env(env, given)
+        picker = read_settings(PickerSettings, env, given)
+        if picker.pods.are_followed:  # vLLM takes members that the APIs here do not know
+            env.setdefault("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS", "1")
+        frontend = FrontendSettings.from_env(env, given)
         _check(picker, frontend)
     except (ValueError, InvalidArgument) as error:
         parser.error(str(error))
@@ -81,10 +89,13 @@ def _check(picker: PickerSettings, frontend: FrontendSettings) -> None:
             f"--router-mode {frontend.router_mode} chooses by streams that this process has open, and a picker has "
             f"none: use one of {', '.join(MODES)}"
         )
-    if picker.epp_mode == "standalone":
+    picker.pods.check()
+    if picker.epp_mode == "standalone" and not picker.pods.are_followed:
         raise ValueError(
-            "DYN_EPP_MODE=standalone, plain vLLM pods, is not in this version: the picker follows workers by their cards"
+            "DYN_EPP_MODE=standalone, plain vLLM pods, needs their list: --pods, --pods-file or --pod-selector"
         )
+    if picker.pods.selector is not None and not frontend.runtime.kubernetes.pod_namespace:
+        raise ValueError("--pod-selector needs the namespace of the pods: POD_NAMESPACE")
     if frontend.key_sources.exist:
         raise ValueError("keys are configured, and a picker checks none: leave that to the gateway")
     if (picker.tls_cert_path is None) != (picker.tls_key_path is None):
@@ -108,10 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: PickerSettings, of_frontend: FrontendSettings) -> None:
-    from dynamo.picker.server import PickerServer  # needs gRPC, and --help does not
-
     loop = asyncio.get_running_loop()
-    runtime = DistributedRuntime(loop, None, None, settings=of_frontend.runtime)
+    memory = "mem" if settings.pods.are_followed else None
+    # A frontend has no status server, as its own port shows all of that. A picker has no other port for HTTP.
+    of_runtime = replace(of_frontend.runtime, system=SystemSettings.from_env())
+    runtime = DistributedRuntime(loop, memory, memory, settings=of_runtime)
     try:
         async with AsyncExitStack() as stack:
             asked = asyncio.Event()
@@ -120,6 +132,8 @@ async def _serve(settings: PickerSettings, of_frontend: FrontendSettings) -> Non
                 stack.callback(loop.remove_signal_handler, number)
             frontend = await stack.enter_async_context(Frontend(of_frontend, runtime))
             addresses = Addresses(settings.target_port)
+            if settings.pods.are_followed:
+                addresses = await stack.enter_async_context(follow_pods(settings, of_frontend, runtime))
             picker = Picker(frontend, addresses, fallbacks=settings.fallbacks, seconds=settings.choice_seconds)
             server = await stack.enter_async_context(PickerServer(picker, settings))
             logger.info("picking endpoints for gateways on %s:%d", settings.host, server.port)
@@ -128,6 +142,24 @@ async def _serve(settings: PickerSettings, of_frontend: FrontendSettings) -> Non
             await server.drain(of_frontend.graceful_shutdown_seconds)
     finally:
         await runtime.aclose()
+
+
+def follow_pods(settings: PickerSettings, of_frontend: FrontendSettings, runtime: DistributedRuntime) -> FollowedPods:
+    """Return the pods of plain vLLM that the settings name."""
+    from dynamo.picker.pods.followed import FollowedPods  # needs ZMQ, and the client of Kubernetes
+    from dynamo.picker.pods.sources import ListedPods, PodsOfFile, PodsOfKubernetes, PodSource
+    from dynamo.picker.pods.worker import PodTools
+    from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
+
+    pods = settings.pods
+    source: PodSource = ListedPods(pods.pods)
+    if pods.file is not None:
+        source = PodsOfFile(pods.file)
+    elif pods.selector is not None:
+        namespace = of_frontend.runtime.kubernetes.pod_namespace or ""
+        source = PodsOfKubernetes(namespace, pods.selector, settings.target_port, pods.role_label)
+    metrics = KvPublisherMetrics(runtime.metrics)
+    return FollowedPods(source, PodTools(pods, of_frontend.namespace or "pods", metrics))
 
 
 if __name__ == "__main__":

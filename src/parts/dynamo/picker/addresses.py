@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from dynamo.picker.prefill import PrefillWorker
+from dynamo.router.workers.pool import ChosenWorker
 from dynamo.runtime.calls.request_plane.base import Instance, split_tcp
 
 DEFAULT_TARGET_PORT: Final = 8000
+PREFILLER: Final = "x-prefiller-host-port"
 
 
 class Addresses:
@@ -26,6 +29,34 @@ class Addresses:
         except ValueError:
             return None
         return f"[{host}]:{self._target_port}" if ":" in host else f"{host}:{self._target_port}"
+
+    def headers_for(self, worker: ChosenWorker) -> list[tuple[str, str]]:
+        """Return the headers by which a frontend beside the worker sends a request there."""
+        headers = [("x-dynamo-worker-instance-id", str(worker.instance.instance_id))]
+        if (rank := worker.placement.dp_rank) is not None:
+            headers.append(("x-dynamo-dp-rank", str(rank)))
+        return headers
+
+    def headers_of_prefill(self, worker: PrefillWorker) -> list[tuple[str, str]]:
+        """Return the headers by which what stands beside the decode worker has the prompt computed."""
+        headers = [("x-dynamo-prefill-instance-id", str(worker.instance.instance_id))]
+        if (rank := worker.placement.dp_rank) is not None:
+            headers.append(("x-dynamo-prefill-dp-rank", str(rank)))
+        return [*headers, *self.prefill_address(worker)]
+
+    def prefill_address(self, worker: PrefillWorker) -> list[tuple[str, str]]:
+        """Return the header with the address of the prefill worker, as llm-d's sidecar reads it."""
+        address = self.of(worker.instance)
+        return [] if address is None else [(PREFILLER, address)]
+
+    def is_full(self, instance_id: int) -> bool:
+        """Return whether a worker has so much to do that it gets no further request."""
+        return False
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the list of workers may be out of date; None: it is not, or discovery knows."""
+        return None
 
 
 def read_hint(given: object) -> frozenset[str] | None:

@@ -8,8 +8,10 @@ from typing import NamedTuple, cast
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionSlot
+from dynamo.picker.prefill import PrefillWorker
 from dynamo.placement import Placement
 from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.kv.placement import KvPlacement
 from dynamo.router.workers.pool import ChosenWorker
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Instance, ResponseStream
@@ -67,12 +69,13 @@ class RequestHold:
 
     def __init__(self) -> None:
         self._answer: AnswerElsewhere | None = None
+        self._prompt: AnswerElsewhere | None = None  # of the prefill worker, while it computes the prompt
         self._slot: AdmissionSlot | None = None
         self._stack = ExitStack()
         self.is_open = True
 
     def add_slot(self, slot: AdmissionSlot) -> None:
-        """RequestHold a place of the model."""
+        """Hold a place of the model."""
         self._slot = slot
         self._stack.callback(slot.leave)
 
@@ -85,17 +88,22 @@ class RequestHold:
         if worker.kv is None:
             return
         former, began = self._answer, self._answer is not None and not self._answer._first
-        opened = _Opened(worker.placement, worker.instance, _Gateway())
-        self._answer = cast("AnswerElsewhere", await worker.kv.open(opened, body, context))
+        self._answer = await _booked(worker.kv, worker, body, context)
         if former is not None:
             former.close()
         if began:
             self._answer.begin()
 
+    async def book_prefill(self, worker: PrefillWorker, body: WorkerRequest, context: Context) -> None:
+        """Count the prompt for the worker that computes it, until the first output."""
+        if worker.kv is not None:
+            self._prompt = await _booked(worker.kv, worker, body, context)
+
     def first_output(self, now: float) -> None:
         """Take the first output of the worker: the prompt is computed. Later calls do nothing."""
         if self._slot is not None:
             self._slot.begun(now)
+        self._end_prefill()
         if self._answer is not None:
             self._answer.begin()
 
@@ -107,6 +115,20 @@ class RequestHold:
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self.is_open = False
+        self._end_prefill()
         if self._answer is not None:
             self._answer.close()
         self._stack.close()
+
+    def _end_prefill(self) -> None:
+        prompt, self._prompt = self._prompt, None
+        if prompt is not None:
+            prompt.begin()
+            prompt.close()
+
+
+async def _booked(
+    kv: KvPlacement, worker: ChosenWorker | PrefillWorker, body: WorkerRequest, context: Context
+) -> AnswerElsewhere:
+    opened = _Opened(worker.placement, worker.instance, _Gateway())
+    return cast("AnswerElsewhere", await kv.open(opened, body, context))

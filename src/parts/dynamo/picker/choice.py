@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Struct
 
-from dynamo.errors import DynamoException, WorkerUnavailable
+from dynamo.errors import DynamoException, Overloaded, WorkerUnavailable
 from dynamo.frontend.admission.model import urgency_of
 from dynamo.frontend.admission.process import NotReady
 from dynamo.frontend.apis.chat import ChatApi
@@ -31,11 +32,14 @@ from dynamo.frontend.pipeline.reading import CallReader
 from dynamo.frontend.pipeline.text_generation import TextPlan
 from dynamo.picker.addresses import Addresses
 from dynamo.picker.bookings import RequestHold
+from dynamo.picker.metrics import PickerMetrics
+from dynamo.picker.prefill import choose_prefill
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch.course import Choose
 from dynamo.router.dispatch.failover import DispatchRequest, Failover
+from dynamo.router.dispatch.stages import PrefillStage
 from dynamo.router.workers.pool import ChosenWorker, ModelPool
 from dynamo.runtime.calls.context import Context
 
@@ -102,6 +106,7 @@ class PickedWorker:
             logger.warning("the account of a request stays at the worker that was chosen: %s", error)
             return
         await self.hold.book(worker, booked.body, booked.failover.context)
+        self._picker.metrics.moved.inc()
 
     def close(self) -> None:
         """Give back what is held. Idempotent."""
@@ -123,6 +128,7 @@ class Picker:
             settings.paths["responses"]: ResponsesApi(None, offload),
             settings.paths["messages"]: MessagesApi(),
         }
+        self.metrics = PickerMetrics(frontend.kernel.runtime.metrics)
         self._calls = {path: (api, CallReader(api, settings, pipeline.models, offload)) for path, api in apis.items()}
 
     @property
@@ -134,6 +140,8 @@ class Picker:
     def is_ready(self) -> bool:
         """Whether the store answers, and a model has a worker."""
         models = self._frontend.models
+        if self._addresses.trouble is not None:
+            return False
         return models.store_trouble is None and any(each.is_reachable for each in models.served())
 
     def instance_at(self, pool: ModelPool, address: str) -> int | None:
@@ -145,6 +153,16 @@ class Picker:
 
     async def choose(self, request: Request) -> PickedWorker:
         """Choose a worker, and count the request for it. Raises Refusal."""
+        began = time.perf_counter()  # the time of the loop is of whole milliseconds
+        try:
+            return await self._choose_in_time(request)
+        except Refusal as refusal:
+            self.metrics.refused.labels(str(refusal.status)).inc()
+            raise
+        finally:
+            self.metrics.choice.observe(time.perf_counter() - began)
+
+    async def _choose_in_time(self, request: Request) -> PickedWorker:
         call = self._calls.get(request.path) if request.method == "POST" and request.body is not None else None
         hold = RequestHold()
         try:
@@ -176,9 +194,9 @@ class Picker:
             hold.add(media.end)
         hold.add_slot(model.admission.enter(urgency_of(read.nvext), now))
         plan, _ = await api.prepare(frontend.pipeline.preprocessor, read, resolved.effects, model, timer)
-        if model.dispatcher.stages:
-            raise not_built(f"Validation: the picker does not place requests of '{model.name}', whose prompts other "
-                            "workers compute: send them to a frontend", "model")  # fmt: skip
+        if any(not isinstance(stage, PrefillStage) for stage in model.dispatcher.stages):
+            raise not_built(f"Validation: the picker does not place requests of '{model.name}', whose media other "
+                            "workers encode: send them to a frontend", "model")  # fmt: skip
         body, prompt = _first_body(plan)
         dispatch = DispatchRequest(
             body, prompt, record=plan.tally(), timer=timer, limits=plan.limits, pinned_instance_id=plan.pinned_instance_id,
@@ -190,18 +208,45 @@ class Picker:
         hold.add(context.kill)
         failover = Failover(model.dispatcher, dispatch, context)
         hold.add(lambda: None if failover.session is None else failover.session.release())
-        await failover.choose(Choose(self._excluded(model, request.allowed)))
-        worker = failover.worker
-        address = None if worker is None else self._addresses.of(worker.instance)
-        if worker is None or address is None or (request.allowed is not None and address not in request.allowed):
-            raise WorkerUnavailable(f"No workers available for {model.name}")
-        await hold.book(worker, body, context)
+        prefill = await choose_prefill(failover) if failover.stages else None
+        worker, address = await self._answering(failover, request.allowed)
+        if prefill is not None:
+            await hold.book_prefill(prefill, body, context)
+        await hold.book(worker, failover.body, context)
         if failover.session is not None:
             failover.session.sent(worker.instance.instance_id, worker.placement.dp_rank)
         addresses = [address, *self._others(failover, worker, request.allowed)]
         # A retry carries the headers to another pod, which must not send the request back to the worker that was lost.
-        for_pod = _worker_headers(worker) if len(addresses) == 1 else []
-        return PickedWorker(self, Destination(addresses, for_pod), hold, _Booked(model, body, failover))
+        for_pod = self._addresses.headers_for(worker) if len(addresses) == 1 else []
+        if prefill is not None:
+            for_pod += self._addresses.headers_of_prefill(prefill)
+        return PickedWorker(self, Destination(addresses, for_pod), hold, _Booked(model, failover.body, failover))
+
+    async def _answering(self, failover: Failover, allowed: frozenset[str] | None) -> tuple[ChosenWorker, str]:
+        """Choose the worker that answers. Raises WorkerUnavailable, and Overloaded where it is only that all are full."""
+        pool, given = failover.pool, failover.given
+        excluded = self._excluded(pool, allowed)
+        if given is not None and given.worker is not None and given.worker.key in excluded:
+            failover.given = given._replace(worker=None)
+        try:
+            await failover.choose(Choose(excluded))
+        except WorkerUnavailable as error:
+            if self._are_full(pool, allowed):
+                raise Overloaded(f"All workers of {pool.name} have too many requests waiting") from error
+            raise
+        worker = failover.worker
+        address = None if worker is None else self._addresses.of(worker.instance)
+        if worker is None or address is None or (allowed is not None and address not in allowed):
+            raise WorkerUnavailable(f"No workers available for {pool.name}")
+        return worker, address
+
+    def _are_full(self, pool: ModelPool, allowed: frozenset[str] | None) -> bool:
+        """Return whether a worker is there that is only left out because it is full."""
+        return any(
+            self._addresses.is_full(candidate.instance_id)
+            and (allowed is None or self._address_in(pool, candidate.instance_id) in allowed)
+            for candidate in pool.candidates()
+        )
 
     def _others(self, failover: Failover, first: ChosenWorker, allowed: frozenset[str] | None) -> list[str]:
         """Return the addresses of the next best workers. Nothing is booked, and no turn is used up."""
@@ -225,7 +270,8 @@ class Picker:
         found = set()
         for candidate in pool.candidates():
             address = self._address_in(pool, candidate.instance_id)
-            if address is None or (allowed is not None and address not in allowed):
+            is_allowed = allowed is None or address in allowed
+            if address is None or not is_allowed or self._addresses.is_full(candidate.instance_id):
                 found.add(candidate.key)
         return frozenset(found)
 
@@ -255,14 +301,6 @@ def _first_body(plan: Plan) -> tuple[WorkerRequest, Sequence[int]]:
         return body, ()
     prompt = plan.prompts[0]
     return plan.fields.for_prompt(prompt), prompt
-
-
-def _worker_headers(worker: ChosenWorker) -> list[tuple[str, str]]:
-    """Return the headers by which a frontend beside the worker sends it there."""
-    headers = [("x-dynamo-worker-instance-id", str(worker.instance.instance_id))]
-    if (rank := worker.placement.dp_rank) is not None:
-        headers.append(("x-dynamo-dp-rank", str(rank)))
-    return headers
 
 
 def _refusal(rejected: RequestRejected, call: tuple[GenerationApi[Any], CallReader] | None) -> Refusal:

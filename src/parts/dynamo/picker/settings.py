@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.picker.addresses import DEFAULT_TARGET_PORT
+from dynamo.picker.pods.settings import PodSettings
 from dynamo.settings.readers import above_zero, integer, one_of, path, seconds, text
 from dynamo.settings.readers import port as port_number
-from dynamo.settings.table import setting
+from dynamo.settings.table import section, setting
 
 _GROUP: Final = "gateway"
 MODES: Final = ("kv", "round-robin", "random")
@@ -47,5 +48,6 @@ class PickerSettings:
     subset_namespace: str = setting("envoy.lb.subset_hint", "DYN_PICKER_SUBSET_NAMESPACE", text,
         "The namespace of the metadata with the workers to choose from", flag="--subset-namespace", group=_GROUP)
     epp_mode: str = setting("dynamo", "DYN_EPP_MODE", one_of("dynamo", "full-dynamo-stack", "standalone"),
-        "As the native picker names it; `standalone` (plain vLLM pods) is refused: workers are followed by their cards")
+        "As the native picker names it; `standalone` demands a list of plain vLLM pods")
     # fmt: on
+    pods: PodSettings = section(PodSettings)

@@ -40,14 +40,20 @@ def read(data: bytes) -> Fields:
     found: dict[int, list[int | bytes]] = {}
     at, end = 0, len(data)
     while at < end:
-        tag, at = _read_varint(data, at)
+        tag = data[at]  # nearly every number here has one byte
+        at += 1
+        if tag >= 0x80:
+            tag, at = _read_varint(data, at - 1)
         number, kind = tag >> 3, tag & 7
         value: int | bytes
         if kind == _VARINT:
             value, at = _read_varint(data, at)
         else:
             if kind == _BYTES:
-                size, at = _read_varint(data, at)
+                if at < end and (size := data[at]) < 0x80:
+                    at += 1
+                else:
+                    size, at = _read_varint(data, at)
             elif kind in (_FIXED64, _FIXED32):
                 size = 8 if kind == _FIXED64 else 4
             else:
@@ -56,7 +62,10 @@ def read(data: bytes) -> Fields:
                 raise MalformedMessage(f"field {number} is cut off")
             value = data[at : at + size]
             at += size
-        found.setdefault(number, []).append(value)
+        if number in found:
+            found[number].append(value)
+        else:
+            found[number] = [value]
     return found
 
 
@@ -90,7 +99,12 @@ def last_number(fields: Fields, number: int) -> int:
     return value
 
 
+_SHORT: Final = [bytes((value,)) for value in range(0x80)]
+
+
 def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return _SHORT[value]
     written = bytearray()
     while value >= 0x80:
         written.append(value & 0x7F | 0x80)
@@ -101,6 +115,8 @@ def _varint(value: int) -> bytes:
 
 def of_bytes(number: int, value: bytes) -> bytes:
     """Write a field of bytes, text or a message, also an empty one."""
+    if number < 16 and len(value) < 0x80:
+        return _SHORT[number << 3 | _BYTES] + _SHORT[len(value)] + value
     return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
 
 

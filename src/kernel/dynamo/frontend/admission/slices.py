@@ -18,7 +18,7 @@ SHORT_BYTES: Final = 16 * 1024
 
 
 class Slices:
-    """Says which requests begin in this turn of the loop. Used on one loop only, by requests that were admitted."""
+    """Determines which requests begin in this turn of the loop. Used on one loop only, by requests that were admitted."""
 
     __slots__ = ("_left", "_long", "_short")
 

@@ -1,0 +1,321 @@
+"""What the endpoint picker adds to a request: Envoy with and without it, in turns, over mock pods.
+
+    nice -n -10 python benchmarks/picker.py --rate 500 --seconds 5 --rounds 5
+
+Needs Envoy (`make test-gateway` fetches it, or ENVOY names it). Envoy runs deploy/gateway/envoy.yaml, and beside its listener
+another one without the picker. The load is open: requests leave at their time, whatever became of those before. Times are from
+then to the last byte of an answer of one token. Processor time is that of each process over its own rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from socket import AF_INET, SOCK_STREAM, socket
+from typing import Any, Final, cast
+
+import msgspec
+
+import dynamo.reference.demo
+from dynamo.frontend.http.loops import event_loop_factory
+
+REPOSITORY: Final = Path(__file__).parent.parent
+BAR_MS: Final = 2.0  # that the picker may add to the 99th percentile
+CONNECTIONS: Final = 64
+WORDS: Final = 300  # of a prompt: 2 kB
+_TICK: Final = os.sysconf("SC_CLK_TCK")
+
+
+class MockPod(asyncio.Protocol):
+    """Answers as a pod of plain vLLM does, with one token at once."""
+
+    def __init__(self) -> None:
+        self._received = b""
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # which uvloop's are not by their class
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while (end := self._received.find(b"\r\n\r\n")) >= 0:
+            head = self._received[:end].lower()
+            found = re.search(rb"content-length: (\d+)", head)
+            size = end + 4 + (int(found[1]) if found else 0)
+            if len(self._received) < size:
+                return
+            path, self._received = head.split(b" ", 2)[1], self._received[size:]
+            body = ANSWERS.get(path, COMPLETION)
+            assert self._transport is not None
+            self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+                len(body), body
+            ))  # fmt: skip
+
+
+COMPLETION: Final = b'{"id":"1","object":"text_completion","choices":[{"index":0,"text":"a","finish_reason":"length"}]}'
+ANSWERS: dict[bytes, bytes] = {
+    b"/health": b"",
+    b"/metrics": b'vllm:num_requests_running{} 0\nvllm:cache_config_info{block_size="16",num_gpu_blocks="100000"} 1\n',
+}
+
+
+async def serve_pods(ports: list[int], root: str) -> None:
+    """Be the mock pods, until killed."""
+    model = {"id": "m", "root": root, "max_model_len": 32768}
+    ANSWERS[b"/v1/models"] = json.dumps({"data": [model]}).encode()
+    loop = asyncio.get_running_loop()
+    for port in ports:
+        await loop.create_server(MockPod, "127.0.0.1", port)
+    await asyncio.Event().wait()
+
+
+class Caller(asyncio.Protocol):
+    """One connection of the load, with one request at a time."""
+
+    def __init__(self) -> None:
+        self._received = b""
+        self._done: asyncio.Future[int] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # which uvloop's are not by their class
+
+    async def send(self, request: bytes) -> int:
+        """Return the status of the answer."""
+        assert self._transport is not None
+        self._done, self._received = asyncio.get_running_loop().create_future(), b""
+        self._transport.write(request)
+        return await self._done
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        end = self._received.find(b"\r\n\r\n")
+        found = re.search(rb"(?i)content-length: (\d+)", self._received[:end]) if end >= 0 else None
+        if end < 0 or self._done is None or self._done.done():
+            return
+        is_whole = (
+            self._received.endswith(b"0\r\n\r\n") if found is None else len(self._received) >= end + 4 + int(found[1])
+        )
+        if is_whole:
+            self._done.set_result(int(self._received[9:12]))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_result(0)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+def request_of(number: int) -> bytes:
+    """One of a hundred prompts that begin alike, so that the choice has something to find."""
+    prompt = f"{number % 100} " + "words " * WORDS + str(number)
+    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def offer(port: int, rate: float, seconds: float, first: int) -> tuple[list[float], dict[int, int]]:
+    """Send requests at a rate; return how long each took in ms, and how many had each status."""
+    loop = asyncio.get_running_loop()
+    idle: asyncio.LifoQueue[Caller] = asyncio.LifoQueue()
+    callers = [(await loop.create_connection(Caller, "127.0.0.1", port))[1] for _ in range(CONNECTIONS)]
+    for caller in callers:
+        idle.put_nowait(caller)
+    count, times, statuses = int(rate * seconds), list[float](), dict[int, int]()
+    began = time.perf_counter() + 0.1
+
+    async def one(number: int) -> None:
+        due = began + number / rate
+        await asyncio.sleep(due - time.perf_counter())
+        caller = await idle.get()
+        status = await caller.send(request_of(first + number))
+        idle.put_nowait(caller)
+        times.append((time.perf_counter() - due) * 1000)
+        statuses[status] = statuses.get(status, 0) + 1
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+    for caller in callers:
+        caller.close()
+    return times, statuses
+
+
+async def answers(port: int) -> bool:
+    """Return whether requests are served: everything has started."""
+    try:
+        return (await offer(port, 50, 0.1, 0))[1].keys() == {200}
+    except OSError:
+        return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket(AF_INET, SOCK_STREAM)) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def envoy_configuration(with_picker: int, without: int, picker: int, pods: list[int], *, duplex: bool) -> str:
+    """Return deploy/gateway/envoy.yaml at these ports, with a second listener that calls no picker."""
+    found: Any = msgspec.yaml.decode((REPOSITORY / "deploy" / "gateway" / "envoy.yaml").read_bytes())
+    resources = found["static_resources"]
+    (listener,) = resources["listeners"]
+    plain = copy.deepcopy(listener)
+    for each, port in ((listener, with_picker), (plain, without)):
+        each["name"] = f"on_{port}"
+        each["address"]["socket_address"] |= {"address": "127.0.0.1", "port_value": port}
+    manager = plain["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"] = [each for each in manager["http_filters"] if "ext_proc" not in each["name"]]
+    if duplex:
+        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        mode = next(each for each in filters if "ext_proc" in each["name"])["typed_config"]["processing_mode"]
+        mode |= {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
+        mode |= {"response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND"}
+    resources["listeners"] = [listener, plain]
+    for cluster in resources["clusters"]:
+        ports = pods if cluster["name"] == "pool" else [picker]
+        hosts = [
+            {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": port}}}}
+            for port in ports
+        ]
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": hosts}]
+    return json.dumps(found)
+
+
+@contextmanager
+def process(argv: list[str], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program, and end it."""
+    made = subprocess.Popen(argv, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield made
+    finally:
+        made.send_signal(signal.SIGTERM)
+        try:
+            made.wait(5)
+        except subprocess.TimeoutExpired:
+            made.kill()
+            made.wait()
+
+
+def histogram(port: int) -> str:
+    """Return the picker's own account of its choices."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    buckets = [(float(bound), int(float(count))) for bound, count in re.findall(
+        r'dynamo_picker_choice_seconds_bucket\{.*?le="([^"+]+)".*?\} ([0-9.e+]+)', text
+    )]  # fmt: skip
+    total = int(float(re.search(r"dynamo_picker_choice_seconds_count\S* ([0-9.e+]+)", text)[1]))  # type: ignore[index]
+    shares = "  ".join(f"<={bound * 1000:g} ms {count / total:.1%}" for bound, count in buckets if bound <= 0.01)
+    return f"the picker's own histogram of {total} choices: {shares}"
+
+
+def quantile(times: list[float], share: float) -> float:
+    """Return a quantile of the times."""
+    return sorted(times)[min(int(len(times) * share), len(times) - 1)]
+
+
+async def measure(options: argparse.Namespace, ports: list[int], pids: dict[str, int]) -> int:
+    """Offer the load in turns; 1: the bar was missed."""
+    with_picker, without, _, system = ports
+    found: dict[str, list[list[float]]] = {"without": [], "with": []}
+    cpu: dict[tuple[str, str], list[float]] = {}
+    async with asyncio.timeout(60):
+        while not await answers(with_picker):
+            await asyncio.sleep(0.2)
+    await offer(with_picker, options.rate / 2, 1, 0)
+    for number in range(options.rounds):
+        for which, port in (("without", without), ("with", with_picker)):
+            before = {name: cpu_seconds(pid) for name, pid in pids.items()}
+            times, statuses = await offer(port, options.rate, options.seconds, number * 10_000)
+            for name, pid in pids.items():
+                cpu.setdefault((name, which), []).append((cpu_seconds(pid) - before[name]) / len(times) * 1e6)
+            found[which].append(times)
+            print(
+                f"round {number + 1}, {which:7} picker: p50 {quantile(times, 0.5):6.2f} ms, p99 {quantile(times, 0.99):7.2f} ms, "
+                f"statuses {statuses}"
+            )
+    added = {
+        share: [quantile(b, share) - quantile(a, share) for a, b in zip(found["without"], found["with"], strict=True)]
+        for share in (0.5, 0.99)
+    }
+    for name in pids:
+        text = ", ".join(f"{which} {statistics.median(cpu[name, which]):.0f}" for which in ("without", "with"))
+        print(f"processor time of {name}, us a request: {text}")
+    print(histogram(system))
+    p50, p99 = statistics.median(added[0.5]), statistics.median(added[0.99])
+    print(
+        f"added at {options.rate:g} requests/s, median of {options.rounds} pairs: p50 {p50:+.2f} ms, p99 {p99:+.2f} ms "
+        f"(least p99 {min(added[0.99]):+.2f}), bar {BAR_MS:g} ms"
+    )
+    return int(p99 > BAR_MS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=500.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--duplex", action="store_true", help="full duplex in place of buffered bodies")
+    parser.add_argument("--serve-pods", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    root = str(dynamo.reference.demo.DIRECTORY)
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        if options.serve_pods:
+            runner.run(serve_pods([int(port) for port in options.serve_pods.split(",")], root))
+        own = REPOSITORY / ".clients" / "gateway" / "bin" / "envoy"
+        envoy = os.environ.get("ENVOY") or (str(own) if own.exists() else shutil.which("envoy"))
+        if envoy is None:
+            print("Envoy is not here: make test-gateway fetches it")
+            return 0
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            with_picker, without, port, system, *pods = free_ports(8)
+            file = Path(folder) / "envoy.json"
+            file.write_text(envoy_configuration(with_picker, without, port, pods, duplex=options.duplex))
+            listed = ",".join(map(str, pods))
+            stack.enter_context(process([sys.executable, __file__, "--serve-pods", listed]))
+            argv = [
+                sys.executable,
+                "-m",
+                "dynamo.picker",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--pod-event-port",
+                "0",
+            ]
+            argv += ["--pods", ",".join(f"127.0.0.1:{each}" for each in pods)]
+            picker = stack.enter_context(process(argv, DYN_SYSTEM_PORT=str(system)))
+            argv = [envoy, "-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "-l", "error"]
+            proxy = stack.enter_context(process(argv))
+            pids = {"the picker": picker.pid, "Envoy": proxy.pid}
+            return runner.run(measure(options, [with_picker, without, port, system], pids))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

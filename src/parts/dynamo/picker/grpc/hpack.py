@@ -1,0 +1,177 @@
+"""Header compression of HTTP/2 (RFC 7541): reading all of it, and writing without a table. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+Headers = list[tuple[bytes, bytes]]
+
+MAX_HEADER_BYTES: Final = 64 * 1024  # of one block, as it is after decompression
+TABLE_BYTES: Final = 4096  # the default of the protocol, which is never raised here
+_ENTRY_BYTES: Final = 32  # what each entry counts beside its text
+
+# Appendix A: the entries from 1 on, as name=value.
+_STATIC_TEXT: Final = (
+    ":authority= | :method=GET | :method=POST | :path=/ | :path=/index.html | :scheme=http | :scheme=https | "
+    ":status=200 | :status=204 | :status=206 | :status=304 | :status=400 | :status=404 | :status=500 | "
+    "accept-charset= | accept-encoding=gzip, deflate | accept-language= | accept-ranges= | accept= | "
+    "access-control-allow-origin= | age= | allow= | authorization= | cache-control= | content-disposition= | "
+    "content-encoding= | content-language= | content-length= | content-location= | content-range= | content-type= | "
+    "cookie= | date= | etag= | expect= | expires= | from= | host= | if-match= | if-modified-since= | if-none-match= "
+    "| if-range= | if-unmodified-since= | last-modified= | link= | location= | max-forwards= | proxy-authenticate= "
+    "| proxy-authorization= | range= | referer= | refresh= | retry-after= | server= | set-cookie= | "
+    "strict-transport-security= | transfer-encoding= | user-agent= | vary= | via= | www-authenticate="
+)
+_STATIC: Final[Headers] = [
+    (name.encode(), value.encode()) for name, _, value in (entry.partition("=") for entry in _STATIC_TEXT.split(" | "))
+]
+
+# Appendix B: how many bits each symbol takes, a letter for each, from 5 bits (a) on; the last one is the end of a text. The codes
+# follow from that: they rise with the length, and within a length with the symbol.
+_LENGTHS: Final = (
+    "isxxxxxxxtzxxzxxxxxxxxzxxxxxxxxxbffhibdgffdgdbbbaaabbbbbbbcdkbhfibccccccccccccccccccccccdcdioijb"
+    "kabababbbaccbbbabcbaabccccckgjixprpprrrsrssssststtrstssssqrsrsstrqprrssqsrrtqrssqqrqsrssprrrsrrs"
+    "vvporsruvvvwwvtuoqvwwvwtqqvvxwwwptpqrqqsrruuttvsvwvvwwwwwxwwwwwvz"
+)
+_END_SYMBOL: Final = 256
+
+
+class BadHeaders(ValueError):
+    """A block of headers that cannot be read: the connection cannot go on."""
+
+
+def _codes() -> Mapping[tuple[int, int], int]:
+    """Return the symbol of each (number of bits, code)."""
+    found, code, before = dict[tuple[int, int], int](), 0, 0
+    for bits, symbol in sorted((ord(letter) - ord("a") + 5, symbol) for symbol, letter in enumerate(_LENGTHS)):
+        code <<= bits - before
+        found[bits, code] = symbol
+        code, before = code + 1, bits
+    return found
+
+
+_SYMBOLS: Final = _codes()
+
+
+def read_huffman(data: bytes) -> bytes:
+    """Return the text of a Huffman code. Raises BadHeaders."""
+    found, code, bits = bytearray(), 0, 0
+    for byte in data:
+        for shift in range(7, -1, -1):
+            code, bits = code << 1 | byte >> shift & 1, bits + 1
+            symbol = _SYMBOLS.get((bits, code)) if bits >= 5 else None
+            if symbol is not None:
+                if symbol == _END_SYMBOL:
+                    raise BadHeaders("a Huffman code holds its end")
+                found.append(symbol)
+                code = bits = 0
+        if bits > 30:
+            raise BadHeaders("a Huffman code that does not exist")
+    if bits >= 8 or code != (1 << bits) - 1:
+        raise BadHeaders("a Huffman code is cut off")
+    return bytes(found)
+
+
+class HeaderReader:
+    """Reads the blocks of one connection, in their order."""
+
+    def __init__(self) -> None:
+        self._dynamic: deque[tuple[bytes, bytes]] = deque()  # the newest first
+        self._size, self._limit = 0, TABLE_BYTES
+
+    def read(self, block: bytes) -> Headers:
+        """Return the headers of a block. Raises BadHeaders."""
+        found, at, total = Headers(), 0, 0
+        while at < len(block):
+            byte = block[at]
+            if byte & 0x80:
+                index, at = _integer(block, at, 7)
+                header = self._entry(index)
+            elif byte & 0xE0 == 0x20:
+                size, at = _integer(block, at, 5)
+                if size > TABLE_BYTES:
+                    raise BadHeaders(f"a table of {size} bytes was not offered")
+                self._limit = size
+                self._evict()
+                continue
+            else:
+                is_kept = byte & 0xC0 == 0x40
+                index, at = _integer(block, at, 6 if is_kept else 4)
+                name, at = (self._entry(index)[0], at) if index else _text(block, at)
+                value, at = _text(block, at)
+                header = name, value
+                if is_kept:
+                    self._dynamic.appendleft(header)
+                    self._size += len(name) + len(value) + _ENTRY_BYTES
+                    self._evict()
+            total += len(header[0]) + len(header[1]) + _ENTRY_BYTES
+            if total > MAX_HEADER_BYTES:
+                raise BadHeaders(f"more than {MAX_HEADER_BYTES} bytes of headers")
+            found.append(header)
+        return found
+
+    def _entry(self, index: int) -> tuple[bytes, bytes]:
+        if 0 < index <= len(_STATIC):
+            return _STATIC[index - 1]
+        at = index - len(_STATIC) - 1
+        if not 0 <= at < len(self._dynamic):
+            raise BadHeaders(f"there is no header {index}")
+        return self._dynamic[at]
+
+    def _evict(self) -> None:
+        while self._size > self._limit and self._dynamic:
+            name, value = self._dynamic.pop()
+            self._size -= len(name) + len(value) + _ENTRY_BYTES
+
+
+def _integer(data: bytes, at: int, bits: int) -> tuple[int, int]:
+    most = (1 << bits) - 1
+    value = data[at] & most
+    at += 1
+    if value < most:
+        return value, at
+    shift = 0
+    while True:
+        if at >= len(data) or shift > 28:
+            raise BadHeaders("a number is cut off, or too large")
+        byte = data[at]
+        at += 1
+        value += (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, at
+
+
+def _text(data: bytes, at: int) -> tuple[bytes, int]:
+    if at >= len(data):
+        raise BadHeaders("a text is cut off")
+    is_huffman = data[at] & 0x80
+    size, at = _integer(data, at, 7)
+    if at + size > len(data):
+        raise BadHeaders("a text is cut off")
+    found = data[at : at + size]
+    return (read_huffman(found) if is_huffman else found), at + size
+
+
+def write_headers(headers: Headers) -> bytes:
+    """Write headers as texts that no table keeps."""
+    written = bytearray()
+    for name, value in headers:
+        written.append(0)
+        for text in (name, value):
+            written += _written_integer(len(text), 7) + text
+    return bytes(written)
+
+
+def _written_integer(value: int, bits: int) -> bytes:
+    most = (1 << bits) - 1
+    if value < most:
+        return bytes((value,))
+    written, value = bytearray((most,)), value - most
+    while value >= 0x80:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)
