@@ -138,6 +138,9 @@ screenshots: $(VENV)/.dev ## the pictures of docs/img: every view of the inspect
 test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; drains and rolling restarts
 	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/long/faults tests/process/reference/test_disaggregated_processes.py -rs $(ARGS)
 
+test-versions: $(VENV)/.dev ## the last release, out of git, and this tree in one cluster, with kills, drains and clients that leave (ROUNDS=3)
+	@VERSIONS=1 $(BIN)/python -m pytest -q -m versions tests/long/versions -rs $(ARGS)
+
 fault-table: $(VENV)/.dev ## what test-faults measured, as the table of docs/faults.md
 	@$(BIN)/python benchmarks/fault_table.py --into docs/faults.md $(ARGS)
 
@@ -151,4 +154,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-image dist image fault-table test-clients test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-image test-versions dist image fault-table test-clients test-engines test-models test-rust test-interop clean
