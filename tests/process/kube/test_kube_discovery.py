@@ -406,8 +406,9 @@ async def test_our_apply_wins_over_another_writer_and_removes_what_we_removed(
         "kind": "DynamoWorkerMetadata",
         "spec": {"data": {"endpoints": {INSIDE: 9}}},
     }
-    assert await kube.apply(f"{WORKERS}/w-0", body, manager="other", force=False) == 409  # a real conflict
-    assert await kube.apply(f"{WORKERS}/w-0", body, manager="other") == 200
+    refused, _ = await kube.apply(f"{WORKERS}/w-0", body, manager="other", force=False)
+    assert refused == 409  # a real conflict
+    assert (await kube.apply(f"{WORKERS}/w-0", body, manager="other"))[0] == 200
 
     async def reaches(expected: dict[str, int]) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
