@@ -20,7 +20,7 @@ import pytest
 from support.etcd_server import EtcdServer
 from support.http_client import CHAT, ask, chat, exchange, script
 from support.last_release import Release, install, last_release
-from support.load import load
+from support.load import Load, load
 from support.nats_server import nats_server
 from support.processes import Cluster, Frontend, Worker, until
 from support.scenario_table import Say
@@ -154,6 +154,12 @@ async def end_one(found: Mixture, how: str) -> str:
     return version
 
 
+async def more_answers(answers: Load) -> None:
+    """Return when some more requests have ended."""
+    wanted = len(answers.answers) + ANSWERS_PER_STEP
+    await until(lambda: len(answers.answers) >= wanted, lambda: "answers", patience=PATIENCE_SECONDS)
+
+
 async def safe_to_delete(worker: Worker) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not (await ask(worker.system_port, "/engine/status")).json()["safe_to_delete"]:
@@ -180,13 +186,8 @@ async def test_two_versions_in_one_cluster_lose_nothing(
         async with load(found.ports, MODEL, clients=CLIENTS) as answers:
             for turn in range(ROUNDS):
                 for how in ("kill", "drain", "SIGTERM"):
-                    before = len(answers.answers)
                     left += await leave(found, f"leaver-{turn}-{how}")
-                    await until(
-                        lambda before=before: len(answers.answers) >= before + ANSWERS_PER_STEP,  # type: ignore[misc]
-                        lambda: "answers",
-                        patience=PATIENCE_SECONDS,
-                    )
+                    await more_answers(answers)
                     ended.append(f"{await end_one(found, how)} by {how}")
         begun = {
             event["tag"]: worker
@@ -218,7 +219,6 @@ async def test_a_cluster_is_upgraded_under_load_and_back_without_a_loss(
             for version, order in ((NEW, ("workers", "frontends")), (OLD, ("frontends", "workers"))):
                 for what in order:
                     for _ in range(2):
-                        before = len(answers.answers)
                         if what == "workers":
                             await found.join(version)
                             _, worker = found.living.pop(0)
@@ -231,11 +231,7 @@ async def test_a_cluster_is_upgraded_under_load_and_back_without_a_loss(
                             ports[:] = found.ports  # a balancer hears of it first: preStop
                             frontend.signal(signal.SIGTERM)
                             await frontend.ended()
-                        await until(
-                            lambda before=before: len(answers.answers) >= before + ANSWERS_PER_STEP,  # type: ignore[misc]
-                            lambda: "answers",
-                            patience=PATIENCE_SECONDS,
-                        )
+                        await more_answers(answers)
         served = {version: found.served(version) for version in (OLD, NEW)}
     say(f"upgrade and back: {answers.begun} requests, {len(answers.lost)} lost, {answers.hung} hung; begun by {served}")
     answers.check()

@@ -27,7 +27,7 @@ FIELD_MANAGER: Final = "dynamo-worker"
 REQUEST_SECONDS: Final = 5.0
 WATCH_SECONDS: Final = 240  # then the server ends a watch and the next one goes on from there
 PAGE_OBJECTS: Final = 500  # of one answer: a list of thousands of workers is neither one document nor one long request
-LONGEST_PAUSE_SECONDS: Final = 30.0  # a server that asks for more is asked again sooner
+LONGEST_PAUSE_SECONDS: Final = 30.0  # of a Retry-After; a longer one is cut to this
 TOO_MANY: Final = 429
 GONE: Final = 410
 NOT_FOUND: Final = 404
@@ -42,15 +42,15 @@ class KubernetesError(DynamoException):
 
 
 class Throttled(CannotConnect):
-    """The API server has too much to do. `pause_seconds`: how long it asks to be left alone."""
+    """The API server has too much to do. `pause_seconds`: its Retry-After."""
 
     def __init__(self, pause_seconds: float) -> None:
         super().__init__(f"the Kubernetes API server answers {TOO_MANY}: it has too many requests")
         self.pause_seconds = pause_seconds
 
 
-def asked_pause(error: Exception) -> float:
-    """Return how long the server asks to be left alone."""
+def retry_after(error: Exception) -> float:
+    """Return the Retry-After of the server, 0 where an error has none."""
     return error.pause_seconds if isinstance(error, Throttled) else 0.0
 
 

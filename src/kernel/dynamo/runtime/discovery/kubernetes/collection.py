@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.forever import counted
-from dynamo.runtime.discovery.kubernetes.api import GONE, KubernetesApi, KubernetesError, asked_pause
+from dynamo.runtime.discovery.kubernetes.api import GONE, KubernetesApi, KubernetesError, retry_after
 from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 from dynamo.runtime.discovery.kubernetes.records import ApiObject
 from dynamo.runtime.discovery.retry import Delays
@@ -72,11 +72,11 @@ class FollowedCollection:
                     continue  # the server ends a watch now and then
                 except CannotConnect as error:
                     self._health.on_lost(error)
-                    pause = asked_pause(error)
+                    pause = retry_after(error)
                 except KubernetesError as error:
                     if error.status != GONE:
                         failed(error, 0.0)
-                        if declined != str(error):  # else it was said, and is so every second
+                        if declined != str(error):  # it is the same one every second
                             logger.warning("the API server declines a watch, and is read again and again: %s", error)
                         declined = str(error)
                 except Exception as error:  # the boundary: a process must not go blind for ever

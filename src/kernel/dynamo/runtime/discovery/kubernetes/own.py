@@ -11,7 +11,7 @@ from dynamo.errors import CannotConnect
 from dynamo.runtime.base.forever import counted
 from dynamo.runtime.base.settings import KubernetesSettings
 from dynamo.runtime.discovery.keys import split_key
-from dynamo.runtime.discovery.kubernetes.api import KubernetesApi, KubernetesError, asked_pause, version_of
+from dynamo.runtime.discovery.kubernetes.api import KubernetesApi, KubernetesError, retry_after, version_of
 from dynamo.runtime.discovery.kubernetes.collection import FollowedCollection
 from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 from dynamo.runtime.discovery.kubernetes.records import KIND, ApiObject, check_record, records_of, resource
@@ -153,7 +153,7 @@ class OwnResource:
                     continue
                 except CannotConnect as error:
                     self._health.on_lost(error)
-                    pause = asked_pause(error)
+                    pause = retry_after(error)
                 except KubernetesError as error:
                     failed(error, 0.0)
                     logger.warning("the API server declines our %s: %s", KIND, error)
