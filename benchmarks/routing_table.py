@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from dynamo.errors import InvalidArgument
-from dynamo.replay.capacity import Target, highest_load, share_in_time
+from dynamo.replay.capacity import LoadTarget, highest_load, share_in_time
 from dynamo.replay.figures import ReplayFigures
 from dynamo.replay.modes import frontend_of
 from dynamo.replay.mooncake import read_mooncake
@@ -46,7 +46,7 @@ MODES: Final[Mapping[str, str]] = {
 }
 BASE_WORKERS: Final = 4  # get a trace at its own speed
 TIE: Final = 1.01  # a mean time to first token that is longer by less is as good
-TARGET: Final = Target(ttft_ms=2000.0, token_ms=50.0, share=0.95)
+TARGET: Final = LoadTarget(ttft_ms=2000.0, token_ms=50.0, share=0.95)
 CAPACITY_WORKERS: Final = 8
 CAPACITY_LOADS: Final = (0.5, 8.0)  # where the highest load is looked for
 CAPACITY_STEPS: Final = 5
@@ -264,7 +264,7 @@ def _run(given: Given, jobs: int, is_capacity: bool, out: Path | None) -> int:
             lines = list(
                 capacities_of({(each.trace, each.policy): load for each, load in zip(asked, loads, strict=True)})
             )
-            lines += ["", f"Target: {TARGET}"]
+            lines += ["", f"LoadTarget: {TARGET}"]
             found = [{**each._asdict(), "load": load} for each, load in zip(asked, loads, strict=True)]
         else:
             cases = list(cases_of(given))

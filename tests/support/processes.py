@@ -228,17 +228,19 @@ class Cluster:
         for process in reversed(self._processes):
             process.close()
 
-    def frontend(self, name: str, *flags: str, within: Sequence[str] = (), **env: str) -> Frontend:
+    def frontend(
+        self, name: str, *flags: str, within: Sequence[str] = (), python: str = sys.executable, **env: str
+    ) -> Frontend:
         """Start a frontend; `env` adds variables. `within`: a program and its arguments that runs it."""
-        argv = [sys.executable, *within, "-m", "dynamo.frontend", *self._discovery]
+        argv = [python, *within, "-m", "dynamo.frontend", *self._discovery]
         return self._start(Frontend, name, [*argv, "--http-host", "127.0.0.1", "--http-port", "0", *flags], env)
 
-    def worker(self, name: str, model: str, **env: str) -> Worker:
+    def worker(self, name: str, model: str, *, python: str = sys.executable, **env: str) -> Worker:
         """Start a worker of the scripted engine."""
         journal = self.root / f"{name}.journal"
         own = {"SCRIPTED_MODEL": model, "SCRIPTED_JOURNAL": str(journal), "SCRIPTED_NAME": name}
         is_rust = RUST_ENGINE and name.endswith(RUST_NAMES)
-        argv = [RUST_ENGINE] if is_rust else [sys.executable, str(SCRIPTED_ENGINE)]
+        argv = [RUST_ENGINE] if is_rust else [python, str(SCRIPTED_ENGINE)]
         return self._worker(name, model, argv, own | env, journal)
 
     def sample(self, name: str, model: str, *flags: str, **env: str) -> Worker:

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import msgspec
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = [
     document
-    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for path in sorted([*(DEPLOY / "kubernetes").glob("*.yaml"), *(DEPLOY / "overlays").glob("*/*.yaml")])
     for document in yaml.safe_load_all(path.read_text())
 ]
 COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
@@ -43,6 +44,7 @@ MODELS = {
     "PodDisruptionBudget": "V1PodDisruptionBudget",
     "HorizontalPodAutoscaler": "V2HorizontalPodAutoscaler",
     "CustomResourceDefinition": "V1CustomResourceDefinition",
+    "NetworkPolicy": "V1NetworkPolicy",
 }
 
 
@@ -89,8 +91,10 @@ def check(value: Any, kind: str, where: str) -> None:
 
 @each_case("found", MANIFESTS, ids=lambda found: f"{found['kind']}-{found.get('metadata', {}).get('name')}")
 def test_a_manifest_has_the_shape_of_the_api(found: dict[str, Any]) -> None:
-    if found["kind"] == "Kustomization":
-        assert {(DEPLOY / "kubernetes" / name).exists() for name in found["resources"]} == {True}
+    if found["kind"] in ("Kustomization", "Component"):
+        places = [DEPLOY / "kubernetes", *(DEPLOY / "overlays").iterdir()]
+        for name in (*found.get("resources", ()), *found.get("components", ())):
+            assert [place for place in places if (place / name).exists()], name
     elif found["kind"] in ("DynamoGraphDeployment", "DynamoComponentDeployment"):
         assert admission_errors(found) == []  # each rule by itself: test_operator_objects.py
         for component in components_of(found):
@@ -100,6 +104,9 @@ def test_a_manifest_has_the_shape_of_the_api(found: dict[str, Any]) -> None:
         check(found["metadata"], "V1ObjectMeta", "metadata")
         behavior = found["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         check(behavior, "V2HorizontalPodAutoscalerBehavior", "behavior")
+    elif found["kind"] in ("ServiceMonitor", "PodMonitor"):
+        jsonschema.validate(found, MONITOR_SCHEMA)
+        check(found["metadata"], "V1ObjectMeta", "metadata")
     else:
         check(found, MODELS[found["kind"]], found["kind"])
 
@@ -159,11 +166,91 @@ SCALED_OBJECT_SCHEMA = {
 }
 
 
+_ENDPOINTS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["port"],
+        "properties": {
+            "port": {"type": "string"},
+            "path": {"type": "string"},
+            "interval": {"type": "string", "pattern": r"^\d+s$"},
+        },
+    },
+}
+# As the Prometheus operator documents its resources, of what is used here.
+MONITOR_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"enum": ["ServiceMonitor", "PodMonitor"]},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["selector"],
+            "properties": {
+                "selector": {"type": "object", "required": ["matchLabels"]},
+                "endpoints": _ENDPOINTS,
+                "podMetricsEndpoints": _ENDPOINTS,
+            },
+        },
+    },
+}
+
+
+def test_monitors_and_policies_name_labels_and_ports_that_there_are() -> None:
+    (port,) = of_kind("ServiceMonitor")["dynamo-frontend"]["spec"]["endpoints"]
+    service = of_kind("Service")["dynamo-frontend"]
+    assert (
+        of_kind("ServiceMonitor")["dynamo-frontend"]["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    )
+    assert port["port"] in {each["name"] for each in service["spec"]["ports"]}
+    monitor = of_kind("PodMonitor")["dynamo-worker"]["spec"]
+    (port,) = monitor["podMetricsEndpoints"]
+    pods = {name: found["spec"]["template"] for name, found in of_kind("Deployment").items()}
+    assert monitor["selector"]["matchLabels"] == pods["dynamo-worker"]["metadata"]["labels"]
+    names = {name: {each["name"] for each in pod["spec"]["containers"][0]["ports"]} for name, pod in pods.items()}
+    assert port["port"] in names["dynamo-worker"]
+    policies = of_kind("NetworkPolicy")
+    assert policies.keys() == pods.keys()
+    for name, policy in policies.items():
+        assert policy["spec"]["podSelector"]["matchLabels"] == pods[name]["metadata"]["labels"]
+        everybody, ours = policy["spec"]["ingress"]
+        assert {each["port"] for each in everybody["ports"]} <= names[name]
+        # Workers connect back to frontends, and to each other, at ports that no file names.
+        assert ours.keys() == {"from"}
+        (among,) = ours["from"][0]["podSelector"]["matchExpressions"]
+        assert set(among["values"]) == {pod["metadata"]["labels"]["app"] for pod in pods.values()}
+
+
+def test_a_pod_writes_only_where_it_may_and_has_no_right_to_more() -> None:
+    for found in of_kind("Deployment").values():
+        pod = found["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        (mount,) = container["volumeMounts"]
+        assert mount["mountPath"] == "/tmp"
+        assert {each["name"] for each in pod["volumes"] if "emptyDir" in each} == {mount["name"]}
+
+
 def test_the_autoscalers_find_what_the_frontend_gives() -> None:
     """The value that the manifest names is in the answer, and the metric and its labels are in the table."""
     trigger = of_kind("ScaledObject")["dynamo-worker"]["spec"]["triggers"][0]["metadata"]
     assert trigger["valueLocation"] in {entry.name for entry in msgspec.structs.fields(RoleSignal)}
-    assert AUTOSCALE_PATH + "/test-model" in trigger["url"]
+    address = urlsplit(trigger["url"])
+    assert address.path == AUTOSCALE_PATH + "/test-model"
+    service = of_kind("Service")[str(address.hostname).split(".")[0]]
+    assert (address.port or 80) in {each["port"] for each in service["spec"]["ports"]}
     metric = of_kind("HorizontalPodAutoscaler")["dynamo-worker"]["spec"]["metrics"][0]["external"]["metric"]
     family = next(each for each in FAMILIES if each.under(AUTOSCALE_PREFIX).name == metric["name"])
     assert metric["selector"]["matchLabels"].keys() <= set(family.labels)
@@ -380,7 +467,8 @@ def test_workers_can_be_found() -> None:
 
 def test_every_file_is_used() -> None:
     listed = {
-        DEPLOY / "kubernetes" / name for name in next(m for m in MANIFESTS if m["kind"] == "Kustomization")["resources"]
+        DEPLOY / "kubernetes" / name
+        for name in yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())["resources"]
     }
     known = listed | {
         DEPLOY / "kubernetes" / name
@@ -388,10 +476,12 @@ def test_every_file_is_used() -> None:
             "kustomization.yaml",
             "graph-deployment.yaml",
             "component-deployment.yaml",
-            "autoscale-hpa.yaml",
-            "autoscale-keda.yaml",
         )
     }
+    overlays = DEPLOY / "overlays"
+    known |= {overlays / name / "scaler.yaml" for name in ("hpa", "keda")}
+    known |= {overlays / "monitoring" / "monitors.yaml", overlays / "network" / "policies.yaml"}
+    known |= {overlays / name / "kustomization.yaml" for name in ("hpa", "keda", "monitoring", "network", "production")}
     known |= {DEPLOY / f"Containerfile{role}" for role in ("", ".backend", ".rust")} | {DEPLOY / "docker-compose.yml"}
     known |= {
         DEPLOY / "grafana" / name for name in ("frontend.json", "workers.json", "alerts.yaml", "alerts_test.yaml")

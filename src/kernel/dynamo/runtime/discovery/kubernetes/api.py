@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 FIELD_MANAGER: Final = "dynamo-worker"
 REQUEST_SECONDS: Final = 5.0
 WATCH_SECONDS: Final = 240  # then the server ends a watch and the next one goes on from there
+PAGE_OBJECTS: Final = 500  # of one answer: a list of thousands of workers is neither one document nor one long request
+LONGEST_PAUSE_SECONDS: Final = 30.0  # of a Retry-After; a longer one is cut to this
+TOO_MANY: Final = 429
 GONE: Final = 410
 NOT_FOUND: Final = 404
 
@@ -36,6 +39,19 @@ class KubernetesError(DynamoException):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Throttled(CannotConnect):
+    """The API server has too much to do. `pause_seconds`: its Retry-After."""
+
+    def __init__(self, pause_seconds: float) -> None:
+        super().__init__(f"the Kubernetes API server answers {TOO_MANY}: it has too many requests")
+        self.pause_seconds = pause_seconds
+
+
+def retry_after(error: Exception) -> float:
+    """Return the Retry-After of the server, 0 where an error has none."""
+    return error.pause_seconds if isinstance(error, Throttled) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +108,33 @@ class KubernetesApi:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def read_all(self, path: str, selector: str | None) -> tuple[list[ApiObject], int]:
-        """Return the present objects of a collection, and the version at which this was true."""
-        answer = await self._answer("GET", path, _selected(selector))
-        return answer.get("items") or [], _version(answer)
+        """Return the present objects of a collection, and the version at which this was true.
 
-    async def apply(self, name: str, body: Mapping[str, object]) -> int:
-        """Apply `body` to our resource, overriding other writers (server-side apply); return the new version."""
+        All pages are of one version. Where the server has forgotten that one in between, the pages are read anew, and
+        at the second time the collection is read as a whole.
+        """
+        for limit in (PAGE_OBJECTS, PAGE_OBJECTS, 0):
+            try:
+                return await self._pages(path, _selected(selector), limit)
+            except KubernetesError as error:
+                if error.status != GONE or not limit:
+                    raise
+        raise AssertionError("the last round returns or raises")
+
+    async def _pages(self, path: str, query: list[tuple[str, str]], limit: int) -> tuple[list[ApiObject], int]:
+        found: list[ApiObject] = []
+        answer = await self._answer("GET", path, [*query, ("limit", str(limit))])
+        while True:
+            found += answer.get("items") or []
+            following = (answer.get("metadata") or {}).get("continue")
+            if not following:
+                return found, version_of(answer)
+            answer = await self._answer("GET", path, [*query, ("limit", str(limit)), ("continue", following)])
+
+    async def apply(self, name: str, body: Mapping[str, object]) -> ApiObject:
+        """Apply `body` to our resource, overriding other writers (server-side apply); return it as it is now."""
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
-        return _version(await self._answer("PATCH", f"{self.resources}/{name}", query, body))
+        return await self._answer("PATCH", f"{self.resources}/{name}", query, body)
 
     async def delete(self, name: str) -> None:
         """Remove our resource; absent is fine."""
@@ -127,7 +162,7 @@ class KubernetesApi:
             # Longer than the server's own limit: only a server that is gone without a word gets there.
             async with asyncio.timeout(WATCH_SECONDS + 30), response:
                 if response.status != 200:
-                    raise _declined(response.status, await response.read())
+                    raise _declined(response, await response.read())
                 watch_over(response)
                 async with aclosing(_events(response)) as events:
                     yield events
@@ -161,7 +196,7 @@ class KubernetesApi:
                 async with await self._send(method, path, query or [], body) as response:
                     answer = await response.read()
             if not 200 <= response.status < 300:
-                raise _declined(response.status, answer)
+                raise _declined(response, answer)
             return msgspec.json.decode(answer, type=dict[str, Any])
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             raise self._unreachable(error) from error
@@ -199,22 +234,26 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[ObjectEven
             if message.get("type") == "ERROR":
                 raise KubernetesError(int(found.get("code") or 500), str(found.get("message") or "the watch failed"))
             is_bookmark = message.get("type") == "BOOKMARK"
-            yield ObjectEvent(message.get("type") == "DELETED", None if is_bookmark else found, _version(found))
+            yield ObjectEvent(message.get("type") == "DELETED", None if is_bookmark else found, version_of(found))
 
 
 def _selected(selector: str | None) -> list[tuple[str, str]]:
     return [("labelSelector", selector)] if selector else []
 
 
-def _version(found: ApiObject) -> int:
+def version_of(found: ApiObject) -> int:
     """Read a version: opaque by the specification, but a rising number in every known server (and by promise since
     1.35).
     """
     return int((found.get("metadata") or {}).get("resourceVersion") or 0)
 
 
-def _declined(status: int, body: bytes) -> Exception:
-    if status >= 500 or status == 429:
+def _declined(response: aiohttp.ClientResponse, body: bytes) -> Exception:
+    status = response.status
+    if status == TOO_MANY:
+        asked = response.headers.get("Retry-After", "")
+        return Throttled(min(float(asked), LONGEST_PAUSE_SECONDS) if asked.isdecimal() else 0.0)
+    if status >= 500:
         return CannotConnect(f"the Kubernetes API server answers {status}")
     try:
         message = str(msgspec.json.decode(body, type=dict[str, object]).get("message") or "")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.forever import counted
-from dynamo.runtime.discovery.kubernetes.api import GONE, KubernetesApi, KubernetesError
+from dynamo.runtime.discovery.kubernetes.api import GONE, KubernetesApi, KubernetesError, retry_after
 from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
 from dynamo.runtime.discovery.kubernetes.records import ApiObject
 from dynamo.runtime.discovery.retry import Delays
@@ -55,11 +55,13 @@ class FollowedCollection:
     async def follow(self) -> None:
         """Watch the collection; read it and watch again after a loss."""
         delays = Delays()
+        declined = ""
         with counted(f"kubernetes: {self.path}") as failed:
             while True:
+                pause = 0.0
                 try:
                     async with self._api.watch(self.path, self._selector, self.version) as events:
-                        delays = Delays()
+                        delays, declined = Delays(), ""
                         async for event in events:
                             self._health.on_answer()
                             if event.version <= self.version:
@@ -70,14 +72,17 @@ class FollowedCollection:
                     continue  # the server ends a watch now and then
                 except CannotConnect as error:
                     self._health.on_lost(error)
+                    pause = retry_after(error)
                 except KubernetesError as error:
                     if error.status != GONE:
                         failed(error, 0.0)
-                        logger.warning("the API server declines a watch: %s", error)
+                        if declined != str(error):  # it is the same one every second
+                            logger.warning("the API server declines a watch, and is read again and again: %s", error)
+                        declined = str(error)
                 except Exception as error:  # the boundary: a process must not go blind for ever
                     failed(error, 0.0)
                     logger.exception("following %s failed; trying again", self.path)
-                await asyncio.sleep(next(delays))
+                await asyncio.sleep(max(next(delays), pause))
                 await self._start_again()
 
     async def _start_again(self) -> None:

@@ -11,10 +11,10 @@ from dynamo.errors import CannotConnect
 from dynamo.runtime.base.forever import counted
 from dynamo.runtime.base.settings import KubernetesSettings
 from dynamo.runtime.discovery.keys import split_key
-from dynamo.runtime.discovery.kubernetes.api import KubernetesApi, KubernetesError
+from dynamo.runtime.discovery.kubernetes.api import KubernetesApi, KubernetesError, retry_after, version_of
 from dynamo.runtime.discovery.kubernetes.collection import FollowedCollection
 from dynamo.runtime.discovery.kubernetes.health import KubernetesHealth
-from dynamo.runtime.discovery.kubernetes.records import KIND, check_record, records_of, resource
+from dynamo.runtime.discovery.kubernetes.records import KIND, ApiObject, check_record, records_of, resource
 from dynamo.runtime.discovery.retry import Delays
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class OwnResource:
         self._resources = resources
         self._health = health
         self._own: dict[str, bytes] = {}
-        self._applied_version: int | None = None  # of our resource as we wrote it last; None: we never wrote it
+        self._applied: ApiObject | None = None  # our resource as we wrote it last; None: we never wrote it
         self._writing = asyncio.Lock()
         self._repair_wanted = asyncio.Event()
 
@@ -95,7 +95,7 @@ class OwnResource:
 
     async def remove(self) -> None:
         """Delete the resource, if it was ever written. Raises `CannotConnect` and `KubernetesError`."""
-        if self._applied_version is not None:
+        if self._applied is not None:
             await self._api.delete(self.name)
 
     async def _is_held_by_others(self, key: str) -> bool:
@@ -111,20 +111,22 @@ class OwnResource:
                 pod_uid=self._settings.pod_uid or "",
                 own=self._own,
             )
-            self._applied_version = self._applied_version or 0  # it may be written, whatever the answer is
-            self._applied_version = await self._api.apply(self.name, body)
+            self._applied = self._applied or {}  # it may be written, whatever the answer is
+            self._applied = await self._api.apply(self.name, body)
         self._health.on_answer()
         self.check()  # it may have been removed while we wrote
 
     # -- repair --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Request a repair when the resource, or records in it, were removed."""
-        if not self._own or self._writing.locked() or self._resources.version < (self._applied_version or 0):
+        """Request a repair when the resource, or records in it, were removed or changed."""
+        applied = self._applied or {}
+        if not self._own or self._writing.locked() or self._resources.version < version_of(applied):
             return  # what was seen last is older than what we wrote last
-        found = records_of(self._resources.objects.get(self.name, {}))
-        if not self._own.keys() <= found.keys():
-            logger.warning("%s %s was removed or emptied by another client; writing it again", KIND, self.name)
+        found, written = records_of(self._resources.objects.get(self.name, {})), records_of(applied)
+        # A value is compared as the server gave it back: a number may have another form there.
+        if any(key not in found or found[key] != written.get(key, found[key]) for key in self._own):
+            logger.warning("%s %s was removed or changed by another client; writing it again", KIND, self.name)
             self._repair_wanted.set()
 
     def _withdraw(self, key: str) -> None:
@@ -143,6 +145,7 @@ class OwnResource:
             while True:
                 await self._repair_wanted.wait()
                 self._repair_wanted.clear()
+                pause = 0.0
                 try:
                     await self._write()
                     delays = Delays()
@@ -150,6 +153,7 @@ class OwnResource:
                     continue
                 except CannotConnect as error:
                     self._health.on_lost(error)
+                    pause = retry_after(error)
                 except KubernetesError as error:
                     failed(error, 0.0)
                     logger.warning("the API server declines our %s: %s", KIND, error)
@@ -157,4 +161,4 @@ class OwnResource:
                     failed(error, 0.0)
                     logger.exception("writing our %s failed", KIND)
                 self._repair_wanted.set()
-                await asyncio.sleep(next(delays))
+                await asyncio.sleep(max(next(delays), pause))
