@@ -264,7 +264,7 @@ def _run(given: Given, jobs: int, is_capacity: bool, out: Path | None) -> int:
             lines = list(
                 capacities_of({(each.trace, each.policy): load for each, load in zip(asked, loads, strict=True)})
             )
-            lines += ["", f"LoadTarget: {TARGET}"]
+            lines += ["", f"Target: {TARGET}"]
             found = [{**each._asdict(), "load": load} for each, load in zip(asked, loads, strict=True)]
         else:
             cases = list(cases_of(given))

@@ -11,7 +11,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.replay.figures import ReplayFigures
 
 
-class Target(msgspec.Struct, frozen=True):
+class LoadTarget(msgspec.Struct, frozen=True):
     """What so many of the requests must keep."""
 
     ttft_ms: float  # to the first token
@@ -22,7 +22,7 @@ class Target(msgspec.Struct, frozen=True):
         return f"{self.share:.0%} of the requests: first token in {self.ttft_ms:g} ms, {self.token_ms:g} ms per token"
 
 
-def share_in_time(figures: ReplayFigures, target: Target) -> float:
+def share_in_time(figures: ReplayFigures, target: LoadTarget) -> float:
     """Return the share of the requests that kept the target; one that was not served did not."""
     kept = sum(
         request.ttft_ms is not None
