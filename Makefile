@@ -80,6 +80,12 @@ bench: $(VENV)/.dev ## CPU per token against the bars (ARGS="--repeats 5 --only 
 bench-native: $(VENV)/.dev ## the same cases against the native system, and the ratios (set DYNAMO_NATIVE_PYTHON)
 	@$(BIN)/python benchmarks/native.py $(ARGS)
 
+bench-fleet: $(VENV)/.dev ## a frontend with 1,000 workers on a real wire: start, idle, 100 killed at once, joins and leaves (ARGS="--minutes 12")
+	@$(BIN)/python benchmarks/fleet.py $(ARGS)
+
+bench-native-routing: $(VENV)/.dev ## one trace to the native KV router and to ours, before native mock workers (set DYNAMO_NATIVE_PYTHON)
+	@$(BIN)/python benchmarks/native_routing.py $(ARGS)
+
 bench-vllm: $(VENV)/.dev ## vLLM behind us against `vllm serve`, in turns, and KV routing against round-robin (set DYNAMO_VLLM_PYTHON; ARGS="--rounds 1")
 	@$(BIN)/python benchmarks/against_vllm.py $(ARGS)
 
@@ -151,4 +157,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-native bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-image dist image fault-table test-clients test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-fleet bench-native bench-native-routing bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-image dist image fault-table test-clients test-engines test-models test-rust test-interop clean

@@ -9,14 +9,18 @@ those of `python -m dynamo.mocker`: each has its own runtime, lease, instance re
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 
+from dynamo.errors import DynamoException
 from dynamo.mocker.arguments import MockWorker, read_arguments
 from dynamo.mocker.engine import MockEngine
 from dynamo.runtime.observe.logging import configure_dynamo_logging
 from dynamo.worker.run import event_loop_factory
 from dynamo.worker.worker import Worker, shutdown_times
+
+logger = logging.getLogger(__name__)
 
 
 class Workers:
@@ -29,25 +33,27 @@ class Workers:
     async def join(self, count: int) -> None:
         """Return when so many more serve. Raises what keeps one from it."""
         like = self._like
-        made = [
-            Worker(MockEngine(like.model, like.options, seed=like.seed), like.config, times=self._times, embedded=True)
-            for _ in range(count)
-        ]
-        for worker in made:
+        for _ in range(count):
+            engine = MockEngine(like.model, like.options, seed=like.seed)
+            worker = Worker(engine, like.config, times=self._times, embedded=True)
             self._running[worker] = asyncio.create_task(worker.run())
-        for worker in made:
+        for worker, running in [*self._running.items()][-count:]:
             serving = asyncio.ensure_future(worker.wait_serving())
-            await asyncio.wait((serving, self._running[worker]), return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                serving.cancel()
-                await self._running[worker]
+            await asyncio.wait((serving, running), return_when=asyncio.FIRST_COMPLETED)
+            serving.cancel()
+            if running.done():
+                del self._running[worker]
+                running.result()
 
     async def leave(self, count: int) -> None:
         """Return when the oldest ones have left, as after SIGTERM."""
         leaving = list(self._running)[:count]
         for worker in leaving:
             worker.request_stop()
-        await asyncio.gather(*(self._running.pop(worker) for worker in leaving))
+        ends = await asyncio.gather(*(self._running.pop(worker) for worker in leaving), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, Exception):
+                logger.warning("a worker ended with %r", end)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -63,7 +69,10 @@ async def main() -> None:
     async for line in reader:
         verb, _, number = line.decode().partition(" ")
         if verb == "join":
-            await workers.join(int(number))
+            try:
+                await workers.join(int(number))
+            except DynamoException as error:  # the others go on: who gives the order sees the number
+                logger.warning("a worker did not start: %r", error)
             answers.write(f"joined {len(workers)}\n")
         else:
             await workers.leave(int(number))

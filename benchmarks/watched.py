@@ -87,7 +87,7 @@ def main() -> None:
     """Run the program of the command line."""
     sys.modules["uvloop"] = None  # type: ignore[assignment]
     pieces = Pieces()
-    asyncio.Handle._run = lambda handle: pieces.run(handle)  # type: ignore[method-assign]
+    asyncio.Handle._run = lambda handle: pieces.run(handle)  # type: ignore
     gc.callbacks.append(pieces.collected)
     target = Path(sys.argv[1])
 

@@ -18,6 +18,28 @@ SMALLEST: Final = {
     "batches": ["--lines", "20", "--tokens", "1", "--delay", "0"],
     "bench": ["--quick", "--only", "one-token"],
     "dispatch": ["--repeats", "1"],
+    "fleet": [
+        "--workers",
+        "6",
+        "--each",
+        "2",
+        "--kill",
+        "2",
+        "--streams",
+        "4",
+        "--joins",
+        "2",
+        "--leaves",
+        "1",
+        "--requests",
+        "8",
+        "--minutes",
+        "0.05",
+        "--idle-seconds",
+        "1",
+        "--lease-seconds",
+        "5",
+    ],
     "idle_sources": ["--sources", "1", "--seconds", "0.1"],
     "index": ["--quick"],
     "inspector": ["--only", "viewer", "--streams", "4", "--turns", "1", "--seconds", "1", "--delay", "0.01"],
@@ -30,10 +52,24 @@ SMALLEST: Final = {
     "upkeep": ["fleet", "--workers", "120", "--adapters", "1", "--runs", "1"],
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
-WITH_OUT: Final = frozenset({"bench", "soak"})  # they leave files, in the folder of `--out`
-HELP: Final = frozenset({"against_vllm", "llamacpp", "native"})  # they measure what is not installed here
+WITH_OUT: Final = frozenset({"bench", "fleet", "soak"})  # they leave files, in the folder of `--out`
+HELP: Final = frozenset(
+    {"against_vllm", "llamacpp", "native", "native_routing"}
+)  # they measure what is not installed here
 PARTS: Final = frozenset(
-    ["cases", "engine", "fault_table", "floor", "model", "native_engine", "probe", "reference_worker", "stack"]
+    [
+        "cases",
+        "engine",
+        "fault_table",
+        "fleet_workers",
+        "floor",
+        "model",
+        "native_engine",
+        "probe",
+        "reference_worker",
+        "stack",
+        "watched",
+    ]
 )
 """Files that are no benchmark by themselves: others run them, and `test_fault_table.py` one."""
 

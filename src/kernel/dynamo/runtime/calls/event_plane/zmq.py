@@ -5,7 +5,7 @@ its scope and topic and connects to those it finds. With one, publishers and sub
 recorded. Sockets are driven from the event loop by their file descriptor: nothing polls.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 - the lists of names stay short
 
 import asyncio
 import logging
@@ -22,22 +22,11 @@ from dynamo.runtime.base.forever import forever
 from dynamo.runtime.base.settings import EventPlaneSettings, ZmqBroker
 from dynamo.runtime.calls.event_plane.announcing import Announcer
 from dynamo.runtime.calls.event_plane.base import (
-    PUBLISHER_ID_BITS,
-    Event,
-    EventCounts,
-    EventPublisher,
-    EventScope,
-    NoCounts,
-    encode_segment,
-)
+    PUBLISHER_ID_BITS, Event, EventCounts, EventPublisher, EventScope, NoCounts, encode_segment,
+)  # fmt: skip
 from dynamo.runtime.calls.event_plane.envelope import (
-    BadEvent,
-    channel_record,
-    decode_parts,
-    encode_parts,
-    zmq_broker,
-    zmq_endpoint,
-)
+    BadEvent, channel_record, decode_parts, encode_parts, zmq_broker, zmq_endpoint,
+)  # fmt: skip
 from dynamo.runtime.calls.event_plane.inbox import Inbox
 from dynamo.runtime.calls.event_plane.publisher import NumberedPublisher, PublisherSources
 from dynamo.runtime.discovery.base import EVENT_CHANNELS, Delete, Discovery, Put
@@ -58,6 +47,7 @@ _READABLE: Final = 1
 _NO_WAIT: Final = 1
 _MORE: Final = 2
 BURST: Final = 256  # messages read before others on the loop get a turn
+CONNECTED_AT_ONCE: Final = 64  # publishers, which take 1 to 2 ms
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 2_000
 PROBE_SECONDS: Final = 4.0
@@ -229,8 +219,10 @@ class ZmqEventPlane:
         prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(topic)}"
         async with aclosing(follow(self._announcer.discovery, prefix, set(connected))) as changes:
             async for batch in changes:
-                for change in batch:
+                for number, change in enumerate(batch, 1):
                     self._connect(change, connected, reader)
+                    if number % CONNECTED_AT_ONCE == 0:
+                        await asyncio.sleep(0)
                 first.set()
         first.set()  # the store was closed before it answered
 
