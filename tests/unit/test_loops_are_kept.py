@@ -54,7 +54,7 @@ STARTED: Final = {
             (REQUEST, """
                 engines/callable:pump frontend/http:self._comment frontend/http:watch_client
                 frontend/parts/batches:self._metered frontend/parts/group:self._ask frontend/parts/group:self._connect
-                frontend/parts/group:self._gather frontend/parts/inspector:_leaves frontend/parts/media:each
+                frontend/parts/group:self._gather frontend/parts/inspector:_leaves frontend/parts/media:each picker/grpc:self._run
                 router/dispatch:_take_over router/dispatch:first_items router/dispatch:self._read router/dispatch:work
                 runtime/base:self._shake runtime/calls/request_plane/native:self._dial runtime/calls/request_plane:request.run
                 runtime/calls:_serve runtime/http:cycle.run sglang:vector_of vllm:vector worker:self._call_abort worker:write
@@ -78,6 +78,8 @@ STARTED: Final = {
     "engines/sample:self._publish_loop": "an example for authors: it logs the failure and goes on",
     "frontend/parts/batches:self._conduct": "one batch; what it does is under `forever`",
     "frontend/parts/group:peers.run": "ends with the parent process, and the member with it",
+    "picker/pods:self._pods.follow": "the loop of discovery in Kubernetes, which uses `counted`",
+    "picker/pods:_follow": "waits for the task before it, and then is under `forever`",
     "runtime/base:_keep": "a process of its own watches this one; the thread only waits",
     "runtime/discovery/etcd:self._run": "an event loop for what is listed here",
     "runtime/observe:self._watch": "it reads a clock and a stack: there is nothing that fails",
@@ -99,6 +101,7 @@ COUNT: Final = "unit/runtime/test_loops_count.py"
 GO_ON: Final = "unit/frontend/test_loops_go_on.py"
 SERVE: Final = "unit/cli/test_serve_loops.py"
 ETCD: Final = "process/runtime/test_etcd_loops.py"
+PICKER: Final = "unit/picker/test_pods.py"
 LIMITS: Final = "unit/frontend/test_cluster_limits.py"
 
 # fmt: off
@@ -127,6 +130,7 @@ KILLED: Final = {
     "load reports of the router": (COUNT, "RouterLoadReports.report_changes"),
     "load reports of the workers": (COUNT, "BusyWorkers.keep_only"),
     "model cards of the workers": (COUNT, "RoutedEndpoint._take_card"), "readiness": (SERVE, "Announcement._announce"),
+    "pod {worker.record.address}": (PICKER, "PodWorker._look"), "the file of pods": (PICKER, "PodsOfFile._changed"),
     "reload": (SERVE, "source_times"), "replica sync {endpoint}": (GO_ON, "ReplicaSync.__aenter__"),
     "residents: memory": (SERVE, "Residents._measure"), "rolling restart": (SERVE, "RollingRestart._replace_all"),
     "scaling": (SERVE, "Scaling._look"), "sessions {endpoint}": (GO_ON, "SessionSync.__aenter__"),

@@ -18,6 +18,28 @@ SMALLEST: Final = {
     "batches": ["--lines", "20", "--tokens", "1", "--delay", "0"],
     "bench": ["--quick", "--only", "one-token"],
     "dispatch": ["--repeats", "1"],
+    "fleet": [
+        "--workers",
+        "6",
+        "--each",
+        "2",
+        "--kill",
+        "2",
+        "--streams",
+        "4",
+        "--joins",
+        "2",
+        "--leaves",
+        "1",
+        "--requests",
+        "8",
+        "--minutes",
+        "0.05",
+        "--idle-seconds",
+        "1",
+        "--lease-seconds",
+        "5",
+    ],
     "gateways": ["--quick", "--repeats", "1", "--only", "burst", "--gateways", "none,ours"],
     "idle_sources": ["--sources", "1", "--seconds", "0.1"],
     "index": ["--quick"],
@@ -35,15 +57,16 @@ SMALLEST: Final = {
     "together": ["--together", "3", "--rounds", "1"],
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
-WITH_OUT: Final = frozenset(
-    {"bench", "gateways", "processes", "routing_table", "soak"}
-)  # they leave files, in the folder of `--out`
-HELP: Final = frozenset({"against_vllm", "llamacpp", "native"})  # they measure what is not installed here
+# They leave files, in the folder of `--out`.
+WITH_OUT: Final = frozenset({"bench", "fleet", "gateways", "processes", "routing_table", "soak"})
+# They measure what is not installed here.
+HELP: Final = frozenset({"against_vllm", "llamacpp", "native", "native_routing"})
 PARTS: Final = frozenset(
     [
         "cases",
         "engine",
         "fault_table",
+        "fleet_workers",
         "floor",
         "grpc_worker",
         "model",
@@ -52,6 +75,7 @@ PARTS: Final = frozenset(
         "probe",
         "reference_worker",
         "stack",
+        "watched",
     ]
 )
 """Files that are no benchmark by themselves: others run them, and `test_fault_table.py` one."""

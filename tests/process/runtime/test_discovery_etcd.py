@@ -77,6 +77,27 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+# -- many watches --------------------------------------------------------------------------------------------------------
+
+
+async def test_one_more_watch_reads_what_it_watches_and_not_all_of_its_bucket(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, read, ranged = await open_store(), list[str](), EtcdClient.range
+
+    async def counted(client: EtcdClient, prefix: str) -> tuple[dict[str, bytes], int]:
+        read.append(prefix)
+        return await ranged(client, prefix)
+
+    await store.put(KEY, b"{}")
+    async with store.watch("v1/instances/ns") as first:
+        assert len(await anext(first)) == 1
+        monkeypatch.setattr(EtcdClient, "range", counted)
+        async with store.watch(KEY) as second:
+            assert await anext(second) == [Put(KEY, b"{}")]
+    assert read == [KEY]
+
+
 # -- on the wire ---------------------------------------------------------------------------------------------------------
 
 

@@ -222,7 +222,8 @@ async def test_a_worker_that_joins_or_leaves_costs_a_frontend_as_much_as_it_brin
                     await asyncio.sleep(0.01)
             placement = models.served()[0].kv
             assert placement is not None
-            assert len(placement.current_router().records()) == count
+            while len(placement.current_router().records()) != count:  # of a whole fleet one look takes a part
+                assert placement.is_stale
 
         await store.join(*range(1, 201))
         await settled(200)

@@ -24,6 +24,7 @@ from dynamo.placement.kv_query import KvQuery
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.workers.pool import ModelPool
 from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
+from support.fails_once import BrokenSteps
 from support.fake_kubernetes import NAMESPACE, PODS, FakeKubernetes, patient_requests
 from support.fake_vllm import BLOCK, FakeVllm
 from support.frontend_cluster import Cluster, cluster
@@ -263,6 +264,20 @@ async def test_a_file_of_pods_is_read_again_when_it_changes(tmp_path: Path) -> N
             await house.ready(1)
             assert house.followed.trouble is None
             assert (await house.pick())[0] == second.address
+
+
+async def test_a_loop_that_fails_once_goes_on_and_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = ("dynamo.picker.pods.worker:PodWorker._look", "dynamo.picker.pods.sources:PodsOfFile._changed")
+    file = tmp_path / "pods"
+
+    def source(found: list[PodRecord]) -> PodsOfFile:
+        file.write_text(json.dumps({"pods": [{"address": each.address} for each in found]}))
+        return PodsOfFile(file, seconds=POLL)
+
+    broken = BrokenSteps(monkeypatch, *steps)
+    async with pods(tmp_path, 1, source=source) as house:
+        await broken.run_again(f"pod {house.pods[0].address}", "the file of pods")
+        await house.ready(1)
 
 
 async def test_pods_of_kubernetes_are_those_with_the_labels_that_are_ready(

@@ -1,18 +1,23 @@
-"""Among very many ranks the policy `time` computes with arrays: the choices are those of its loop, to the last bit of the cost."""
+"""Among very many ranks policies compute with arrays: the choices are those of their loops, to the last bit of the cost."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamo.kv.overlap import Overlap, WorkerRank
-from dynamo.placement.kv_state import KvRequest, KvState, RankMatch, RankState
-from dynamo.placement.policies import kv_time
+from dynamo.placement.kv_state import KvRequest, KvState, RankMatch, RankState, Records
+from dynamo.placement.policies import kv_default, kv_time
+from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.policies.kv_time import TimeCost
 from dynamo.placement.policies.kv_time_arrays import ARRAYS_FROM
 from dynamo.placement.timing import RankTiming, TimeCurve
+from support.properties import examples
 
 BLOCK, NOW = 16, 1000.0
 pytest.importorskip("numpy")
@@ -77,6 +82,56 @@ def test_the_choice_is_that_of_the_loop(seed: int, monkeypatch: pytest.MonkeyPat
             ranks[at] = rank(rng, at)
     assert by_arrays._arrays is not None
     assert by_loop._arrays is None
+
+
+class Course:
+    """The records of a fleet as they change, and states of some or all of its ranks."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.records: Records | None = None
+
+    def state(self, step: str) -> KvState:
+        """Return the next state: some ranks have changed, come, gone, or may not be chosen this time."""
+        rng, before = self.rng, self.records
+        if before is None or step == "others":
+            kept = [] if before is None else [each for each in before if rng.random() < 0.8]
+            new = [rank(rng, 1000 + rng.randrange(10**6)) for _ in range(ARRAYS_FROM + 9 - len(kept))]
+            self.records = Records.after(None, sorted([*kept, *new], key=lambda each: each.rank), ())
+        elif step != "some":
+            changed = rng.sample(range(len(before)), {"none": 0, "few": 3, "many": 60}[step])
+            states = list(before)
+            for at in changed:
+                states[at] = rank(rng, states[at].rank.worker_id)
+            self.records = Records.after(before, states, changed)
+        assert self.records is not None
+        ranks: tuple[RankState, ...] = self.records
+        if step == "some":  # of equal number as often as not
+            gone = set(rng.sample(range(len(ranks)), rng.choice([1, 1, 2, 40])))
+            ranks = tuple(each for at, each in enumerate(ranks) if at not in gone)
+        return state_of(rng, ranks)
+
+
+STEPS = st.sampled_from(["none", "few", "few", "many", "some", "others"])
+
+
+@pytest.mark.parametrize("policy", ["time", "default"])
+@examples(20)
+@given(st.integers(0, 10**6), st.lists(STEPS, min_size=1, max_size=8), st.floats(0, 1, exclude_max=True))
+def test_a_policy_that_has_seen_many_states_chooses_as_one_that_sees_its_first(
+    policy: str, seed: int, steps: list[str], draw: float
+) -> None:
+    course, lasting = Course(seed), kv_policy(policy)
+    for step in steps:
+        state = course.state(step)
+        found = lasting.choose(state, draw)
+        whole = min(kv_policy(policy).choose(state, draw, with_terms=True).candidates, key=lambda each: each.total)
+        assert found.cost == whole.total
+        assert found == kv_policy(policy).choose(msgspec.structs.replace(state, ranks=tuple(state.ranks)), draw)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (kv_time, kv_default):
+                patch.setattr(module, "ARRAYS_FROM", 10**9)
+            assert found == kv_policy(policy).choose(state, draw)
 
 
 def test_equal_costs_are_drawn_evenly_and_without_numpy_the_loop_decides(monkeypatch: pytest.MonkeyPatch) -> None:

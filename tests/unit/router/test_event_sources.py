@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamo.errors import WorkerUnavailable
 from dynamo.kv.overlap import WorkerRank
+from dynamo.router.kv_events.feed import SourceRecords
 from dynamo.router.kv_events.sources import UNANSWERED, RecoveryTarget, SourceClients
 
 
@@ -57,7 +58,18 @@ async def test_workers_that_share_the_name_of_their_source_are_asked_through_one
     sources = SourceClients(clients)  # type: ignore[arg-type]
     await asyncio.gather(*(ask(sources, number) for number in range(8)))
     assert clients.left == 1
-    await sources.leave(target(1), {target(2)})
-    assert clients.left == 1  # the others are asked through it
-    await sources.leave(target(2), set())
+    await sources.leave(target(1))  # the last one of that name: see the next test
     assert clients.left == 0
+
+
+def test_a_name_of_sources_is_known_until_the_last_of_them_has_left() -> None:
+    records = SourceRecords()
+    for number in (1, 2):
+        assert records.put(str(number), WorkerRank(number), target(number))
+    assert records.put("1", WorkerRank(1), target(1))  # the same record again
+    assert records.pop("1") == (WorkerRank(1), target(1))
+    assert records.has_path(target(1))
+    assert (records.targets(WorkerRank(1)), records.targets(WorkerRank(2))) == ((), (target(2),))
+    records.pop("2")
+    assert not records.has_path(target(2))
+    assert records.pop("2") is None

@@ -8,6 +8,8 @@ of it (`RankMatch`). So a choice among many ranks costs little more than its cos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress, count
+from operator import is_not
 from typing import Final, Protocol
 
 import msgspec
@@ -68,6 +70,47 @@ class RankMatch(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 NO_MATCH: Final = RankMatch()
+
+
+_SERIALS: Final = count(1)
+
+REORDERED_FROM: Final = 32  # so many records that differ are taken for other ranks, or another order of them
+
+
+class Records(tuple[RankState, ...]):
+    """The records of all ranks, and where they differ from the records before them."""
+
+    serial: int
+    former: int  # the serial of the records before
+    changed: Sequence[int]
+
+    @classmethod
+    def after(cls, former: Records | None, states: Sequence[RankState], changed: Sequence[int]) -> Records:
+        """Make the records after `former`, which differ at the positions `changed`. None: those before are of other ranks."""
+        made = cls(states)
+        made.serial, made.former, made.changed = next(_SERIALS), 0 if former is None else former.serial, changed
+        return made
+
+
+class SeenRecords:
+    """The records that a policy has seen last, so that a thousand need not be compared for each choice."""
+
+    __slots__ = ("_records",)
+
+    def __init__(self) -> None:
+        self._records: Sequence[RankState] = ()
+
+    def take(self, records: Sequence[RankState]) -> Sequence[int] | None:
+        """Take the records of a state; return where they differ from those before. None: they are of other ranks, or very many differ."""
+        seen, self._records = self._records, records
+        if records is seen:
+            return ()
+        if isinstance(records, Records) and isinstance(seen, Records) and records.former == seen.serial:
+            return records.changed
+        if len(records) != len(seen):
+            return None
+        changed = [*compress(range(len(records)), map(is_not, records, seen))]
+        return changed if len(changed) < REORDERED_FROM else None
 
 
 class KvState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

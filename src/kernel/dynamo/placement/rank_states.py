@@ -8,11 +8,11 @@ from typing import Final
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
 from dynamo.placement.kv_query import RankInfo
-from dynamo.placement.kv_state import RankState
+from dynamo.placement.kv_state import RankState, Records
 from dynamo.placement.rank_load import LoadOfRank
 from dynamo.placement.timing_learner import TimingLearner
 
-MOVED_AT_ONCE: Final = 32
+MOVED_AT_ONCE: Final = 8
 """How many records one choice makes anew because the speed of the whole fleet is believed to be another. Among many ranks the others
 follow with the next choices: all of them at once would hold up the event loop."""
 
@@ -37,7 +37,7 @@ class RankStates:
         self.loads: tuple[LoadOfRank, ...] = ()  # in the order of `ranks`
         self.some_are_busy = False
         self._positions: dict[WorkerRank, int] = {}
-        self._states: tuple[RankState, ...] = ()
+        self._states = Records.after(None, (), ())
 
     def set(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
         """Take the ranks there are and what is known of each; the load of every other rank is forgotten."""
@@ -59,9 +59,10 @@ class RankStates:
             states = dict(zip(self.ranks, self._states, strict=True))
             self.ranks = tuple(self.infos)
             self._positions = {rank: at for at, rank in enumerate(self.ranks)}
-            self._states = tuple(
+            current = [
                 states.get(rank) or self._state(rank, load) for rank, load in zip(self.ranks, self.loads, strict=True)
-            )
+            ]
+            self._states = Records.after(None, current, ())
         self.some_are_busy = any(info.is_busy for info in self.infos.values())
         self._load.changed.update([rank for rank in others if rank in former])
 
@@ -74,19 +75,17 @@ class RankStates:
         known = self._positions
         return [known[rank] for rank in ranks if rank in known]
 
-    def current(self) -> tuple[RankState, ...]:
+    def current(self) -> Records:
         """Return the record of every rank as it is now."""
         changed, moved = self._load.changed, self.timing.moved
         for _ in range(min(len(moved), MOVED_AT_ONCE)):
             changed.add(moved.pop())
         if changed:
-            states = list(self._states)
-            for rank in changed:
-                at = self._positions.get(rank)
-                if at is not None:
-                    states[at] = self._state(rank, self.loads[at])
+            states, positions = list(self._states), self.positions(changed)
+            for at in positions:
+                states[at] = self._state(self.ranks[at], self.loads[at])
             changed.clear()
-            self._states = tuple(states)
+            self._states = Records.after(self._states, states, positions)
         return self._states
 
     def of(self, ranks: Sequence[WorkerRank]) -> tuple[RankState, ...]:

@@ -7,15 +7,30 @@ Deviations from the native decisions show in ties only: the native system draws 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Final
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
 from dynamo.placement.kv_query import DISK_HIT_WEIGHT, HOST_HIT_WEIGHT, KvOverrides
-from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, RankMatch, RankState
+from dynamo.placement.kv_state import (
+    NO_MATCH,
+    CandidateCost,
+    CostTerm,
+    KvChoice,
+    KvState,
+    RankMatch,
+    RankState,
+    SeenRecords,
+)
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
+from dynamo.placement.policies.kv_time_arrays import ARRAYS_FROM, lowest_of, numpy
+
+if TYPE_CHECKING:
+    from numpy import float64
+    from numpy.typing import NDArray
 
 TYPE_NAME: Final = "dynamo-default-cost-fn"
 
@@ -35,15 +50,40 @@ class DefaultCostParameters(msgspec.Struct, frozen=True, gc=False):
     router_temperature: Weight = 0.0  # 0: the lowest cost; above: sampled by softmax
 
 
+class _Columns:
+    """What the common cost reads of every rank, as arrays: kept between decisions, and changed where a rank has changed."""
+
+    __slots__ = ("_seen", "_table", "np")
+
+    def __init__(self, np: ModuleType) -> None:
+        self.np, self._seen = np, SeenRecords()
+        self._table: NDArray[float64] = np.empty((3, 0))
+
+    def take(self, ranks: Sequence[RankState]) -> NDArray[float64]:
+        """Return the tokens to be computed, the blocks and the requests of each rank as it is now."""
+        changed = self._seen.take(ranks)
+        if changed is None:
+            self._table = self.np.array([_row(rank) for rank in ranks], dtype=self.np.float64).T.copy()
+        else:
+            for at in changed:
+                self._table[:, at] = _row(ranks[at])
+        return self._table
+
+
+def _row(rank: RankState) -> tuple[float, float, float]:
+    return rank.prefill_tokens if rank.has_load else 0, rank.decode_blocks, rank.requests
+
+
 class DefaultCost:
     """The policy `default`."""
 
-    __slots__ = ("_parameters",)
+    __slots__ = ("_columns", "_parameters")
 
     name: Final = "default"
 
     def __init__(self, parameters: DefaultCostParameters | None = None) -> None:
         self._parameters = parameters or DefaultCostParameters()
+        self._columns: _Columns | None = None  # of very many ranks
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> DefaultCost:
@@ -59,6 +99,12 @@ class DefaultCost:
         overrides = state.request.overrides
         weights = self._parameters if overrides is None else _overridden(self._parameters, overrides)
         cost = _Cost(state, weights)
+        if len(state.ranks) >= ARRAYS_FROM and cost.is_common and not (weights.router_temperature or with_terms):
+            if self._columns is None and (np := numpy()) is not None:
+                self._columns = _Columns(np)
+            if (columns := self._columns) is not None:
+                position, lowest, tied = lowest_of(columns.np, cost.of_columns(columns.take(state.ranks)), draw)
+                return KvChoice(self.name, "blocks", state.ranks[position].rank, position, lowest, tied, draw)
         costs = cost.totals()
         if weights.router_temperature > 0.0:
             position, tied = pick_sampled(costs, weights.router_temperature, draw)
@@ -126,34 +172,54 @@ class _Cost:
             min(rank.prefill_tokens for rank in state.ranks) if weights.overlap_score_credit_decay else 0
         )
 
+    @property
+    def is_common(self) -> bool:
+        """Whether the cost is the sum that one loop can compute for all ranks."""
+        request = self._state.request
+        is_other = not request.tracks_prefill or request.shared_hits or request.has_preferences
+        return not (is_other or self._weights.overlap_score_credit_decay)
+
+    def of_columns(self, table: NDArray[float64]) -> NDArray[float64]:
+        """Return the same as `totals` in the common case, for all ranks at once."""
+        request, weights = self._state.request, self._weights
+        pending, decode, requests = table
+        costs: NDArray[float64] = weights.prefill_load_scale * (
+            (pending + request.prompt_tokens) / self._state.block_size
+        ) + (decode + request.complete_blocks)
+        costs += weights.decode_active_request_weight * requests
+        self._match(costs)
+        return costs
+
     def totals(self) -> list[float]:
         """Return the cost of each rank, in the order of the state."""
         state, weights = self._state, self._weights
-        request, matches, block_size = state.request, state.matches, state.block_size
+        request, block_size = state.request, state.block_size
         tokens, complete = request.prompt_tokens, request.complete_blocks
         scale, request_weight = weights.prefill_load_scale, weights.decode_active_request_weight
-        if (
-            not request.tracks_prefill
-            or request.shared_hits
-            or request.has_preferences
-            or weights.overlap_score_credit_decay
-        ):
-            return [self._total(rank, matches.get(at, NO_MATCH)) for at, rank in enumerate(state.ranks)]
+        if not self.is_common:
+            return [self._total(rank, state.matches.get(at, NO_MATCH)) for at, rank in enumerate(state.ranks)]
         # The common case, in one loop: the same sums as in `_total`, which a test compares.
-        device, host, disk = weights.overlap_score_credit, weights.host_cache_hit_weight, weights.disk_cache_hit_weight
         costs = [
             scale * (((rank.prefill_tokens if rank.has_load else 0) + tokens) / block_size)
             + (rank.decode_blocks + complete)
             + request_weight * rank.requests
             for rank in state.ranks
         ]
-        for at, match in matches.items():
+        self._match(costs)
+        return costs
+
+    def _match(self, costs: list[float] | NDArray[float64]) -> None:
+        """Compute the cost of the ranks that have some of the prompt, in the common case."""
+        state, weights = self._state, self._weights
+        tokens, complete, block_size = state.request.prompt_tokens, state.request.complete_blocks, state.block_size
+        scale, request_weight = weights.prefill_load_scale, weights.decode_active_request_weight
+        device, host, disk = weights.overlap_score_credit, weights.host_cache_hit_weight, weights.disk_cache_hit_weight
+        for at, match in state.matches.items():
             rank, overlap = state.ranks[at], match.overlap
             raw = ((rank.prefill_tokens if rank.has_load else 0) + tokens) / block_size
             raw = max(0.0, raw - (device * overlap.device + host * overlap.host + disk * overlap.disk))
             decode = rank.decode_blocks + complete - match.active_blocks
             costs[at] = scale * raw + decode + request_weight * rank.requests
-        return costs
 
     def _total(self, rank: RankState, match: RankMatch) -> float:
         request, weights = self._state.request, self._weights

@@ -24,18 +24,32 @@ full; the weights of the others are the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import compress
-from operator import is_not, itemgetter
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
 from dynamo.placement.kv_query import DISK_HIT_WEIGHT, HOST_HIT_WEIGHT, Trust
-from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, RankMatch, RankState
+from dynamo.placement.kv_state import (
+    NO_MATCH,
+    CandidateCost,
+    CostTerm,
+    KvChoice,
+    KvState,
+    RankMatch,
+    RankState,
+    SeenRecords,
+)
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
-from dynamo.placement.policies.kv_time_arrays import ARRAYS_FROM, TimeArrays, TimeConstants, TimeDecision, numpy
+from dynamo.placement.policies.kv_time_arrays import (
+    ARRAYS_FROM,
+    TimeArrays,
+    TimeConstants,
+    TimeDecision,
+    lowest_of,
+    numpy,
+)
 from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, pass_ms
 
@@ -103,7 +117,6 @@ class _View(NamedTuple):
 
 
 _Row = tuple[float, ...]
-_RECORD: Final = itemgetter(0)  # of a view
 
 
 def _row_of(view: _View) -> _Row:
@@ -147,7 +160,7 @@ class TimeCost:
         "_parameters",
         "_requests",
         "_rows",
-        "_stale",
+        "_seen",
         "_streams",
         "_views",
     )
@@ -157,13 +170,13 @@ class TimeCost:
     def __init__(self, parameters: TimeParameters | None = None) -> None:
         self._parameters = parameters or TimeParameters()
         self._block_size = 0  # of the views
+        self._seen = SeenRecords()
         self._views: list[_View] = []  # by position; one is used only for the very record that it was made of
         self._rows: list[_Row] = []  # of the views, and so are these, which every decision adds up
         self._requests: list[int] = []
         self._streams: list[int] = []
         self._oldest: list[float] = []
         self._arrays: TimeArrays | None = None  # of the views; None: of none, or they are too few
-        self._stale: set[int] = set()  # positions where the arrays are behind the views
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> TimeCost:
@@ -185,7 +198,7 @@ class TimeCost:
             arrays = self._current_arrays(views)
             if arrays is not None:
                 found = arrays.costs(_decision_of(self, state, prompt, views))
-                position, cost, tied = arrays.lowest(found, draw)
+                position, cost, tied = lowest_of(arrays.np, found, draw)
                 return KvChoice(self.name, "ms", state.ranks[position].rank, position, cost, tied, draw)
         costs = self._costs(state, prompt, views)
         if temperature > 0.0:
@@ -210,38 +223,48 @@ class TimeCost:
 
     def _current_views(self, state: KvState) -> list[_View]:
         """Return a view of every rank; those of records that have not changed are there already."""
-        ranks, views = state.ranks, self._views
-        if len(views) != len(ranks) or self._block_size != state.block_size:
-            self._block_size = state.block_size
-            views = self._views = [self._view(rank, state.block_size) for rank in ranks]
-            self._rows = [_row_of(view) for view in views]
-            self._requests = [view.requests for view in views]
-            self._streams = [view.streams for view in views]
-            self._oldest = [view.oldest_use_at for view in views]
-            self._arrays = None
-            return views
-        for at in [*compress(range(len(ranks)), map(is_not, ranks, map(_RECORD, views)))]:
+        ranks, views, changed = state.ranks, self._views, self._seen.take(state.ranks)
+        if changed is None or self._block_size != state.block_size:
+            return self._reordered(ranks, state.block_size)
+        for at in changed:
             view = views[at] = self._view(ranks[at], state.block_size)
             self._rows[at] = _row_of(view)
             self._requests[at], self._streams[at] = view.requests, view.streams
             self._oldest[at] = view.oldest_use_at
-            self._stale.add(at)
+            if self._arrays is not None:
+                self._arrays.stale.add(at)
         return views
+
+    def _reordered(self, ranks: Sequence[RankState], block_size: int) -> list[_View]:
+        """Return a view of every rank where the ranks are others; those that were there keep theirs."""
+        former, rows = self._views, self._rows
+        known = {view.record.rank: at for at, view in enumerate(former)} if self._block_size == block_size else {}
+        places = [known.get(rank.rank, -1) for rank in ranks]  # -1: there is no view of it
+        kept = (
+            [at if former[at].record is rank else -1 for at, rank in zip(places, ranks, strict=True)]
+            if known
+            else places
+        )
+        made = [self._view(rank, block_size) if at < 0 else former[at] for at, rank in zip(kept, ranks, strict=True)]
+        self._block_size, self._views = block_size, made
+        self._rows = [_row_of(view) if at < 0 else rows[at] for at, view in zip(kept, made, strict=True)]
+        self._requests, self._streams = [view.requests for view in made], [view.streams for view in made]
+        self._oldest = [view.oldest_use_at for view in made]
+        if self._arrays is not None:
+            self._arrays.reorder(kept)
+        return made
 
     def _current_arrays(self, views: list[_View]) -> TimeArrays | None:
         """Return the figures of all views; None where NumPy is not installed."""
         arrays = self._arrays
         if arrays is None:
-            np = numpy()
-            if np is None:
+            if (np := numpy()) is None:
                 return None
             limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO)
             rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
             arrays = self._arrays = TimeArrays(np, rows, limits)
-        else:
-            for at in self._stale:
-                arrays.change(at, (*self._rows[at], *_more_of(views[at])))
-        self._stale.clear()
+        while arrays.stale:
+            arrays.change(at := arrays.stale.pop(), (*self._rows[at], *_more_of(views[at])))
         return arrays
 
     def _view(self, rank: RankState, block_size: int) -> _View:
@@ -319,7 +342,7 @@ class TimeCost:
 
     def _costs(self, state: KvState, prompt: _Prompt, views: list[_View]) -> list[float]:
         """Return the cost of each rank, in the order of the state."""
-        matches, now, block_size = state.matches, state.now, state.block_size
+        matches, now, block_size, weights = state.matches, state.now, state.block_size, self._parameters
         tokens, blocks, output, added, _, is_computed, mean_idle, decode_weight, block_weight = prompt
         needed = blocks + output / block_size
         decoded = output * decode_weight
@@ -335,7 +358,7 @@ class TimeCost:
                 computed = waiting + fresh
             else:
                 match = matches[at]
-                held = self._held_blocks(views[at].record, match, prompt)
+                held = _held_blocks(weights, views[at].record, match, prompt)
                 missing, over = needed - held, needed - match.active_blocks
                 uncached = tokens - held * block_size
                 computed = waiting + (uncached if uncached > 1.0 else 1.0)
@@ -371,19 +394,6 @@ class TimeCost:
             return [cost * _preference(matches.get(at, NO_MATCH)) for at, cost in enumerate(costs)]
         return costs
 
-    def _held_blocks(self, rank: RankState, match: RankMatch, prompt: _Prompt) -> float:
-        """Return the blocks of the prompt that need not be computed."""
-        overlap = match.overlap
-        held: float = overlap.device
-        if overlap.host or overlap.disk:
-            weights = self._parameters
-            held += weights.host_cache_hit_weight * overlap.host + weights.disk_cache_hit_weight * overlap.disk
-        if match.coming_blocks > held:
-            held = match.coming_blocks
-        if rank.trust is _EXACT:
-            return prompt.credit * held
-        return prompt.credit * TRUSTED_SHARE[rank.trust] * held
-
     # -- the same, part by part
 
     def _described(
@@ -410,7 +420,7 @@ class TimeCost:
     def _parts(self, state: KvState, prompt: _Prompt, view: _View, match: RankMatch) -> dict[str, float]:
         """Return the parts of the cost of one rank."""
         weights, rank = self._parameters, view.record
-        held, now = self._held_blocks(rank, match, prompt), state.now
+        held, now = _held_blocks(weights, rank, match, prompt), state.now
         prefill = added = 0.0
         if prompt.is_computed:
             computed = view.waiting + max(1.0, prompt.tokens - held * state.block_size)
@@ -437,12 +447,24 @@ class TimeCost:
         }
 
 
+def _held_blocks(weights: TimeParameters, rank: RankState, match: RankMatch, prompt: _Prompt) -> float:
+    """Return the blocks of the prompt that need not be computed."""
+    overlap = match.overlap
+    held: float = overlap.device
+    if overlap.host or overlap.disk:
+        held += weights.host_cache_hit_weight * overlap.host + weights.disk_cache_hit_weight * overlap.disk
+    held = max(held, match.coming_blocks)
+    if rank.trust is _EXACT:
+        return prompt.credit * held
+    return prompt.credit * TRUSTED_SHARE[rank.trust] * held
+
+
 def _decision_of(policy: TimeCost, state: KvState, prompt: _Prompt, views: list[_View]) -> TimeDecision:
     """Return what the costs have in common for all ranks, and what is held where."""
     needed = prompt.blocks + prompt.output / state.block_size
     held = {}
     for at, match in state.matches.items():
-        blocks = policy._held_blocks(views[at].record, match, prompt)
+        blocks = _held_blocks(policy.parameters, views[at].record, match, prompt)
         uncached = max(prompt.tokens - blocks * state.block_size, 1.0)
         held[at] = uncached, needed - blocks, needed - match.active_blocks
     return TimeDecision(

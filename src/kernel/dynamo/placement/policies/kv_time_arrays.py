@@ -54,12 +54,18 @@ def numpy() -> ModuleType | None:
 class TimeArrays:
     """The figures of all ranks, a row for each figure. Kept between decisions, and changed where a rank has changed."""
 
-    __slots__ = ("_limits", "_np", "_table")
+    __slots__ = ("_limits", "_table", "np", "stale")
 
     def __init__(self, np: ModuleType, rows: Sequence[Sequence[float]], limits: TimeConstants) -> None:
         """`rows`: of each rank, in the order of `costs`."""
-        self._np, self._limits = np, limits
+        self.np, self._limits = np, limits
         self._table = np.array(rows, dtype=np.float64).T.copy()
+        self.stale: set[int] = set()  # positions of ranks that have changed
+
+    def reorder(self, kept: Sequence[int]) -> None:
+        """Take other ranks: where each was before. Those of -1 are any, and stale."""
+        self._table = self._table[:, kept]
+        self.stale = {new for new, at in enumerate(kept) if at < 0 or at in self.stale}
 
     def change(self, at: int, row: Sequence[float]) -> None:
         """Take the figures of a rank that has changed."""
@@ -67,7 +73,7 @@ class TimeArrays:
 
     def costs(self, one: TimeDecision) -> NDArray[float64]:
         """Return the cost of each rank, as an array."""
-        with self._np.errstate(all="ignore"):  # what is infinite or not a number is left out
+        with self.np.errstate(all="ignore"):  # what is infinite or not a number is left out
             return self._costs(one)
 
     def _costs(self, one: TimeDecision) -> NDArray[float64]:
@@ -75,7 +81,7 @@ class TimeArrays:
             begins_at, ends_at, boundary_at, idle_wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth,
             room, free, seat, pass_tokens, waiting_with_pass_ms, block_ms, oldest, room_ms,
         ) = self._table  # fmt: skip
-        np, now, limits, where = self._np, one.now, self._limits, self._np.where
+        np, now, limits, where = self.np, one.now, self._limits, self.np.where
         computed = waiting + one.fresh
         missing = over = one.needed
         if one.held:
@@ -113,12 +119,13 @@ class TimeArrays:
         found: NDArray[float64] = where(beyond > 0.0, cost + beyond * room_ms * one.output, cost)
         return found
 
-    def lowest(self, costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
-        """Return where the lowest cost is, the cost, and how many share it. Among those `draw` in [0, 1) decides, evenly."""
-        np = self._np
-        at = int(costs.argmin())
-        lowest = costs[at]
-        tied = int(np.count_nonzero(costs == lowest))
-        if tied > 1:
-            at = int(np.flatnonzero(costs == lowest)[min(int(draw * tied), tied - 1)])
-        return at, float(lowest), tied
+
+def lowest_of(np: ModuleType, costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
+    """Return where the lowest cost is, the cost, and how many share it. Among those `draw` in [0, 1) decides, evenly."""
+    at = int(costs.argmin())
+    lowest = costs[at]
+    is_lowest = costs == lowest
+    tied = int(np.count_nonzero(is_lowest))
+    if tied > 1:
+        at = int(np.flatnonzero(is_lowest)[min(int(draw * tied), tied - 1)])
+    return at, float(lowest), tied

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from typing import Protocol
+from itertools import islice
+from typing import Final, Protocol
 
 from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
@@ -36,6 +37,9 @@ class KvMember(Protocol):
     def card(self) -> ModelCard: ...
 
 
+RENEWED_AT_ONCE: Final = 128  # ranks of which one choice takes what is new; the next choices go on: 1,000 take 20 ms
+
+
 def _publishes(card: ModelCard) -> bool:
     """Return whether a worker may publish KV events; a worker whose card has no such member may."""
     return card.runtime_config.kv_event_publishing_enabled is not False
@@ -44,14 +48,15 @@ def _publishes(card: ModelCard) -> bool:
 class DomainMembers:
     """The workers of one domain by the models that they belong to: their cards, and where they are."""
 
-    __slots__ = ("_claims", "_endpoints", "_owners", "cards", "infos", "places")
+    __slots__ = ("_claims", "_endpoints", "_owners", "cards", "changed", "infos", "places")
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, dict[int, KvMember]] = {}  # by identity: a member that has changed is another one
         self._claims: dict[int, dict[tuple[Hashable, int], KvMember]] = {}  # of each worker: by owner and identity
         self._endpoints: Tally[str] = Tally()
         self.cards: dict[WorkerRank, ModelCard] = {}
-        self.infos: dict[WorkerRank, RankInfo] = {}  # each made when it is first read after a change
+        self.infos: dict[WorkerRank, RankInfo] = {}  # as they were when they were last read
+        self.changed: dict[WorkerRank, None] = {}  # ranks of which `infos` is out of date, or has nothing
         self.places: dict[int, str] = {}  # the endpoint of each worker
 
     @property
@@ -142,12 +147,13 @@ class KvDomain:
         """Return whether a card names the rank."""
         return rank in self._members.cards
 
-    def update(self, owner: Hashable, members: Iterable[KvMember]) -> bool:
-        """Take over the workers that one owner, such as a model, has here now; return whether ranks or endpoints have changed with that."""
+    def update(self, owner: Hashable, members: Iterable[KvMember]) -> set[WorkerRank] | None:
+        """Take over the workers that one owner, such as a model, has here now; return the ranks that have changed with that.
+        None: no rank has, and no endpoint."""
         endpoints = self.endpoints
         gone, changed = self._members.update(owner, members)
         if not gone and not changed:
-            return endpoints != self.endpoints
+            return set() if endpoints != self.endpoints else None
         if self.guesses is not None:
             for rank in gone:
                 self.guesses.forget(*rank)
@@ -160,7 +166,7 @@ class KvDomain:
             self.forget(*rank)
         self._changed(gone | changed)
         self.placement.router.load.relieved()  # what waits may wait for one of these
-        return True
+        return gone | changed
 
     # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
 
@@ -195,8 +201,13 @@ class KvDomain:
 
     def _changed(self, ranks: Iterable[WorkerRank]) -> None:
         """Let the next choice read these ranks anew, and the metric follow in a moment, choice or not."""
+        members = self._members
         for rank in ranks:
-            self._members.infos.pop(rank, None)
+            if rank in members.cards:
+                members.changed[rank] = None
+            else:
+                members.changed.pop(rank, None)
+                members.infos.pop(rank, None)
         self.placement.is_stale = True
         self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._members.cards.items()))
 
@@ -211,9 +222,11 @@ class KvDomain:
             self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
 
     def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
-        cards, infos = self._members.cards, self._members.infos
-        for rank in cards.keys() - infos.keys():
+        cards, infos, changed = self._members.cards, self._members.infos, self._members.changed
+        for rank in [*islice(changed, RENEWED_AT_ONCE)]:
+            del changed[rank]
             infos[rank] = self._info(rank, cards[rank])
+        self.placement.is_stale = bool(changed)
         return infos
 
     def _trust(self, rank: WorkerRank, card: ModelCard) -> Trust:

@@ -295,7 +295,8 @@ class KvDomains:
 
     def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
         domain = self._domain(key)
-        if not domain.update(owner, members):
+        changed = domain.update(owner, members)
+        if changed is None:
             return
         endpoints = domain.endpoints
         for (of, endpoint), follower in list(self._followers.items()):
@@ -304,7 +305,7 @@ class KvDomains:
             if endpoint not in endpoints:
                 self._leave(key, endpoint)
             elif follower.feed is not None:
-                follower.feed.ranks_changed()
+                follower.feed.ranks_changed(changed)
         if not endpoints:
             return
         settings = self._settings

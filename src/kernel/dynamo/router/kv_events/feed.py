@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter as Tally
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, aclosing
 from typing import Final
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 TOPIC: Final = "kv-events"
 MAX_SOURCES: Final = 65_536  # records that are remembered
+SOURCES_AT_ONCE: Final = 64  # records that are read before others on the loop get a turn
 WARN_SECONDS: Final = 10.0  # between warnings about what cannot be read
 
 UNREADABLE: Final = "unreadable"
@@ -68,6 +70,42 @@ class _Refusals:
         )
 
 
+class SourceRecords:
+    """The records of event sources, by key, by rank and by the path of their endpoints."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, tuple[WorkerRank, RecoveryTarget]] = {}
+        self._targets: dict[WorkerRank, dict[str, RecoveryTarget]] = {}  # of each rank, by key
+        self._paths: Tally[str] = Tally()
+
+    def put(self, key: str, rank: WorkerRank, target: RecoveryTarget) -> bool:
+        """Remember a record; False: there are too many."""
+        if key not in self._records and len(self._records) >= MAX_SOURCES:
+            return False
+        self.pop(key)
+        self._records[key] = rank, target
+        self._targets.setdefault(rank, {})[key] = target
+        self._paths[target.path] += 1
+        return True
+
+    def pop(self, key: str) -> tuple[WorkerRank, RecoveryTarget] | None:
+        """Forget a record and return what it was; None: it is not known."""
+        if (record := self._records.pop(key, None)) is not None:
+            del self._targets[record[0]][key]
+            if not self._targets[record[0]]:
+                del self._targets[record[0]]
+            self._paths -= Tally((record[1].path,))
+        return record
+
+    def targets(self, rank: WorkerRank) -> Iterable[RecoveryTarget]:
+        """Return where the missing events of a rank can be requested."""
+        return tuple(self._targets.get(rank, {}).values())
+
+    def has_path(self, target: RecoveryTarget) -> bool:
+        """Return whether a record has the path of a target."""
+        return target.path in self._paths
+
+
 class KvEventFeed:
     """`async with KvEventFeed(endpoint, sink): ...` follows until the block is left."""
 
@@ -93,7 +131,7 @@ class KvEventFeed:
             sink, self._clients, lambda work, name: self._group.create_task(work, name=name), on_trust
         )
         self._early = EarlyEvents()
-        self._sources: dict[str, tuple[WorkerRank, RecoveryTarget]] = {}  # by key of the record
+        self._sources = SourceRecords()
         self._stack = AsyncExitStack()
 
     @property
@@ -105,6 +143,11 @@ class KvEventFeed:
     def dumps(self) -> int:
         """How often a rank sent its whole state."""
         return self._ranks.dumps
+
+    @property
+    def ranks(self) -> Iterator[WorkerRank]:
+        """The ranks that are followed."""
+        return iter(self._ranks)
 
     def counts(self) -> Iterator[tuple[WorkerRank, CacheEvents]]:
         """Yield each rank that is followed, with what its events have come to."""
@@ -133,17 +176,17 @@ class KvEventFeed:
         await self._stack.aclose()
         await self._clients.close()
 
-    def ranks_changed(self) -> None:
-        """Drop the ranks that are no longer there, and begin with those that are there now."""
-        for rank in [rank for rank in self._ranks if not self._is_live(rank)]:
-            self._ranks.drop(rank)
-        for rank, target in self._sources.values():
-            if rank not in self._ranks and self._is_live(rank):
-                self._ranks.set_target(rank, target)
-        for rank in self._early.ranks:
-            if self._is_live(rank):
-                for event in self._early.take(rank):
-                    self._ranks.take(event)
+    def ranks_changed(self, ranks: Iterable[WorkerRank]) -> None:
+        """Drop those of `ranks` that are no longer there, and begin with those that are there now."""
+        for rank in ranks:
+            if not self._is_live(rank):
+                self._ranks.drop(rank)
+                continue
+            if rank not in self._ranks:
+                for target in self._sources.targets(rank):
+                    self._ranks.set_target(rank, target)
+            for event in self._early.take(rank):
+                self._ranks.take(event)
 
     def forget_all(self) -> None:
         """Drop every rank: its events are no longer followed."""
@@ -187,8 +230,10 @@ class KvEventFeed:
         prefix = f"{EVENT_SOURCES}/{self._endpoint.event_scope.path_encoded}/topic/{TOPIC}"
         async with aclosing(follow(self._endpoint.runtime.discovery, prefix)) as changes:
             async for batch in changes:
-                for change in batch:
+                for number, change in enumerate(batch, 1):
                     await self._source_changed(change)
+                    if number % SOURCES_AT_ONCE == 0:
+                        await asyncio.sleep(0)
 
     async def _source_changed(self, change: Change) -> None:
         if isinstance(change, Put):
@@ -197,14 +242,12 @@ class KvEventFeed:
             except BadEvents as error:
                 logger.warning("KV event source %s is not read: %s", change.key, error)
                 return
-            if change.key not in self._sources and len(self._sources) >= MAX_SOURCES:
-                return
-            self._sources[change.key] = source.rank, source.target
-            if self._is_live(source.rank):
+            if self._sources.put(change.key, source.rank, source.target) and self._is_live(source.rank):
                 self._ranks.set_target(source.rank, source.target)
             return
-        gone, target = self._sources.pop(change.key, (None, None))
-        if gone is None or target is None or any(rank == gone for rank, _ in self._sources.values()):
+        record = self._sources.pop(change.key)
+        if record is None or self._sources.targets(record[0]):
             return
-        self._ranks.drop(gone)
-        await self._clients.leave(target, [other for _, other in self._sources.values()])
+        self._ranks.drop(record[0])
+        if not self._sources.has_path(record[1]):
+            await self._clients.leave(record[1])

@@ -82,11 +82,6 @@ class EarlyEvents:
     def __len__(self) -> int:
         return len(self._queues)
 
-    @property
-    def ranks(self) -> list[WorkerRank]:
-        """The ranks that have events here."""
-        return list(self._queues)
-
     def put(self, rank: WorkerRank, event: RouterEvent, now: float) -> bool:
         """Keep an event for a while; False: there is no room for it."""
         while self._queues:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -102,10 +101,8 @@ class SourceClients:
             raise BadEvents(answer.text)
         return answer
 
-    async def leave(self, target: RecoveryTarget, others: Collection[RecoveryTarget]) -> None:
-        """Forget a source that has gone. `others`: those that are left, which may have its endpoint's name."""
-        if any(other.path == target.path for other in others):
-            return
+    async def leave(self, target: RecoveryTarget) -> None:
+        """Forget the last source of an endpoint, which has gone."""
         client = self._clients.pop(target.path, None)
         if client is not None:
             await client.close()

@@ -70,7 +70,7 @@ async def follow_events(workers: RoutedEndpoint, sink: IndexOfWorkers, opened: a
 
     def ranks_changed() -> None:
         sink.set_capacities()
-        feed.ranks_changed()
+        feed.ranks_changed({*feed.ranks, *workers.router.ranks})
 
     try:
         async with feed:

@@ -27,7 +27,9 @@ class LastView:
 
     def read(self, prefix: str) -> dict[str, bytes]:
         """Return what counts as there, sorted by key."""
-        return {key: self._values[key] for key in sorted(self._values) if matches(prefix, key)}
+        start = prefix.rstrip("/")
+        found = [key for key in self._values if key.startswith(start) and matches(prefix, key)]
+        return {key: self._values[key] for key in sorted(found)}
 
     def doubt(self, until: float) -> None:
         """Record the loss of the store: before `until` no missing key counts as gone."""

@@ -37,7 +37,11 @@ class FollowedPods(Addresses):
         self._followed: dict[int, tuple[PodWorker, Task[None]]] = {}
 
     async def __aenter__(self) -> FollowedPods:
-        await self._source.start(self.set_pods)
+        try:
+            await self._source.start(self.set_pods)
+        except BaseException:
+            await self._tools.aclose()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -58,6 +58,7 @@ _READABLE: Final = 1
 _NO_WAIT: Final = 1
 _MORE: Final = 2
 BURST: Final = 256  # messages read before others on the loop get a turn
+CONNECTED_AT_ONCE: Final = 64  # publishers, which take 1 to 2 ms
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 2_000
 PROBE_SECONDS: Final = 4.0
@@ -229,8 +230,10 @@ class ZmqEventPlane:
         prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(topic)}"
         async with aclosing(follow(self._announcer.discovery, prefix, set(connected))) as changes:
             async for batch in changes:
-                for change in batch:
+                for number, change in enumerate(batch, 1):
                     self._connect(change, connected, reader)
+                    if number % CONNECTED_AT_ONCE == 0:
+                        await asyncio.sleep(0)
                 first.set()
         first.set()  # the store was closed before it answered
 

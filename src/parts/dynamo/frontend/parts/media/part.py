@@ -27,6 +27,7 @@ from dynamo.frontend.parts.media.intake import MediaIntake
 from dynamo.frontend.parts.media.metrics import FAMILIES
 from dynamo.frontend.parts.media.relay import RelayCall, RelayedApi
 from dynamo.frontend.parts.media.store import MEDIA_PATH, KeepLimits, KeptMedia, MediaStore
+from dynamo.frontend.parts.media.video_shapes import VIDEO_FORM, VIDEOS_API, video_list, video_page
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.protocol.audio.transcripts import AUDIO_API, TRANSCRIPT_FORM
 from dynamo.protocol.forms import FormFile, FormShape, form_body
@@ -34,7 +35,6 @@ from dynamo.protocol.image_answers import IMAGES_API
 from dynamo.protocol.images import EDIT_FORM
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.schema import ApiDescription
-from dynamo.protocol.videos import VIDEO_FORM, VIDEOS_API, video_list, video_page
 
 MAX_FIELDS: Final = 64
 MAX_FIELD_BYTES: Final = 256 * 1024  # a prompt of 32,000 characters has up to 128 KB

@@ -26,6 +26,16 @@ from dynamo.frontend.parts.media.relay import (
     note_usage,
 )
 from dynamo.frontend.parts.media.store import MediaStore
+from dynamo.frontend.parts.media.video_shapes import (
+    VIDEOS,
+    MadeVideo,
+    VideoRequest,
+    read_video,
+    reference_image,
+    validate_video,
+    video_body,
+    video_object,
+)
 from dynamo.frontend.pipeline.inputs import result_plan
 from dynamo.frontend.pipeline.result_api import ResultReply
 from dynamo.frontend.pipeline.result_plan import ResultPlan
@@ -44,16 +54,6 @@ from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.media_parts import refused_part
 from dynamo.protocol.openai.shapes import RequestMedia
-from dynamo.protocol.videos import (
-    VIDEOS,
-    MadeVideo,
-    VideoRequest,
-    read_video,
-    reference_image,
-    validate_video,
-    video_body,
-    video_object,
-)
 
 VIDEO_KIND = "video"  # of what is kept
 
