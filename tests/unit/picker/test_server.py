@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from dynamo.errors import CannotConnect
 from dynamo.picker.choice import Picker
+from dynamo.picker.exchange import GatewayExchange
+from dynamo.picker.grpc.calls import GrpcCall
 from dynamo.picker.server import EXT_PROC, HEALTH, PickerServer
 from dynamo.picker.settings import PickerSettings
 from dynamo.picker.wire import of_bytes, of_number
@@ -71,6 +74,25 @@ async def test_a_stream_is_answered_and_its_end_frees_what_it_held(tmp_path: Pat
         await stream.done_writing()  # as a gateway does whose client has gone
         assert await stream.read() is grpc.aio.EOF
         await until(lambda: held(models) == server.streams == 0)
+
+
+async def test_nothing_of_a_call_is_left_to_the_collector(tmp_path: Path) -> None:
+    """Hundreds of calls a second that are left to it hold up all others for some milliseconds each time that it comes."""
+    async with picker(tmp_path) as (models, _, channel):
+        gc.collect()
+        gc.disable()
+        try:
+            for ends in (lambda stream: stream.done_writing(), None):
+                stream = process(channel)
+                await choose(stream)
+                if ends is not None:
+                    await ends(stream)
+                else:
+                    stream.cancel()
+                await until(lambda: held(models) == 0)
+            await until(lambda: not any(type(one) in (GrpcCall, GatewayExchange) for one in gc.get_objects()))
+        finally:
+            gc.enable()
 
 
 async def test_a_refused_request_ends_its_stream(tmp_path: Path) -> None:

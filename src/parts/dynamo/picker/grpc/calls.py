@@ -22,6 +22,10 @@ _BEGIN: Final = b"\x88" + _TYPE  # status 200
 _DONE: Final = write_headers([(b"grpc-status", b"0")])
 
 
+def _nothing() -> None:
+    """Stand where nobody is to be called."""
+
+
 class CallFailed(Exception):
     """The call ends with this status of gRPC."""
 
@@ -54,7 +58,7 @@ class GrpcCall:
         self._waiter: asyncio.Future[None] | None = None
         self._owed = 0  # bytes of the stream's window that were not granted again
         self._has_begun = self._is_ended = False
-        self.on_half_close: Callable[[], None] = lambda: None
+        self.on_half_close: Callable[[], None] = _nothing
         """Called when the peer sends no more messages."""
         self.task: asyncio.Task[None] | None = None
         stream.on_data, stream.on_end, stream.on_room = self._take, self._end, self._wake
@@ -96,6 +100,10 @@ class GrpcCall:
     def reset(self) -> None:
         """Break the call off."""
         self._stream.reset(INTERNAL_ERROR)
+
+    def let_go(self) -> None:
+        """Forget the task and what the handler asked to be called: both hold the call, which holds them."""
+        self.task, self.on_half_close = None, _nothing
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -191,3 +199,5 @@ class CallTable:
             call.finish(INTERNAL, "the picker failed")
         else:
             call.finish()
+        finally:
+            call.let_go()

@@ -31,6 +31,10 @@ _SETTING: Final = struct.Struct("!HI")
 _HEAD: Final = struct.Struct("!HBBBI")  # length (its upper 16 bits, its lower 8), kind, flags, stream
 
 
+def _nothing(*_: object) -> None:
+    """Stand where nobody is to be called."""
+
+
 class ConnectionBroken(Exception):
     """The peer has broken the protocol: the connection ends with this code."""
 
@@ -62,10 +66,10 @@ class Http2Stream:
 
     def __init__(self, connection: Http2Connection, number: int, window: int) -> None:
         self.connection, self.number, self.window = connection, number, window
-        self.on_data: Callable[[bytes], None] = lambda _: None
-        self.on_end: Callable[[bool], None] = lambda _: None
+        self.on_data: Callable[[bytes], None] = _nothing
+        self.on_end: Callable[[bool], None] = _nothing
         """Called once, when the peer sends no more; with True where the stream is gone as a whole."""
-        self.on_room: Callable[[], None] = lambda: None
+        self.on_room: Callable[[], None] = _nothing
         self._parts: deque[bytes] = deque()  # DATA that waits for a window
         self.is_half_closed = self.is_closed = False
 
@@ -124,6 +128,11 @@ class Http2Stream:
             self.connection.forget(self)
             self.on_room()
             self.on_end(True)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Forget the owner: the two hold each other, and such a circle would wait for the garbage collector with all of a call."""
+        self.on_data = self.on_end = self.on_room = _nothing
 
     def end_input(self) -> None:
         """Take the end of what the peer sends."""
@@ -208,6 +217,7 @@ class Http2Connection(asyncio.Protocol):
         if stream.is_half_closed:
             stream.is_closed = True
             self.forget(stream)
+            stream.let_go()
         else:
             stream.reset(NO_ERROR)
 
