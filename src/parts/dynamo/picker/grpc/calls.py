@@ -23,7 +23,7 @@ _DONE: Final = write_headers([(b"grpc-status", b"0")])
 
 
 def _nothing() -> None:
-    """Stand where nobody is to be called."""
+    """Stand where there is no callback."""
 
 
 class CallFailed(Exception):
@@ -102,7 +102,7 @@ class GrpcCall:
         self._stream.reset(INTERNAL_ERROR)
 
     def let_go(self) -> None:
-        """Forget the task and what the handler asked to be called: both hold the call, which holds them."""
+        """Forget the task and the callback of the handler: both hold the call, which holds them."""
         self.task, self.on_half_close = None, _nothing
 
     async def _wait(self) -> None:

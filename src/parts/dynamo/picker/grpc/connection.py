@@ -32,7 +32,7 @@ _HEAD: Final = struct.Struct("!HBBBI")  # length (its upper 16 bits, its lower 8
 
 
 def _nothing(*_: object) -> None:
-    """Stand where nobody is to be called."""
+    """Stand where there is no callback."""
 
 
 class ConnectionBroken(Exception):
