@@ -59,7 +59,11 @@ STAYS: Final[Mapping[str, tuple[str, ...]]] = {
         "frontend/admission/",
     ),
     "decode": ("frontend/apis/chat.py:ChatApi.decode", "protocol/openai/reader.py:RequestReader.read"),
-    "checks": ("frontend/pipeline/reading.py:CallReader.", "frontend/pipeline/request_records.py:begin_record"),
+    "checks": (
+        "frontend/pipeline/reading.py:CallReader.",
+        "frontend/pipeline/request_records.py:begin_record",
+        "protocol/openai/shapes.py:",
+    ),
     "template": ("frontend/pipeline/preprocess.py:Preprocessor._prompt",),
     "tokeniser": ("frontend/pipeline/preprocess.py:Preprocessor._encode",),
     "plan": (
@@ -67,6 +71,7 @@ STAYS: Final[Mapping[str, tuple[str, ...]]] = {
         "frontend/pipeline/api.py:Answer.__init__",
         "frontend/pipeline/generation_call.py:open_only_choice",
         "frontend/pipeline/preprocess.py:Preprocessor.plan",
+        "frontend/pipeline/inference.py:Call._work",
     ),
     "choice": ("router/dispatch/failover.py:", "router/dispatch/course.py:", "router/workers/", "router/kv/"),
     "open": (
@@ -80,10 +85,17 @@ STAYS: Final[Mapping[str, tuple[str, ...]]] = {
         "runtime/calls/request_plane/stream.py:StreamBuffer.next_batch",
         "frontend/pipeline/choice.py:",
     ),
-    "answer": ("frontend/pipeline/generation_call.py:", "frontend/http/inference_route.py:AsgiSink."),
+    "answer": (
+        "frontend/pipeline/generation_call.py:",
+        "frontend/http/inference_route.py:AsgiSink.",
+        "frontend/apis/chat.py:_ChatRenderer",
+        "frontend/pipeline/api.py:Renderer.",
+        "frontend/pipeline/api.py:Api.response_id",
+    ),
     "end": (
         "frontend/base/stage_timer.py:",
         "frontend/pipeline/inference.py:Call._report",
+        "frontend/pipeline/inference.py:Call._ended",
         "frontend/pipeline/request_records.py:end_record",
     ),
 }
