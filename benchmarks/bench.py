@@ -92,6 +92,7 @@ def rows(case: Case, repeats: list[Figures]) -> list[dict[str, Any]]:
                 "highest": max(values),
                 "bar": bar.limit,
                 "verdict": verdict,
+                "beside": {name: statistics.median(figures[name] for figures in repeats) for name in bar.beside},
             }
         )
     return found
@@ -102,7 +103,8 @@ def shown(row: dict[str, Any], *, is_first: bool) -> str:
     name = row["case"] if is_first else ""
     bar = "" if row["bar"] is None else f"<= {row['bar']:g}"
     spread = f"{row['lowest']:.2f} .. {row['highest']:.2f}"
-    return f"{name:46} {row['figure']:24} {row['median']:9.2f} {row['unit']:10} {bar:>8} {row['verdict'] or '-':6} {spread}"
+    beside = "".join(f"; {figure}: {value:.1f}" for figure, value in row["beside"].items())
+    return f"{name:46} {row['figure']:24} {row['median']:9.2f} {row['unit']:10} {bar:>8} {row['verdict'] or '-':6} {spread}{beside}"
 
 
 def remarks(case: Case, repeats: list[Figures]) -> list[str]:

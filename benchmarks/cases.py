@@ -7,12 +7,14 @@ import itertools
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ladder
 import uvloop
 from model import Prompts
 from stack import HERE, Stack, floor, stack
@@ -31,6 +33,20 @@ CAPACITY_TOKENS = (
     250  # five seconds, so that the first tokens, which come with the prompts, are less than 1 % of the gaps
 )
 MOST_STREAMS = 8192
+LADDER = {
+    "HTTP": 14,
+    "decode": 3,
+    "checks": 8,
+    "template": 14,
+    "tokeniser": 85,
+    "plan": 14,
+    "choice": 14,
+    "open": 16,
+    "first event": 22,
+    "answer": 35,
+    "end": 55,
+    "other": 20,
+}
 Figures = dict[str, float]
 
 
@@ -41,6 +57,7 @@ class Bar:
     figure: str
     unit: str
     limit: float | None = None
+    beside: tuple[str, ...] = ()  # figures told in the same line
 
 
 @dataclass(frozen=True)
@@ -190,6 +207,55 @@ def unary(bench: Bench) -> Figures:
     with stack(bench.model, 0) as running:
         warm(bench, running, 64)
         return measured_load(running, prepared(running.port, bench.bodies(6000, 1)), 64, per_request=True)
+
+
+def one_ladder(bench: Bench, mode: str) -> Figures:
+    """What each stay of a one-token request costs the frontend; `mode`: of its router."""
+    count = 1500 if bench.is_quick else 6000
+    flags = ["--router-mode", mode]
+
+    def load_once(running: Stack) -> Figures:
+        requests = prepared(running.port, bench.bodies(count, 1))
+        return measured_load(running, requests, 64, per_request=True)
+
+    with stack(bench.model, 0, frontend=flags) as running:
+        warm(bench, running, 64)
+        plain = load_once(running)
+    with tempfile.TemporaryDirectory() as name, ladder.sampling(Path(name)) as result:
+        with stack(bench.model, 0, frontend=flags) as running:
+            warm(bench, running, 64)
+            ladder.toggle(running, Path(f"{result}.on"))
+            sampled = load_once(running)
+            ladder.toggle(running, result)
+        shares = ladder.read(result)
+    whole = sampled["frontend us"]
+    return {
+        "all": whole,
+        "without sampler": plain["frontend us"],
+        "failed": plain["failed"] + sampled["failed"],
+        **{stay: share * whole for stay, share in shares.items()},
+        **{f"{stay} %": 100 * share for stay, share in shares.items()},
+    }
+
+
+def both_ladders(bench: Bench) -> Figures:
+    """The ladder with the default choice of a worker, and with KV routing."""
+    found = one_ladder(bench, "round-robin")
+    by_kv = one_ladder(bench, "kv")
+    return (
+        found | {f"{name}, kv": value for name, value in by_kv.items()} | {"failed": found["failed"] + by_kv["failed"]}
+    )
+
+
+def rungs() -> tuple[Bar, ...]:
+    """A bar for each stay; together they are the 300 us of a request."""
+    stays = [Bar(stay, "us/request", LADDER[stay], (f"{stay} %", f"{stay}, kv")) for stay in LADDER]
+    return (
+        *stays,
+        Bar("all", "us/request", sum(LADDER.values()), ("all, kv",)),
+        Bar("without sampler", "us/request", None, ("without sampler, kv",)),
+        Bar("other %", "% of all", 10, ("other %, kv",)),
+    )
 
 
 def long_prompts(bench: Bench) -> Figures:
@@ -351,6 +417,7 @@ def cases() -> Iterator[Case]:
             (Bar("frontend us", "us/token"), Bar("worker us", "us/token")),
         )
     yield Case("one-token requests, 64 at a time, unary", unary, per_token(300, 80, "us/request"))
+    yield Case("ladder: requests of one token, 64 at a time", both_ladders, rungs())
     yield Case(
         "a 32,000-token prompt",
         long_prompts,

@@ -69,6 +69,7 @@ PARTS: Final = frozenset(
         "fleet_workers",
         "floor",
         "grpc_worker",
+        "ladder",
         "model",
         "native_engine",
         "openai_worker",
