@@ -1,0 +1,1 @@
+"""`dynamo conformance http://HOST/v1`: hold any OpenAI-compatible server to what its clients rely on."""
