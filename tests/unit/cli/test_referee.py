@@ -10,9 +10,9 @@ import pytest
 
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.referee import report
-from dynamo.cli.referee.checks import Outcome, Probe, Result, Shared
+from dynamo.cli.referee.checks import CheckOutcome, Probe, RefereeRun, Result
 from dynamo.cli.referee.command import main
-from dynamo.cli.referee.exchange import Answer, Server
+from dynamo.cli.referee.exchange import Server, ServerAnswer
 from dynamo.cli.referee.judging import all_checks, find_model, judge
 from dynamo.cli.usage import UsageError
 from support.faulty_server import faulty_server
@@ -79,7 +79,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def _judged(fault: str = "", apis: tuple[str, ...] = ("chat", "completions")) -> list[Result]:
     async with faulty_server(fault) as url:
-        shared = Shared(Server(Target.of(url), 5.0), "", "/v1/chat/completions")
+        shared = RefereeRun(Server(Target.of(url), 5.0), "", "/v1/chat/completions")
         shared.model = await find_model(shared)
         return await judge(shared, apis)
 
@@ -89,17 +89,17 @@ def _ids(names: set[str]) -> set[str]:
 
 
 async def test_a_server_without_a_fault_passes_every_check() -> None:
-    assert [(r.check.id, r.reason) for r in await _judged() if r.outcome is not Outcome.PASSED] == []
+    assert [(r.check.id, r.reason) for r in await _judged() if r.outcome is not CheckOutcome.PASSED] == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_fault_is_found_by_the_check_that_names_it_and_by_no_other(fault: str) -> None:
-    found = {r.check.id for r in await _judged(fault) if r.outcome is Outcome.FAILED}
+    found = {r.check.id for r in await _judged(fault) if r.outcome is CheckOutcome.FAILED}
     assert found == _ids(FAULTS[fault])
 
 
 async def test_checks_of_an_api_that_is_not_asked_for_are_skipped() -> None:
-    skipped = {r.check.id for r in await _judged(apis=("chat",)) if r.outcome is Outcome.SKIPPED}
+    skipped = {r.check.id for r in await _judged(apis=("chat",)) if r.outcome is CheckOutcome.SKIPPED}
     assert skipped == {name for name in NAMES if name.startswith("completions.")}
 
 
@@ -118,8 +118,8 @@ async def test_the_reports_say_the_same() -> None:
 
 
 def test_evidence_is_cut_and_without_the_key() -> None:
-    probe = Probe(Shared(Server(Target.of("http://host"), 1), "m", "/v1/completions", "sk-secret"))
-    probe.note("Bearer sk-secret", Answer(200, {}, b"sk-secret " * 10_000))
+    probe = Probe(RefereeRun(Server(Target.of("http://host"), 1), "m", "/v1/completions", "sk-secret"))
+    probe.note("Bearer sk-secret", ServerAnswer(200, {}, b"sk-secret " * 10_000))
     assert "sk-secret" not in probe.sent + probe.seen
     assert len(probe.seen) < 1600
 

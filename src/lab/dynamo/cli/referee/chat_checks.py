@@ -6,7 +6,7 @@ import json
 from typing import Any, Final
 
 from dynamo.cli.referee.checks import CannotJudge, Check, Level, Probe, demand, served
-from dynamo.cli.referee.exchange import Answer, member
+from dynamo.cli.referee.exchange import ServerAnswer, member
 from dynamo.cli.referee.text_checks import CHAT, pieces
 
 SCHEMA: Final[dict[str, Any]] = {
@@ -33,7 +33,7 @@ def _arguments(text: str, reason: object) -> None:
     demand(isinstance(parsed, dict), f"the arguments are not an object: {text[:200]!r}")
 
 
-async def _asked(probe: Probe, **more: Any) -> Answer:
+async def _asked(probe: Probe, **more: Any) -> ServerAnswer:
     return served(await probe.post(CHAT.path, CHAT.body(probe.model, **{**_TOOL, **more})), is_optional=True)
 
 

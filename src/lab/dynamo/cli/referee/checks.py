@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from dynamo.cli.referee.exchange import Answer, Server
+from dynamo.cli.referee.exchange import Server, ServerAnswer
 
 MAX_EVIDENCE: Final = 1500  # characters of what was sent, and of what was seen
 
@@ -22,7 +22,7 @@ class Level(StrEnum):
     OPERATOR = "operator-ready"
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """What became of a check."""
 
     PASSED = "passed"
@@ -40,24 +40,27 @@ class CannotJudge(Exception):
 
 
 @dataclass(slots=True)
-class Shared:
+class RefereeRun:
     """What all checks of a run have in common."""
 
     server: Server
     model: str
     api_path: str  # of the first API that is judged
     secret: str = ""
-    answers: dict[bytes, asyncio.Task[Answer]] = field(default_factory=dict)  # at most as many as the checks ask
+    answers: dict[bytes, ServerAnswer | OSError] = field(
+        default_factory=dict
+    )  # by request; the checks send a fixed number
+    locks: dict[bytes, asyncio.Lock] = field(default_factory=dict)  # so that a request on its way is not sent again
 
 
 class Probe:
     """One check's way to the server. It keeps what was sent and seen last."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: RefereeRun) -> None:
         self.shared, self.server, self.model = shared, shared.server, shared.model
         self.sent = self.seen = ""
 
-    def note(self, sent: str, answer: Answer | None = None) -> None:
+    def note(self, sent: str, answer: ServerAnswer | None = None) -> None:
         """Keep an exchange as evidence: cut, and without the key."""
         self.sent = self._cut(sent)
         if answer is not None:
@@ -69,7 +72,7 @@ class Probe:
             text = text.replace(self.shared.secret, "[redacted]")
         return text if len(text) <= MAX_EVIDENCE else f"{text[:MAX_EVIDENCE]} ... ({len(text)} characters)"
 
-    async def get(self, path: str, method: str = "GET") -> Answer:
+    async def get(self, path: str, method: str = "GET") -> ServerAnswer:
         """Send a request without a body."""
         self.note(f"{method} {path}")
         async with self.server.line() as line:
@@ -78,23 +81,30 @@ class Probe:
         self.note(f"{method} {path}", answer)
         return answer
 
-    async def post(self, path: str, body: Mapping[str, Any] | bytes, *, is_fresh: bool = False) -> Answer:
+    async def post(self, path: str, body: Mapping[str, Any] | bytes, *, is_fresh: bool = False) -> ServerAnswer:
         """Send a body. The same body is sent once in a run, unless `is_fresh`."""
         data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
         shown = f"POST {path}\n{data[: 2 * MAX_EVIDENCE].decode(errors='replace')}"
         self.note(shown)
         request = self.server.request("POST", path, data)
-        if is_fresh:
-            answer = await self._exchange(request)
-        else:
-            task = self.shared.answers.get(request)
-            if task is None:
-                task = self.shared.answers[request] = asyncio.create_task(self._exchange(request))
-            answer = await asyncio.shield(task)
+        answer = await (self._exchange(request) if is_fresh else self._once(request))
         self.note(shown, answer)
         return answer
 
-    async def _exchange(self, request: bytes) -> Answer:
+    async def _once(self, request: bytes) -> ServerAnswer:
+        answers = self.shared.answers
+        async with self.shared.locks.setdefault(request, asyncio.Lock()):
+            if request not in answers:
+                try:
+                    answers[request] = await self._exchange(request)
+                except OSError as error:  # kept, too: a server that does not answer is waited for once
+                    answers[request] = error
+        found = answers[request]
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    async def _exchange(self, request: bytes) -> ServerAnswer:
         async with self.server.line() as line:
             await line.send(request)
             return await line.answer()
@@ -120,7 +130,7 @@ class Result:
     """What one check found."""
 
     check: Check
-    outcome: Outcome
+    outcome: CheckOutcome
     reason: str
     sent: str
     seen: str
@@ -133,7 +143,7 @@ def demand(holds: object, message: str) -> None:
         raise Broken(message)
 
 
-def served(answer: Answer, *, is_optional: bool = False) -> Answer:
+def served(answer: ServerAnswer, *, is_optional: bool = False) -> ServerAnswer:
     """Return an answer with status 200. A refused optional feature cannot be judged."""
     if is_optional and answer.status in (400, 404, 422, 501):
         raise CannotJudge(f"the server refuses it: {answer.message}"[:300])

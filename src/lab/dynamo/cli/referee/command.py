@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
     options = read_settings(RefereeFlags, {}, vars(given))
 
     from dynamo.cli.referee import judging, report
-    from dynamo.cli.referee.checks import Shared
+    from dynamo.cli.referee.checks import RefereeRun, Result
     from dynamo.cli.referee.exchange import Server
 
     if options.list:
@@ -82,13 +83,13 @@ def main(argv: list[str]) -> int:
         raise UsageError("--key is not a key: it has a space, a control or a character beyond ASCII")
     target = Target.of(given.url, headers={"Authorization": f"Bearer {key}"} if key else None)
 
-    async def run() -> tuple[str, list[report.Result]]:
-        shared = Shared(Server(target, options.timeout), options.model or "", judging.PATHS[apis[0]], key)
+    async def run() -> tuple[str, list[Result]]:
+        shared = RefereeRun(Server(target, options.timeout), options.model or "", judging.PATHS[apis[0]], key)
         shared = replace(shared, model=await judging.find_model(shared))
         return shared.model, await judging.judge(shared, apis)
 
     model, results = asyncio.run(run())
-    written = {
+    written: dict[Path | None, Callable[[], str]] = {
         options.json: lambda: json.dumps(report.as_json(results, target.url, model), indent=2) + "\n",
         options.html: lambda: report.as_html(results, target.url, model),
         options.junit: lambda: report.as_junit(results),

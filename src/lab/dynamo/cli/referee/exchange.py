@@ -18,7 +18,7 @@ READ_BYTES: Final = 65536
 
 
 @dataclass(slots=True)
-class Answer:
+class ServerAnswer:
     """One whole answer."""
 
     status: int = 0
@@ -70,7 +70,7 @@ class _Reading:
     """Callbacks of the parser for one answer."""
 
     def __init__(self, *, is_head: bool) -> None:
-        self.answer = Answer()
+        self.answer = ServerAnswer()
         self.is_complete = False
         self._body = bytearray()
         self._is_head = is_head
@@ -91,7 +91,7 @@ class _Reading:
 
     def on_message_complete(self) -> None:
         if self.answer.status < 200:  # an interim answer; the real one follows
-            self.answer = Answer(was_continued=True)
+            self.answer = ServerAnswer(was_continued=True)
             return
         self.end()
 
@@ -112,7 +112,7 @@ class Line:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def answer(self, *, is_head: bool = False) -> Answer:
+    async def answer(self, *, is_head: bool = False) -> ServerAnswer:
         """Read one answer. Raises ConnectionError where it is cut off or not HTTP."""
         reading = _Reading(is_head=is_head)
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from dynamo.cli.referee.chat_checks import chat_checks
-from dynamo.cli.referee.checks import Broken, CannotJudge, Check, Outcome, Probe, Result, Shared
+from dynamo.cli.referee.checks import Broken, CannotJudge, Check, CheckOutcome, Probe, RefereeRun, Result
 from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.server_checks import ALONE, server_checks
 from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, checks_of
@@ -28,7 +28,7 @@ def all_checks() -> list[Check]:
     return [*server_checks(), *(check for made in MODULES.values() for check in made())]
 
 
-async def find_model(shared: Shared) -> str:
+async def find_model(shared: RefereeRun) -> str:
     """Return the first model of the list. Raises UsageError where the server cannot be reached or lists none."""
     try:
         answer = await Probe(shared).get("/v1/models")
@@ -42,14 +42,14 @@ async def find_model(shared: Shared) -> str:
     return found
 
 
-async def judge(shared: Shared, apis: Sequence[str]) -> list[Result]:
-    """Run every check; those of an API that is not asked for are skipped."""
+async def judge(shared: RefereeRun, apis: Sequence[str]) -> list[Result]:
+    """Run every check; those of an API that `apis` does not name are skipped."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(check: Check) -> Result:
         area = check.id.partition(".")[0]
         if area in MODULES and area not in apis:
-            return Result(check, Outcome.SKIPPED, f"--api does not name {area}", "", "", 0.0)
+            return Result(check, CheckOutcome.SKIPPED, f"--api does not name {area}", "", "", 0.0)
         async with places:
             return await run_check(check, Probe(shared))
 
@@ -63,18 +63,18 @@ async def judge(shared: Shared, apis: Sequence[str]) -> list[Result]:
 async def run_check(check: Check, probe: Probe) -> Result:
     """Run one check and return what it found."""
     began = time.perf_counter()
-    outcome, reason = Outcome.PASSED, ""
+    outcome, reason = CheckOutcome.PASSED, ""
     try:
         await check.run(probe)
     except Broken as broken:
-        outcome, reason = Outcome.FAILED, str(broken)
+        outcome, reason = CheckOutcome.FAILED, str(broken)
     except CannotJudge as why:
-        outcome, reason = Outcome.CANNOT_JUDGE, str(why)
+        outcome, reason = CheckOutcome.CANNOT_JUDGE, str(why)
     except TimeoutError:
-        outcome, reason = Outcome.FAILED, f"no whole answer within {probe.server.timeout:g} s"
+        outcome, reason = CheckOutcome.FAILED, f"no whole answer within {probe.server.timeout:g} s"
     except OSError as error:
-        outcome, reason = Outcome.FAILED, f"the connection failed: {error}"
+        outcome, reason = CheckOutcome.FAILED, f"the connection failed: {error}"
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         # A member of a type that no check expects, from a server that is not trusted: it is the server's fault.
-        outcome, reason = Outcome.FAILED, f"the answer has an unexpected shape: {type(error).__name__}: {error}"
+        outcome, reason = CheckOutcome.FAILED, f"the answer has an unexpected shape: {type(error).__name__}: {error}"
     return Result(check, outcome, reason[:500], probe.sent, probe.seen, time.perf_counter() - began)

@@ -170,7 +170,7 @@ async def _load(probe: Probe) -> float:
 
 async def check_cancel(probe: Probe) -> None:
     before = await _load(probe)
-    # The first body asks for an answer that does not end by itself, which many servers understand.
+    # With the first body an answer does not end by itself, on the many servers that understand it.
     for more in ({"ignore_eos": True}, {}):
         body = _small(probe, stream=True, max_tokens=1024, **more)
         async with probe.server.line() as line:
@@ -202,8 +202,8 @@ _ROWS: Final[tuple[tuple[str, Run, Level, str, str, str], ...]] = (
     ("http.content-length", check_length, _CORE, "major", "RFC 9112 section 6.3: an answer tells its length", "Send Content-Length or chunks"),
     ("http.chunked-body", check_chunked, _CORE, "major", "RFC 9112 section 7.1: a chunked body is understood", "Read chunked bodies"),
     ("http.method", check_method, _AGENT, "minor", "RFC 9110 section 15.5.6: a wrong method is 405 with Allow", "Send 405 with Allow"),
-    ("http.head", check_head, _AGENT, "minor", "RFC 9110 section 9.3.2: HEAD is GET without a body", "Answer HEAD where GET is served"),
-    ("http.options", check_options, _AGENT, "minor", "RFC 9110 section 9.3.7: OPTIONS asks for what is possible", "Answer or refuse OPTIONS"),
+    ("http.head", check_head, _AGENT, "minor", "RFC 9110 section 9.3.2: HEAD is GET without a body", "ServerAnswer HEAD where GET is served"),
+    ("http.options", check_options, _AGENT, "minor", "RFC 9110 section 9.3.7: OPTIONS asks for what is possible", "ServerAnswer or refuse OPTIONS"),
     ("http.large-header", check_large_header, _AGENT, "minor", "RFC 6585 section 5: headers that are too large are 431", "Refuse them with 431"),
     ("http.expect-continue", check_expect, _AGENT, "minor", "RFC 9110 section 10.1.1: Expect is met with 100 or a final status", "Send 100 Continue"),
     ("operator.health", check_health, _OPERATOR, "minor", "Practice of orchestrators: /health is 200 while requests are served", "Serve /health"),

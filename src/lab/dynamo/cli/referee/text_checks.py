@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from dynamo.cli.referee.checks import CannotJudge, Check, Level, Probe, Run, demand, served
-from dynamo.cli.referee.exchange import Answer, member
+from dynamo.cli.referee.exchange import ServerAnswer, member
 
 TOKENS: Final = 24  # of most answers
 FINISHES: Final = ("stop", "length", "tool_calls", "content_filter", "function_call")
@@ -20,7 +20,7 @@ UNKNOWN: Final = "no-such-model-of-the-referee"
 
 @dataclass(frozen=True, slots=True)
 class TextApi:
-    """One API: where it is, and how its bodies look."""
+    """One API: where it is, and the form of its bodies."""
 
     name: str
     path: str
@@ -48,18 +48,18 @@ COMPLETIONS: Final = TextApi(
 )
 
 
-async def whole(api: TextApi, probe: Probe, **more: Any) -> Answer:
-    """Ask for a whole answer."""
+async def whole(api: TextApi, probe: Probe, **more: Any) -> ServerAnswer:
+    """Request a whole answer."""
     return served(await probe.post(api.path, api.body(probe.model, **more)))
 
 
-async def stream(api: TextApi, probe: Probe, **more: Any) -> Answer:
-    """Ask for a stream with usage."""
+async def stream(api: TextApi, probe: Probe, **more: Any) -> ServerAnswer:
+    """Request a stream with usage."""
     body = api.body(probe.model, stream=True, stream_options={"include_usage": True}, **more)
     return served(await probe.post(api.path, body))
 
 
-def pieces(answer: Answer) -> list[Any]:
+def pieces(answer: ServerAnswer) -> list[Any]:
     """Return the chunks of a stream, as far as they can be read."""
     found = []
     for line in answer.body.decode(errors="replace").splitlines():
@@ -245,7 +245,7 @@ async def check_usage_equal(api: TextApi, probe: Probe) -> None:
     demand(made[0] == made[1], f"completion_tokens is {made[0]} streamed and {made[1]} not streamed")
 
 
-def _streamed_text(api: TextApi, answer: Answer) -> str:
+def _streamed_text(api: TextApi, answer: ServerAnswer) -> str:
     return "".join(api.text(c, "delta") for chunk in pieces(answer) for c in member(chunk, "choices") or [])
 
 
@@ -270,7 +270,7 @@ async def check_unicode(api: TextApi, probe: Probe) -> None:
     demand(replaced <= alone, f"{replaced} characters are U+FFFD in the stream, and {alone} in the whole answer")
 
 
-def refused(answer: Answer, status: int) -> Any:
+def refused(answer: ServerAnswer, status: int) -> Any:
     """Return the error object of a refusal."""
     demand(answer.status == status, f"expected status {status}, got {answer.status}")
     return member(answer.json(), "error")
