@@ -21,6 +21,7 @@ from dynamo.cli.doctor.command import DoctorFlags
 from dynamo.cli.drain import DrainFlags
 from dynamo.cli.explain import ExplainFlags
 from dynamo.cli.new import NewFlags
+from dynamo.cli.referee.command import RefereeFlags
 from dynamo.cli.replay.command import ResendFlags
 from dynamo.cli.replay_policy import ReplayPolicyFlags
 from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
@@ -122,6 +123,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "size": tuple(own(SizeFlags)),
     "new": tuple(own(NewFlags)),
     "conformance": tuple(own(ConformanceFlags)),
+    "referee": tuple(own(RefereeFlags)),
     "simulate": tuple(own(SimulateFlags)),
     "explain": tuple(own(ExplainFlags)),
     "replay-policy": tuple(own(ReplayPolicyFlags)),

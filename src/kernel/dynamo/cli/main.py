@@ -23,7 +23,7 @@ COMMANDS: Final = {
     "models": ("dynamo.cli.packaged_models", "list the models that have a short name, and what installs them"),
     "chat": ("dynamo.cli.chat", "talk to a served model in the terminal"),
     "new": ("dynamo.cli.new", "write the package of a new backend, with tests that pass"),
-    "conformance": ("dynamo.cli.conformance", "hold an engine to the contract and name what it breaks"),
+    "conformance": ("dynamo.cli.conformance", "hold an engine or a server to its contract and name what it breaks"),
     "keys": ("dynamo.cli.keys", "make, show and take away API keys"),
     "simulate": ("dynamo.cli.simulate", "run clusters under virtual time with seeded faults"),
     "batch": ("dynamo.cli.batch", "run a file of requests as a batch, and look after batches"),

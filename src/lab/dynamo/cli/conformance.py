@@ -29,6 +29,9 @@ by from_args. Exit status: 0 every promise is kept, 1 one is broken (its name is
 example:
   dynamo conformance my_backend.engine:MyEngine
   dynamo conformance sample -- --delay 0
+
+A URL in place of the engine judges a server with OpenAI's API: dynamo conformance http://HOST/v1 --help
+and dynamo conformance --list, see docs/conformance.md.
 """
 
 
@@ -58,6 +61,10 @@ def build_parser() -> CommandParser:
 def main(argv: list[str]) -> int:
     """Run the kit and return the exit status."""
     own, engine_args = split_engine_args(argv)
+    if "--list" in own or any(word.startswith(("http://", "https://")) for word in own):
+        from dynamo.cli.referee.command import main as judge_server
+
+        return judge_server(argv)
     given = build_parser().parse_args(own)
     options = read_settings(ConformanceFlags, {}, vars(given))
     engine_cls = load_engine(given.engine)

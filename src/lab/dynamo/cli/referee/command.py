@@ -1,0 +1,107 @@
+"""`dynamo conformance http://HOST/v1`: judge a server from the shell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from dynamo.cli.bench.targets import Target
+from dynamo.cli.usage import UsageError
+from dynamo.settings.command import CommandParser
+from dynamo.settings.flags import add_flags
+from dynamo.settings.readers import above_zero, path, placeholder, switch, text
+from dynamo.settings.table import read_settings, setting, settings_of
+
+EXIT_FAILED: Final = 1
+
+_EPILOG: Final = """\
+Exit status: 0 no core check failed, 1 one did, 2 an error of use or a server that cannot be reached.
+
+example:
+  dynamo conformance http://127.0.0.1:8000/v1
+  dynamo conformance https://host/v1 --api chat --key KEY --json report.json --junit report.xml
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RefereeFlags:
+    """Which server is judged, and what is written of it."""
+
+    # fmt: off
+    api: str = setting("chat,completions", None, placeholder("NAMES", text), "Which APIs, a comma list", flag="--api")
+    model: str | None = setting(None, None, placeholder("MODEL", text), "Which model", flag="--model",
+        shown="the first of `/v1/models`")
+    key: str | None = setting(None, None, placeholder("KEY", text), "Sent as a bearer token, and shown nowhere",
+        flag="--key")
+    timeout: float = setting(20.0, None, above_zero(unit="s", metavar="SECONDS"), "What one check's connection may take",
+        flag="--timeout")
+    json: Path | None = setting(None, None, path, "Write the report as JSON to this file", flag="--json")
+    html: Path | None = setting(None, None, path, "Write the report as one page to this file", flag="--html")
+    junit: Path | None = setting(None, None, path, "Write the report for continuous integration to this file",
+        flag="--junit")
+    list: bool = setting(False, None, switch, "Print the table of checks, and leave", flag="--list", negative="")
+    # fmt: on
+
+
+def build_parser() -> CommandParser:
+    """Make the parser of this command."""
+    parser = CommandParser(
+        "dynamo conformance URL",
+        description="Hold a server with OpenAI's API to what its clients rely on (docs/conformance.md).",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("url", metavar="URL", nargs="?", help="the server, such as http://127.0.0.1:8000/v1")
+    add_flags(parser, (made for _, made in settings_of(RefereeFlags)), {})
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Judge the server and return the exit status."""
+    given = build_parser().parse_args(argv)
+    options = read_settings(RefereeFlags, {}, vars(given))
+
+    from dynamo.cli.referee import judging, report
+    from dynamo.cli.referee.checks import RefereeRun, Result
+    from dynamo.cli.referee.exchange import Server
+
+    if options.list:
+        print(report.as_table(judging.all_checks()))
+        return 0
+    if given.url is None:
+        raise UsageError("a server's URL is missing, such as http://127.0.0.1:8000/v1")
+    apis = options.api.split(",")
+    for name in apis:
+        if name not in judging.MODULES:
+            raise UsageError(f"--api: there is no {name!r}; use {', '.join(judging.MODULES)}")
+    key = options.key or ""
+    if not key.isascii() or any(ord(c) < 33 for c in key):
+        raise UsageError("--key is not a key: it has a space, a control or a character beyond ASCII")
+    target = Target.of(given.url, headers={"Authorization": f"Bearer {key}"} if key else None)
+
+    async def run() -> tuple[str, list[Result]]:
+        shared = RefereeRun(Server(target, options.timeout), options.model or "", judging.PATHS[apis[0]], key)
+        shared = replace(shared, model=await judging.find_model(shared))
+        return shared.model, await judging.judge(shared, apis)
+
+    model, results = asyncio.run(run())
+    written: dict[Path | None, Callable[[], str]] = {
+        options.json: lambda: json.dumps(report.as_json(results, target.url, model), indent=2) + "\n",
+        options.html: lambda: report.as_html(results, target.url, model),
+        options.junit: lambda: report.as_junit(results),
+    }
+    for file, made in written.items():
+        if file is not None:
+            try:
+                file.write_text(made(), encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    print(report.as_text(results))
+    if report.core_holds(results):
+        return 0
+    print("a core check failed", file=sys.stderr)
+    return EXIT_FAILED

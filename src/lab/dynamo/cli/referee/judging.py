@@ -1,0 +1,88 @@
+"""A run of the referee: which checks, a few at once, and what each found."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from dynamo.cli.referee.chat_checks import chat_checks
+from dynamo.cli.referee.checks import Broken, CannotJudge, Check, CheckOutcome, Probe, RefereeRun, Result
+from dynamo.cli.referee.exchange import member
+from dynamo.cli.referee.server_checks import ALONE, server_checks
+from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, checks_of
+from dynamo.cli.usage import UsageError
+
+AT_ONCE: Final = 4
+MAX_REASON: Final = 500  # characters
+
+MODULES: Final[dict[str, Callable[[], list[Check]]]] = {
+    "chat": lambda: [*checks_of(CHAT), *chat_checks()],
+    "completions": lambda: checks_of(COMPLETIONS),
+}
+PATHS: Final = {"chat": CHAT.path, "completions": COMPLETIONS.path}
+
+
+def all_checks() -> list[Check]:
+    """Return every check, those of the server first."""
+    return [*server_checks(), *(check for made in MODULES.values() for check in made())]
+
+
+async def find_model(shared: RefereeRun) -> str:
+    """Return the first model of the list. Raises UsageError where the server cannot be reached or lists none."""
+    try:
+        answer = await Probe(shared).get("/v1/models")
+    except (OSError, TimeoutError) as error:
+        raise UsageError(f"{shared.server.target.url} cannot be reached: {error or 'no answer in time'}") from error
+    if shared.model:
+        return shared.model
+    found = member(answer.json(), "data", 0, "id")
+    if not isinstance(found, str):
+        raise UsageError(f"{shared.server.target.url}/v1/models names no model ({answer.message}); use --model")
+    return found
+
+
+async def judge(shared: RefereeRun, apis: Sequence[str]) -> list[Result]:
+    """Run every check; those of an API that `apis` does not name are skipped."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(check: Check) -> Result:
+        area = check.id.partition(".")[0]
+        if area in MODULES and area not in apis:
+            return Result(check, CheckOutcome.SKIPPED, f"--api does not name {area}", "", "", 0.0)
+        async with places:
+            return await run_check(check, Probe(shared))
+
+    checks = all_checks()
+    async with asyncio.TaskGroup() as group:
+        tasks = {check.id: group.create_task(one(check)) for check in checks if check.id != ALONE}
+    results = {name: task.result() for name, task in tasks.items()}
+    return [results.get(check.id) or await one(check) for check in checks]
+
+
+async def run_check(check: Check, probe: Probe) -> Result:
+    """Run one check and return what it found."""
+    began = time.perf_counter()
+    outcome, reason = CheckOutcome.PASSED, ""
+    try:
+        await check.run(probe)
+    except Broken as broken:
+        outcome, reason = CheckOutcome.FAILED, str(broken)
+    except CannotJudge as why:
+        outcome, reason = CheckOutcome.CANNOT_JUDGE, str(why)
+    except TimeoutError:
+        outcome, reason = CheckOutcome.FAILED, f"no whole answer within {probe.server.timeout:g} s"
+    except OSError as error:
+        outcome, reason = CheckOutcome.FAILED, f"the connection failed: {error}"
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+        # A member of a type that no check expects, from a server that is not trusted: it is the server's fault.
+        outcome, reason = CheckOutcome.FAILED, f"the answer has an unexpected shape: {type(error).__name__}: {error}"
+    return Result(
+        check,
+        outcome,
+        probe.hide(reason)[:MAX_REASON],  # without the key first: half of one is a secret, too
+        probe.sent,
+        probe.seen,
+        time.perf_counter() - began,
+    )

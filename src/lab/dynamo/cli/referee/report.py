@@ -1,0 +1,107 @@
+"""The report of a run as text, JSON, HTML and JUnit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from typing import Any, Final
+from xml.etree import ElementTree as xml
+
+from dynamo.cli.referee.checks import CheckOutcome, Level, Result
+
+VERSION: Final = 1  # of the JSON report: a member that goes or changes its meaning raises it
+_CONTROL: Final = {c: "\ufffd" for c in range(32) if c not in (9, 10, 13)}  # not allowed in XML
+
+
+def summary(results: Sequence[Result]) -> dict[str, dict[str, int]]:
+    """Count outcomes by level."""
+    counts = Counter((r.check.level, r.outcome) for r in results)
+    return {str(level): {str(outcome): counts[level, outcome] for outcome in CheckOutcome} for level in Level}
+
+
+def core_holds(results: Sequence[Result]) -> bool:
+    """Return whether no core check failed."""
+    return not any(r.check.level is Level.CORE and r.outcome is CheckOutcome.FAILED for r in results)
+
+
+def as_json(results: Sequence[Result], url: str, model: str) -> dict[str, Any]:
+    """Return the report with its stable members (docs/conformance.md)."""
+    return {
+        "version": VERSION,
+        "url": url,
+        "model": model,
+        "core_passed": core_holds(results),
+        "summary": summary(results),
+        "checks": [
+            {
+                "id": r.check.id,
+                "level": str(r.check.level),
+                "severity": r.check.severity,
+                "clause": r.check.clause,
+                "fix": r.check.fix,
+                "outcome": str(r.outcome),
+                "reason": r.reason,
+                "sent": r.sent,
+                "seen": r.seen,
+                "seconds": round(r.seconds, 3),
+            }
+            for r in results
+        ],
+    }
+
+
+def as_text(results: Sequence[Result]) -> str:
+    """Return a line for each check that did not pass, and the counts."""
+    lines = []
+    for r in results:
+        if r.outcome is not CheckOutcome.SKIPPED:
+            lines.append(f"{r.outcome:12}  {r.check.level:14}  {r.check.id}" + (f": {r.reason}" if r.reason else ""))
+        if r.outcome is CheckOutcome.FAILED:
+            lines += [f"    promise: {r.check.clause}", f"    mend: {r.check.fix}"]
+    for level, counts in summary(results).items():
+        lines.append(f"{level}: " + ", ".join(f"{n} {name}" for name, n in counts.items() if n))
+    return "\n".join(lines)
+
+
+def as_html(results: Sequence[Result], url: str, model: str) -> str:
+    """Return one page without anything from elsewhere."""
+    rows = "".join(
+        f"<tr class='{r.outcome.name.lower()}'><td>{escape(r.check.id)}<td>{r.check.level}<td>{r.check.severity}"
+        f"<td>{r.outcome}<td>{escape(r.reason)}<details><summary>{escape(r.check.clause)}</summary>"
+        f"<p>{escape(r.check.fix)}</p><pre>{escape(r.sent)}</pre><pre>{escape(r.seen)}</pre></details>"
+        for r in results
+    )
+    return (
+        "<!doctype html><meta charset='utf-8'><title>Conformance</title><style>body{font:15px sans-serif;margin:2em}"
+        "td,th{text-align:left;vertical-align:top;padding:.3em .8em;border-top:1px solid #ccc}"
+        "pre{white-space:pre-wrap;background:#f4f4f4;padding:.5em}.failed td:nth-child(4){color:#b00020}"
+        ".passed td:nth-child(4){color:#1b6e2e}</style>"
+        f"<h1>Conformance of {escape(url)}</h1><p>Model {escape(model)}. "
+        f"{'All core checks hold.' if core_holds(results) else 'A core check failed.'}</p>"
+        f"<table><tr><th>Check<th>Level<th>Severity<th>CheckOutcome<th>Why{rows}</table>\n"
+    )
+
+
+def as_junit(results: Sequence[Result]) -> str:
+    """Return the report for continuous integration."""
+    failed = sum(r.outcome is CheckOutcome.FAILED for r in results)
+    quiet = sum(r.outcome in (CheckOutcome.SKIPPED, CheckOutcome.CANNOT_JUDGE) for r in results)
+    suite = xml.Element(
+        "testsuite", name="conformance", tests=str(len(results)), failures=str(failed), skipped=str(quiet)
+    )
+    for r in results:
+        case = xml.SubElement(suite, "testcase", classname=str(r.check.level), name=r.check.id, time=f"{r.seconds:.3f}")
+        if r.outcome is CheckOutcome.FAILED:
+            found = xml.SubElement(case, "failure", message=r.reason.translate(_CONTROL))
+            text = f"{r.check.clause}\n{r.check.fix}\n\n{r.sent}\n\n{r.seen}"
+            found.text = text.translate(_CONTROL)
+        elif r.outcome is not CheckOutcome.PASSED:
+            xml.SubElement(case, "skipped", message=f"{r.outcome}: {r.reason}".translate(_CONTROL))
+    return xml.tostring(suite, encoding="unicode") + "\n"
+
+
+def as_table(results: Sequence[Any]) -> str:
+    """Return the checks as a table of Markdown."""
+    lines = ["| Check | Level | Severity | Promise |", "| --- | --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| `{c.id}` | {c.level} | {c.severity} | {c.clause} |" for c in results)])

@@ -1,0 +1,160 @@
+"""`dynamo conformance URL` over a server with one named fault each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from dynamo.cli.bench.targets import Target
+from dynamo.cli.referee import report
+from dynamo.cli.referee.checks import Broken, Check, CheckOutcome, Level, Probe, RefereeRun, Result
+from dynamo.cli.referee.command import main
+from dynamo.cli.referee.exchange import Server, ServerAnswer
+from dynamo.cli.referee.judging import all_checks, find_model, judge, run_check
+from dynamo.cli.usage import UsageError
+from support.faulty_server import faulty_server
+from support.patience import PATIENCE_SECONDS
+
+# The checks that find a fault, without the name of the API. Where there are several, the others are its consequences.
+FAULTS = {
+    "id missing": {"answer.shape"},
+    "index wrong": {"answer.index", "n", "stream.chunk-shape"},
+    "finish_reason unknown": {"answer.finish-reason", "max-tokens", "stop", "stream.finish-last"},
+    "answer not as JSON": {"answer.content-type"},
+    "usage missing": {"usage.adds-up"},
+    "usage does not add up": {"usage.adds-up", "stream.usage-last"},
+    "streamed usage differs": {"usage.streamed-equal"},
+    "max_tokens overrun": {"max-tokens"},
+    "length called stop": {"max-tokens"},
+    "stop string shown": {"stop"},
+    "stop called length": {"stop"},
+    "choices of n alike": {"n"},
+    "logprobs too few": {"logprobs"},
+    "stream not as events": {"stream.content-type"},
+    "stream cached": {"stream.cache-control"},
+    "chunk not JSON": {"stream.chunk-shape"},
+    "several ids": {"stream.chunk-shape"},
+    "object of a chunk wrong": {"stream.chunk-shape"},
+    "role missing": {"stream.role-first"},
+    "finish_reason missing": {"stream.finish-last"},
+    "finish_reason twice": {"stream.finish-last"},
+    "wrong order of events": {"stream.finish-last"},
+    "usage chunk missing": {"stream.usage-last"},
+    "usage chunk with choices": {"stream.usage-last"},
+    "[DONE] missing": {"stream.done-last"},
+    "[DONE] early": {"stream.done-last"},
+    "character broken": {"stream.unicode"},
+    "bytes of a character apart": {"stream.unicode"},
+    "200 for an unknown model": {"error.unknown-model"},
+    "500 for malformed JSON": {"error.malformed-json"},
+    "wrong type taken": {"error.wrong-type", "error.param"},
+    "422 for a missing prompt": {"error.missing-prompt"},
+    "error as HTML": {"error.shape", "error.param", "limit.prompt"},
+    "error as text": {"error.shape", "error.param", "limit.prompt"},
+    "limit not named": {"limit.prompt"},
+    "tool arguments not JSON": {"tool-call", "stream.tool-deltas"},
+    "tool id twice": {"stream.tool-deltas"},
+    "schema broken": {"json-schema"},
+    "list without object": {"models.list"},
+    "connection closed": {"http.keep-alive"},
+    "connection closed after an error": {"http.keep-alive-after-error"},
+    "chunked body refused": {"http.chunked-body"},
+    "404 for a method": {"http.method"},
+    "no 100": {"http.expect-continue"},
+    "not healthy": {"operator.health"},
+    "metrics not Prometheus": {"operator.metrics"},
+    "cancelled work goes on": {"cancel.frees-server"},
+}
+ONLY_CHAT = {"stream.role-first", "tool-call", "stream.tool-deltas", "json-schema"}
+NAMES = {check.id for check in all_checks()}
+
+
+WAITS = {"no 100": "CONTINUE_SECONDS", "cancelled work goes on": "FREED_SECONDS"}
+"""What a fault makes the referee wait for. All else comes at once, however busy the machine is."""
+
+
+async def _judged(fault: str = "", apis: tuple[str, ...] = ("chat", "completions")) -> list[Result]:
+    async with faulty_server(fault) as url:
+        shared = RefereeRun(Server(Target.of(url), PATIENCE_SECONDS), "", "/v1/chat/completions")
+        shared.model = await find_model(shared)
+        return await judge(shared, apis)
+
+
+def _ids(names: set[str]) -> set[str]:
+    return {n for name in names for n in (name, f"chat.{name}", f"completions.{name}") if n in NAMES}
+
+
+async def test_a_server_without_a_fault_passes_every_check() -> None:
+    assert [(r.check.id, r.reason) for r in await _judged() if r.outcome is not CheckOutcome.PASSED] == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fault_is_found_by_the_check_that_names_it_and_by_no_other(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault in WAITS:
+        monkeypatch.setattr(f"dynamo.cli.referee.server_checks.{WAITS[fault]}", 0.3)
+    found = {r.check.id for r in await _judged(fault) if r.outcome is CheckOutcome.FAILED}
+    assert found == _ids(FAULTS[fault])
+
+
+async def test_checks_of_an_api_that_is_not_asked_for_are_skipped() -> None:
+    skipped = {r.check.id for r in await _judged(apis=("chat",)) if r.outcome is CheckOutcome.SKIPPED}
+    assert skipped == {name for name in NAMES if name.startswith("completions.")}
+
+
+async def test_the_reports_say_the_same() -> None:
+    results = await _judged("[DONE] missing")
+    made = json.loads(json.dumps(report.as_json(results, "http://host", "faulty")))
+    assert made["version"] == 1
+    assert made["core_passed"] is False
+    failed = {c["id"] for c in made["checks"] if c["outcome"] == "failed"}
+    suite = ElementTree.fromstring(report.as_junit(results))
+    assert {case.get("name") for case in suite if case.find("failure") is not None} == failed
+    page = report.as_html(results, "http://host/<x>", "faulty")
+    assert page.count("class='failed'") == len(failed)
+    assert "<x>" not in page
+    assert "src=" not in page
+
+
+def test_evidence_is_cut_and_without_the_key() -> None:
+    probe = Probe(RefereeRun(Server(Target.of("http://host"), 1), "m", "/v1/completions", "sk-secret"))
+    probe.note("Bearer sk-secret", ServerAnswer(200, {}, b"sk-secret " * 10_000))
+    assert "sk-secret" not in probe.sent + probe.seen
+    assert len(probe.seen) < 1600
+
+
+async def test_a_reason_is_without_the_key_that_the_server_repeats() -> None:
+    async def refused(_: Probe) -> None:
+        raise Broken("x" * 490 + "the key sk-secret-and-long is not known")
+
+    check = Check("a", Level.CORE, "major", "", "", refused)
+    shared = RefereeRun(Server(Target.of("http://host"), 1), "m", "/v1/completions", "sk-secret-and-long")
+    found = await run_check(check, Probe(shared))
+    assert "sk-" not in found.reason
+    assert found.reason.startswith("x" * 490)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["http://127.0.0.1:1/v1"], "cannot be reached"),
+        (["http://127.0.0.1:1/v1", "--api", "speech"], "there is no 'speech'"),
+        (["http://127.0.0.1:1/v1", "--key", "a\nb"], "is not a key"),
+        ([], "URL is missing"),
+    ],
+)
+def test_an_error_of_use_is_one_sentence(argv: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        main(argv)
+
+
+def test_the_page_has_the_table_that_list_prints(
+    capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config
+) -> None:
+    assert main(["--list"]) == 0
+    page = Path(pytestconfig.rootpath, "docs", "conformance.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in page
