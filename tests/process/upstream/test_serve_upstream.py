@@ -129,7 +129,8 @@ async def test_another_server_serves_while_a_model_of_many_is_loaded_and_where_i
             hold.touch()
             broken.unlink()
             while served.out.count("slow is being loaded") < 2:  # the pause after a failure is over
-                assert (await seen(served, "slow"))[:2] == (200, REMOTE)
+                status, text, _ = await seen(served, "slow")
+                assert (status, text) == (200, REMOTE), f"{text}\n{(served.out + served.err)[-4000:]}"
             async with exchange(served.port, "/residency/v1") as found:
                 (slow,) = (await found.reply()).json()["models"]
             assert (slow["state"], slow["running"], slow["waiting"]) == ("loading", 0, 0)
