@@ -108,10 +108,10 @@ def processes(
     """
     with (folder / "log").open("wb") as log:
         begun = time.perf_counter()
-        running = {
-            name: subprocess.Popen(line, env=dict(env), stdout=log, stderr=log) for name, line in commands.items()
-        }
+        running: dict[str, subprocess.Popen[bytes]] = {}
         try:
+            for name, line in commands.items():  # one that is not found leaves none of the others behind
+                running[name] = subprocess.Popen(line, env=dict(env), stdout=log, stderr=log)
             body = {"model": "bench", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             while True:
                 try:
