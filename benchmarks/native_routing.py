@@ -4,6 +4,10 @@
 
 `native.md` tells how to make that venv. The traces are those of `dynamo bench replay`; the hit rate is what the workers report. Beside
 it stands what one cache as large as all of them together would reuse: no placing can do better.
+
+`waited us` is how long the frontend's threads were ready to run while other programs had the CPUs, for each request. Ours is one
+thread: what it waits delays its first tokens, and on a busy machine that is most of the difference. Compare runs where it is small.
+`--policy` is the policy of our router; with `default`, both frontends place by the same formula.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,8 +44,8 @@ CPU: Final = 1.0
 Figures = dict[str, float]
 
 
-def measure(frontend: str, mocker: str, model: Path, preset: Preset, trace: Trace, speedup: float) -> Figures:
-    """Send the trace to fresh processes. `frontend` and `mocker`: their pythons."""
+def measure(frontend: Sequence[str], mocker: str, model: Path, preset: Preset, trace: Trace, speedup: float) -> Figures:
+    """Send the trace to fresh processes. `frontend`: its python, and flags after those of both; `mocker`: its python."""
     with tempfile.TemporaryDirectory() as name:
         port, options = free_port(), preset.options
         env = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "PYTHON"))} | {
@@ -54,7 +59,8 @@ def measure(frontend: str, mocker: str, model: Path, preset: Preset, trace: Trac
         }
         commands = {
             "frontend": [
-                frontend, "-m", "dynamo.frontend", "--discovery-backend", "file", "--http-port", str(port), "--router-mode", "kv",
+                frontend[0], "-m", "dynamo.frontend", "--discovery-backend", "file", "--http-port", str(port),
+                "--router-mode", "kv", *frontend[1:],
             ],
             "workers": [
                 mocker, "-m", "dynamo.mocker", "--discovery-backend", "file", "--model-path", str(model.resolve()),
@@ -64,15 +70,16 @@ def measure(frontend: str, mocker: str, model: Path, preset: Preset, trace: Trac
             ],
         }  # fmt: skip
         with processes(commands, port, env, Path(name), patience_seconds=90) as running:
-            before = running.cpu()
+            before, waited_before = running.cpu(), running.waited()
             figures = dict(replay_live(trace, Target.of(f"http://127.0.0.1:{port}"), MODEL, speedup))
-            after = running.cpu()
+            after, waited = running.cpu(), running.waited()
         return {
             "hits": figures["prefix_cache_reused_ratio"],
             "first token, ms": figures["mean_ttft_ms"],
             "p99 of it, ms": figures["p99_ttft_ms"],
             "whole, ms": figures["mean_e2e_latency_ms"],
             "frontend us": 1e6 * (after["frontend"] - before["frontend"]) / figures["requests"],
+            "waited us": 1e6 * (waited["frontend"] - waited_before["frontend"]) / figures["requests"],
             "failed": figures["requests"] - figures["finished"],
             "late, ms": figures["p99_late_ms"],
         }
@@ -84,12 +91,15 @@ def compare(name: str, arguments: argparse.Namespace, pythons: dict[str, str], m
     setup, options = preset.setup, preset.options
     speedup = setup.arrival_speedup_ratio * arguments.speedup
     runs: dict[str, list[Figures]] = {system: [] for system in pythons}
+    flags = {"ours": [f"--router-policy={arguments.policy}"], "theirs": []}
     ratios = []
     for turn in range(arguments.repeats):
         trace = preset.make_trace(arguments.seed + turn, arguments.requests)
         order = [*pythons] if turn % 2 == 0 else [*reversed(pythons)]
         for system in order:
-            runs[system].append(measure(pythons[system], pythons["theirs"], model, preset, trace, speedup))
+            runs[system].append(
+                measure([pythons[system], *flags[system]], pythons["theirs"], model, preset, trace, speedup)
+            )
         pooled = pooled_hit_rate(trace, setup.workers * options.num_gpu_blocks, StretchTree(options.block_size))
         ours, theirs = runs["ours"][-1], runs["theirs"][-1]
         ratios.append({key: ours[key] / theirs[key] if theirs[key] else 0.0 for key in ours})
@@ -118,6 +128,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="traces of each preset, each to both (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the first trace")
     parser.add_argument("--speedup", type=float, default=1.0, help="the traces, so many times as fast")
+    parser.add_argument("--policy", default="time", help="--router-policy of our frontend (default time)")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="where the model and the figures go")
     arguments = parser.parse_args()
     pythons = {"ours": sys.executable, "theirs": native_python()}

@@ -36,6 +36,10 @@ class Stack:
         """User + system seconds of each process so far."""
         return {name: cpu_seconds(pid) for name, pid in self.pids.items()}
 
+    def waited(self) -> dict[str, float]:
+        """Seconds that the threads of each process could have run so far, and no CPU was free."""
+        return {name: waited_seconds(pid) for name, pid in self.pids.items()}
+
     def rss(self) -> dict[str, float]:
         """Resident memory of each process, in MB."""
         return {name: rss_mb(pid) for name, pid in self.pids.items()}
@@ -48,6 +52,15 @@ def cpu_seconds(pid: int) -> float:
     than some of the figures here.
     """
     return time.clock_gettime((~pid << 3) | 2)
+
+
+def waited_seconds(pid: int) -> float:
+    """Seconds that the threads of one process were ready to run and had no CPU; of those threads that still live."""
+    waited = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            waited += int((thread / "schedstat").read_text().split()[1])
+    return waited / 1e9
 
 
 def rss_mb(pid: int) -> float:
@@ -95,10 +108,10 @@ def processes(
     """
     with (folder / "log").open("wb") as log:
         begun = time.perf_counter()
-        running = {
-            name: subprocess.Popen(line, env=dict(env), stdout=log, stderr=log) for name, line in commands.items()
-        }
+        running: dict[str, subprocess.Popen[bytes]] = {}
         try:
+            for name, line in commands.items():  # one that is not found leaves none of the others behind
+                running[name] = subprocess.Popen(line, env=dict(env), stdout=log, stderr=log)
             body = {"model": "bench", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             while True:
                 try:

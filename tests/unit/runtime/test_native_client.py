@@ -261,6 +261,15 @@ async def test_a_stream_that_breaks_is_lost_and_never_an_end(
     assert await home.heard() is None
 
 
+async def test_each_item_is_handed_on_before_the_next_one_comes(caller: Caller) -> None:
+    stream, home = await caller.answered()  # the first token, too, waits for nothing but its own bytes
+    for token in (1, 2, 3):
+        await home.chunk(token)
+        assert [item.token_ids for item in await stream.next_batch()] == [[token]]
+    await home.final()
+    assert await read_all(stream) == []
+
+
 async def test_what_came_before_a_loss_can_be_read(caller: Caller) -> None:
     stream, home = await caller.answered()
     await home.chunk(1)
