@@ -296,6 +296,8 @@ class Table:
         if seconds > 0.002:
             listed = ", ".join(f"{each} {1e3 * took:.1f} ({1e3 * part:.1f})" for took, each, part in longest[:6])
             print(f"    of {report['pieces']} (of it the collector): {listed}", flush=True)
+        by_generation = ", ".join(f"{number} of {1e3 * took:.1f} ms" for number, took in report["collections"])
+        print(f"    collections of the three generations, each with its longest: {by_generation}", flush=True)
 
 
 async def idle(table: Table, what: str, pids: Mapping[str, int], seconds: float) -> None:

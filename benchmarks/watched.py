@@ -3,7 +3,7 @@
     python watched.py REPORT.json -m dynamo.frontend --http-port 8000
 
 On SIGUSR2 the process writes what has run since the last report: `{"pieces", "seconds", "over", "longest": [[seconds, name,
-seconds of the collector], ...]}`, by the CPU clock of the thread. It runs on the plain event loop of asyncio, as uvloop's cannot be measured from within.
+seconds of the collector], ...], "collections": [[number, longest seconds] of each generation]}`, by the CPU clock of the thread. It runs on the plain event loop of asyncio, as uvloop's cannot be measured from within.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Pieces:
         self.count, self.seconds, self.over = 0, 0.0, 0
         self.longest: list[tuple[float, int, str, float]] = []
         self._collecting = 0.0
+        self.collections = [[0, 0.0], [0, 0.0], [0, 0.0]]
 
     def run(self, handle: Any) -> None:
         """Run a handle of the event loop, in place of its own method."""
@@ -59,7 +60,11 @@ class Pieces:
         if phase == "start":
             self._began = time.thread_time()
         elif threading.get_ident() == self._main:
-            self._collecting += time.thread_time() - self._began
+            took = time.thread_time() - self._began
+            self._collecting += took
+            generation = self.collections[info["generation"]]
+            generation[0] += 1
+            generation[1] = max(generation[1], took)
 
     def report(self) -> dict[str, object]:
         """Return what has run, and begin anew."""
@@ -67,6 +72,7 @@ class Pieces:
             "pieces": self.count,
             "seconds": self.seconds,
             "over": self.over,
+            "collections": self.collections,
             "longest": [(took, name, part) for took, _, name, part in sorted(self.longest, reverse=True)],
         }
         self.clear()
