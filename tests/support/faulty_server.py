@@ -67,7 +67,7 @@ class FaultySite:
             return self._send(writer, 200, listed, is_head=method == "HEAD", close=close)
         if path == f"/v1/models/{MODEL}":
             return self._send(writer, 200, model)
-        if path == "/metrics":
+        if path == "/metrics" and self.fault != "no metrics":
             text = f"running_active_requests {self.running}\n"
             if self.fault == "metrics not Prometheus":
                 text += "so many requests\n"
@@ -79,9 +79,11 @@ class FaultySite:
     def _refuse(self, writer: asyncio.StreamWriter, status: int, message: str, param: str | None = None) -> bool:
         if self.fault == "error as HTML":
             return self._raw(writer, status, b"<h1>no</h1>", {"Content-Type": "text/html"})
-        error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+        named = {"param not named": None, "wrong param named": "model"}.get(self.fault, param)
+        error = {"message": message, "type": "invalid_request_error", "param": named, "code": None}
         body: Any = {"error": message} if self.fault == "error as text" else {"error": error}
-        return self._send(writer, status, body, close=self.fault == "connection closed after an error")
+        announced = self._send(writer, status, body, close=self.fault == "end announced after an error")
+        return announced and self.fault != "connection closed after an error"
 
     def _send(
         self, writer: asyncio.StreamWriter, status: int, body: Any, more: dict[str, str] | None = None, **how: bool
@@ -221,6 +223,8 @@ class FaultySite:
             for each in with_choices:
                 events.pop()
                 each["finish_reason"] = choice["finish_reason"]
+            if self.fault == "empty choice beside the usage":
+                with_choices = [last]
             events.append({**self._named(is_chat, with_choices, is_chunk=True), "usage": usage})
         return [json.dumps(event, ensure_ascii=False) for event in events]
 
@@ -240,7 +244,8 @@ class FaultySite:
         if self.fault == "bytes of a character apart":
             data = data.replace("\u00e9".encode(), b"\xc3")
         kind = "text/plain" if self.fault == "stream not as events" else "text/event-stream"
-        kept = {} if self.fault == "stream cached" else {"Cache-Control": "no-cache"}
+        value = {"stream cached": "public, max-age=60", "stream without Cache-Control": ""}.get(self.fault, "no-cache")
+        kept = {"Cache-Control": value} if value else {}
         return self._raw(writer, 200, data, {"Content-Type": kind, **kept})
 
 
