@@ -68,7 +68,7 @@ class FaultySite:
         if path == f"/v1/models/{MODEL}":
             return self._send(writer, 200, model)
         if path == "/metrics" and self.fault != "no metrics":
-            text = f"running_active_requests {self.running}\n"
+            text = f"faulty:requests_running {self.running}\n"
             if self.fault == "metrics not Prometheus":
                 text += "so many requests\n"
             return self._raw(writer, 200, text.encode(), {"Content-Type": "text/plain"})
@@ -181,6 +181,8 @@ class FaultySite:
                 choice["index"] = index + 1
             if self.fault == "choices of n alike":
                 choice["index"] = 0
+            if self.fault == "second choice unfinished" and index:
+                choice["finish_reason"] = None
             choice |= {"message": message} if is_chat else {"text": text}
             if asked.get("logprobs"):
                 values = [-0.5] * (len(tokens) - (self.fault == "logprobs too few"))

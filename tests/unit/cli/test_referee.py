@@ -32,6 +32,7 @@ FAULTS = {
     "stop string shown": {"stop"},
     "stop called length": {"stop"},
     "choices of n alike": {"n"},
+    "second choice unfinished": {"n"},
     "logprobs too few": {"logprobs"},
     "stream not as events": {"stream.content-type"},
     "stream cached": {"stream.cache-control"},

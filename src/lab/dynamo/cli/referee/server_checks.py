@@ -16,7 +16,7 @@ CONTINUE_SECONDS: Final = 3.0
 FREED_SECONDS: Final = 5.0
 LOOKS: Final = 20  # at the load within FREED_SECONDS
 _LOAD: Final = re.compile(
-    r"^(\w*(?:inflight_requests|in_flight|requests_running|active_requests|requests_processing)\w*)(\{.*\})? ([0-9.e+]+)",
+    r"^([\w:]*(?:inflight_requests|in_flight|requests_running|active_requests|requests_processing)\w*)(\{.*\})? ([0-9.e+]+)",
     re.M,
 )
 _SAMPLE: Final = re.compile(r"[a-zA-Z_:][\w:]*(\{.*\})? \S+( -?\d+)?")

@@ -143,8 +143,11 @@ async def check_stop(api: TextApi, probe: Probe) -> None:
 async def check_choices(api: TextApi, probe: Probe) -> None:
     body = api.body(probe.model, n=2, temperature=1)
     answer = served(await probe.post(api.path, body), is_optional=True).json()
-    found = [member(choice, "index") for choice in member(answer, "choices") or []]
+    choices = member(answer, "choices") or []
+    found = [member(choice, "index") for choice in choices]
     demand(sorted(map(str, found)) == ["0", "1"], f"the indices of two choices are {found}")
+    reasons = [member(choice, "finish_reason") for choice in choices]
+    demand(all(reasons), f"the finish reasons of two choices are {reasons}")
 
 
 async def check_logprobs(api: TextApi, probe: Probe) -> None:
@@ -339,7 +342,7 @@ _ROWS: Final[tuple[_Row, ...]] = (
     ("usage.streamed-equal", check_usage_equal, _CORE, "major", "Usage does not depend on streaming", "Count at one place for both forms"),
     ("max-tokens", check_max_tokens, _CORE, "major", "No more tokens than max_tokens are made, and the reason is length", "End at the limit with length"),
     ("stop", check_stop, _CORE, "major", "The text ends before a stop sequence, and the reason is stop", "Hold back text that may begin a stop string"),
-    ("n", check_choices, _AGENT, "minor", "With n there are n choices with their indices", "Number the choices from 0, or refuse n with 400"),
+    ("n", check_choices, _AGENT, "minor", "With n there are n whole choices with their indices", "Number the choices from 0, or refuse n with 400"),
     ("logprobs", check_logprobs, _AGENT, "minor", "With logprobs each token has one entry", "Keep one entry for each token of the answer"),
     ("seed", check_same, _AGENT, "minor", "The same seed may give the same answer", "Nothing: this is no duty"),
     ("request-id", check_request_id, _AGENT, "minor", "An answer names its request in x-request-id (page Debugging requests)", "Send x-request-id"),
