@@ -25,8 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT / "tools")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(2, str(Path(__file__).parents[1] / "tools"))
 
 import llamacpp
 from client_environments import python_of
@@ -41,7 +42,7 @@ from support.real_models import BARE, CONTEXT, LLAMA, located
 
 MODEL: Final = "bench"  # the name by which each peer serves its model
 TEXT_MODEL: Final = "bench-text"  # of the proxy that has one name for each of the two APIs
-PAGE: Final = ROOT / "docs" / "conformance.md"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "conformance.md"
 START_SECONDS: Final = 300.0  # what vLLM takes on a machine that others use, and more
 JUDGED_SECONDS: Final = 600.0  # of one run of the referee
 ANSWER_SECONDS: Final = 120.0  # of one check: a prompt beyond a context is read whole by some servers
@@ -121,9 +122,14 @@ def has_model(port: int) -> bool:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the variables of a peer: none that changes this server or Python, and a home of its own."""
+    """Return the variables of a peer: none that changes this server or Python but its own, and a home."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "PYTHON"))}
-    return kept | {"HOME": str(home), "TMPDIR": str(home), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    own = {
+        "DYN_FILE_KV": str(home / "store"),
+        "DYN_TCP_RPC_HOST": "127.0.0.1",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+    }
+    return kept | own | {"HOME": str(home), "TMPDIR": str(home), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 
 @contextlib.contextmanager
@@ -151,7 +157,7 @@ def ours_as_worker(_model: Path, _delay: float, _step: float) -> AbstractContext
     return ours()
 
 
-def smollm2(python: str) -> Path:
+def smollm2() -> Path:
     """Return the file of the model. Raises NotInstalled."""
     found = located(LLAMA, "smollm2")
     if isinstance(found, str):
@@ -161,17 +167,13 @@ def smollm2(python: str) -> Path:
 
 def ours_llamacpp(python: str) -> AbstractContextManager[Stack]:
     """Start this server's frontend, and its worker of llama.cpp."""
-    return served(
-        lambda port, _: llamacpp.ours(python, smollm2(python), port, llamacpp.ENGINES["tokens"]),
-        DYN_TCP_RPC_HOST="127.0.0.1", DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="0",
-        DYN_FILE_KV=tempfile.mkdtemp(dir=os.environ.get("TMPDIR")),
-    )  # fmt: skip
+    return served(lambda port, _: llamacpp.ours(python, smollm2(), port, llamacpp.ENGINES["tokens"]))
 
 
 def bare_llamacpp(python: str) -> AbstractContextManager[Stack]:
     """Start llama.cpp's own server with its metrics on, which are off otherwise."""
     settings = {
-        "model.path": str(smollm2(python)), "n_ctx": CONTEXT * SLOTS, "n_parallel": SLOTS, "warmup": False, "verbosity": 1,
+        "model.path": str(smollm2()), "n_ctx": CONTEXT * SLOTS, "n_parallel": SLOTS, "warmup": False, "verbosity": 1,
         "n_threads_http": SLOTS + 4, "endpoint_metrics": True, "cpuparams.n_threads": 1, "cpuparams_batch.n_threads": 1,
     }  # fmt: skip
     code = f"{BARE}\nimport signal; signal.pause()"

@@ -11,6 +11,7 @@ from typing import Any
 MODEL = "faulty"
 TOKENS = [f"w{n} " if n % 5 else f"caf\u00e9{n} " for n in range(60)]
 MAX_PROMPT = 10_000
+LOOKS_BEFORE = 3  # at the metrics: by the check of them, before the stream, and once during it
 
 
 class FaultySite:
@@ -18,7 +19,8 @@ class FaultySite:
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
-        self.running = 0
+        self.running = self.looks = 0
+        self.looked_at = asyncio.Event()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -67,6 +69,10 @@ class FaultySite:
             return self._send(writer, 200, listed, is_head=method == "HEAD", close=close)
         if path == f"/v1/models/{MODEL}":
             return self._send(writer, 200, model)
+        if path == "/metrics":
+            self.looks += 1
+            if self.looks > LOOKS_BEFORE:
+                self.looked_at.set()
         if path == "/metrics" and self.fault != "no metrics":
             text = f"faulty:requests_running {self.running}\n"
             if self.fault == "metrics not Prometheus":
@@ -79,7 +85,9 @@ class FaultySite:
     def _refuse(self, writer: asyncio.StreamWriter, status: int, message: str, param: str | None = None) -> bool:
         if self.fault == "error as HTML":
             return self._raw(writer, status, b"<h1>no</h1>", {"Content-Type": "text/html"})
-        named = {"param not named": None, "wrong param named": "model"}.get(self.fault, param)
+        named = {"param not named": None, "wrong param named": "model", "path named": f"body.{param}"}.get(
+            self.fault, param
+        )
         error = {"message": message, "type": "invalid_request_error", "param": named, "code": None}
         body: Any = {"error": message} if self.fault == "error as text" else {"error": error}
         announced = self._send(writer, status, body, close=self.fault == "end announced after an error")
@@ -137,10 +145,12 @@ class FaultySite:
         return self._send(writer, 200, answer, {"Content-Type": kind})
 
     async def _endless(self, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {}\n\n")
+        await writer.drain()
+        if self.fault == "load counted after the headers":
+            await self.looked_at.wait()
         self.running += 1
         try:
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {}\n\n")
-            await writer.drain()
             while not writer.transport.is_closing():
                 writer.write(b": more\n\n")
                 await asyncio.sleep(0.01)

@@ -75,6 +75,8 @@ FAULTS = {
 ALLOWED = {
     "stream without Cache-Control": set(),
     "param not named": {"error.param"},
+    "path named": set(),
+    "load counted after the headers": set(),
     "end announced after an error": {"http.keep-alive-after-error"},
     "no metrics": {"operator.metrics", "cancel.frees-server"},
 }

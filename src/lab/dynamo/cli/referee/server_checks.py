@@ -13,8 +13,9 @@ from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, UNKNOWN, refused
 
 CONTINUE_SECONDS: Final = 3.0
+SEEN_SECONDS: Final = 1.0
 FREED_SECONDS: Final = 5.0
-LOOKS: Final = 20  # at the load within FREED_SECONDS
+LOOKS: Final = 20  # at the load within each of these
 _LOAD: Final = re.compile(
     r"^([\w:]*(?:inflight_requests|in_flight|requests_running|active_requests|requests_processing)\w*)(\{.*\})? ([0-9.e+]+)",
     re.M,
@@ -182,7 +183,11 @@ async def check_cancel(probe: Probe) -> None:
             first = await line.reader.read(4096)
             if not first.startswith(b"HTTP/1.1 200"):
                 continue
-            during = await _load(probe)
+            for _ in range(LOOKS):  # some count a request at the first token, after the headers
+                during = await _load(probe)
+                if during > before:
+                    break
+                await asyncio.sleep(SEEN_SECONDS / LOOKS)
         break
     else:
         raise CannotJudge("the server refuses a long stream")

@@ -305,7 +305,8 @@ async def check_param(api: TextApi, probe: Probe) -> None:
     named = member(error, "param")
     if named is None:
         raise CannotJudge("the error names no member, which the reference allows")
-    demand(named == "max_tokens", f"error.param is {named!r}, not 'max_tokens'")
+    # The end of a path names it, too, such as body.max_tokens.
+    demand(str(named).rpartition(".")[2] == "max_tokens", f"error.param is {named!r}, not 'max_tokens'")
 
 
 async def check_missing(api: TextApi, probe: Probe) -> None:
