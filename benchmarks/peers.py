@@ -174,7 +174,7 @@ def bare_llamacpp(python: str) -> AbstractContextManager[Stack]:
     """Start llama.cpp's own server with its metrics on, which are off otherwise."""
     settings = {
         "model.path": str(smollm2()), "n_ctx": CONTEXT * SLOTS, "n_parallel": SLOTS, "warmup": False, "verbosity": 1,
-        "n_threads_http": SLOTS + 4, "endpoint_metrics": True, "cpuparams.n_threads": 1, "cpuparams_batch.n_threads": 1,
+        "n_threads_http": SLOTS + 4, "endpoint_metrics": True, "model_alias": [MODEL], "cpuparams.n_threads": 1, "cpuparams_batch.n_threads": 1,
     }  # fmt: skip
     code = f"{BARE}\nimport signal; signal.pause()"
     return served(lambda port, _: {"server": [python, "-c", code, json.dumps(settings | {"port": port})]})
