@@ -83,6 +83,10 @@ bench-native: $(VENV)/.dev ## the same cases against the native system, and the 
 bench-gateways: $(VENV)/.dev ## CPU of gateways side by side, in turns: ours, the native one, smg and vllm-router, which it installs (ARGS="--repeats 1 --only burst")
 	@eval "$$(tools/gateway_venvs.sh)"; $(BIN)/python benchmarks/gateways.py $(ARGS)
 
+conformance-peers: $(VENV)/.dev ## this server, llama.cpp, LiteLLM, smg, the native one and vLLM judged by `dynamo conformance`, where they can be installed (ARGS="--peers ours;LiteLLM")
+	@$(BIN)/python tools/client_environments.py --only litellm
+	@eval "$$(tools/engine_venvs.sh models)"; eval "$$(tools/gateway_venvs.sh)"; XDG_CACHE_HOME=$(CURDIR)/.engines/cache $(BIN)/python benchmarks/peers.py $(ARGS)
+
 bench-fleet: $(VENV)/.dev ## a frontend with 1,000 workers on a real wire: start, idle, 100 killed at once, joins and leaves (ARGS="--minutes 12")
 	@$(BIN)/python benchmarks/fleet.py $(ARGS)
 
@@ -169,4 +173,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-fleet bench-native bench-native-routing bench-gateways bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-kube test-image test-versions dist image fault-table test-clients test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench conformance-peers bench-fleet bench-native bench-native-routing bench-gateways bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-kube test-image test-versions dist image fault-table test-clients test-engines test-models test-rust test-interop clean

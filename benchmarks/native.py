@@ -78,7 +78,7 @@ def native_python() -> str:
     return path
 
 
-def native_stack(python: str) -> Start:
+def native_stack(python: str, engine: str = "native_engine.py") -> Start:
     """Starts the native frontend and one worker with our engine, as `stack.stack` does with ours."""
 
     @contextlib.contextmanager
@@ -101,7 +101,7 @@ def native_stack(python: str) -> Start:
                     "--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(port),
                 ],
                 "worker": [
-                    python, str(HERE / "native_engine.py"), "--model", str(model.resolve()), "--delay", str(delay), "--step", str(step),
+                    python, str(HERE / engine), "--model", str(model.resolve()), "--delay", str(delay), "--step", str(step),
                 ],
             }  # fmt: skip
             with processes(commands, port, env, Path(name)) as running:

@@ -11,6 +11,7 @@ from typing import Any
 MODEL = "faulty"
 TOKENS = [f"w{n} " if n % 5 else f"caf\u00e9{n} " for n in range(60)]
 MAX_PROMPT = 10_000
+LOOKS_BEFORE = 3  # at the metrics: by the check of them, before the stream, and once during it
 
 
 class FaultySite:
@@ -18,7 +19,8 @@ class FaultySite:
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
-        self.running = 0
+        self.running = self.looks = 0
+        self.looked_at = asyncio.Event()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -68,7 +70,11 @@ class FaultySite:
         if path == f"/v1/models/{MODEL}":
             return self._send(writer, 200, model)
         if path == "/metrics":
-            text = f"running_active_requests {self.running}\n"
+            self.looks += 1
+            if self.looks > LOOKS_BEFORE:
+                self.looked_at.set()
+        if path == "/metrics" and self.fault != "no metrics":
+            text = f"faulty:requests_running {self.running}\n"
             if self.fault == "metrics not Prometheus":
                 text += "so many requests\n"
             return self._raw(writer, 200, text.encode(), {"Content-Type": "text/plain"})
@@ -79,9 +85,13 @@ class FaultySite:
     def _refuse(self, writer: asyncio.StreamWriter, status: int, message: str, param: str | None = None) -> bool:
         if self.fault == "error as HTML":
             return self._raw(writer, status, b"<h1>no</h1>", {"Content-Type": "text/html"})
-        error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+        named = {"param not named": None, "wrong param named": "model", "path named": f"body.{param}"}.get(
+            self.fault, param
+        )
+        error = {"message": message, "type": "invalid_request_error", "param": named, "code": None}
         body: Any = {"error": message} if self.fault == "error as text" else {"error": error}
-        return self._send(writer, status, body, close=self.fault == "connection closed after an error")
+        announced = self._send(writer, status, body, close=self.fault == "end announced after an error")
+        return announced and self.fault != "connection closed after an error"
 
     def _send(
         self, writer: asyncio.StreamWriter, status: int, body: Any, more: dict[str, str] | None = None, **how: bool
@@ -135,10 +145,12 @@ class FaultySite:
         return self._send(writer, 200, answer, {"Content-Type": kind})
 
     async def _endless(self, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {}\n\n")
+        await writer.drain()
+        if self.fault == "load counted after the headers":
+            await self.looked_at.wait()
         self.running += 1
         try:
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {}\n\n")
-            await writer.drain()
             while not writer.transport.is_closing():
                 writer.write(b": more\n\n")
                 await asyncio.sleep(0.01)
@@ -179,6 +191,8 @@ class FaultySite:
                 choice["index"] = index + 1
             if self.fault == "choices of n alike":
                 choice["index"] = 0
+            if self.fault == "second choice unfinished" and index:
+                choice["finish_reason"] = None
             choice |= {"message": message} if is_chat else {"text": text}
             if asked.get("logprobs"):
                 values = [-0.5] * (len(tokens) - (self.fault == "logprobs too few"))
@@ -221,6 +235,8 @@ class FaultySite:
             for each in with_choices:
                 events.pop()
                 each["finish_reason"] = choice["finish_reason"]
+            if self.fault == "empty choice beside the usage":
+                with_choices = [last]
             events.append({**self._named(is_chat, with_choices, is_chunk=True), "usage": usage})
         return [json.dumps(event, ensure_ascii=False) for event in events]
 
@@ -240,7 +256,8 @@ class FaultySite:
         if self.fault == "bytes of a character apart":
             data = data.replace("\u00e9".encode(), b"\xc3")
         kind = "text/plain" if self.fault == "stream not as events" else "text/event-stream"
-        kept = {} if self.fault == "stream cached" else {"Cache-Control": "no-cache"}
+        value = {"stream cached": "public, max-age=60", "stream without Cache-Control": ""}.get(self.fault, "no-cache")
+        kept = {"Cache-Control": value} if value else {}
         return self._raw(writer, 200, data, {"Content-Type": kind, **kept})
 
 

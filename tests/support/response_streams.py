@@ -112,8 +112,8 @@ class ResponseReader:
     def _end_item(self, done: dict[str, Any]) -> None:
         item, self._open = self._open, None
         assert item is not None
-        packed = done.get("encrypted_content")  # which only the end tells
-        assert {**item, "status": done["status"]} == {**done, **({} if packed is None else {"encrypted_content": None})}
+        begun = {name: value for name, value in done.items() if name != "encrypted_content"}  # only the end has it
+        assert {**item, "status": done["status"]} == begun
         assert done["status"] in ("completed", "incomplete")
         self.items.append(done)
 

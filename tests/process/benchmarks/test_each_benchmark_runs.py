@@ -48,6 +48,7 @@ SMALLEST: Final = {
     "choices": ["--repeats", "1", "--sizes", "3"],
     "processes": ["--turns", "1", "--only", "one-token requests, kv"],
     "parsing": ["--rounds", "1"],
+    "peers": ["--peers", "ours"],
     "picker": ["--rate", "20", "--seconds", "0.5", "--rounds", "1"],
     "reference": ["--tokens", "2", "--repeats", "1", "--layers", "1", "--hidden", "64", "--vocabulary", "1024"],
     "routing_table": ["--requests", "20", "--workers", "4", "--loads", "1", "--jobs", "1"],
@@ -58,7 +59,7 @@ SMALLEST: Final = {
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
 # They leave files, in the folder of `--out`.
-WITH_OUT: Final = frozenset({"bench", "fleet", "gateways", "processes", "routing_table", "soak"})
+WITH_OUT: Final = frozenset({"bench", "fleet", "gateways", "peers", "processes", "routing_table", "soak"})
 # They measure what is not installed here.
 HELP: Final = frozenset({"against_vllm", "llamacpp", "native", "native_routing"})
 PARTS: Final = frozenset(
@@ -73,6 +74,7 @@ PARTS: Final = frozenset(
         "model",
         "native_engine",
         "openai_worker",
+        "peer_engine",
         "probe",
         "reference_worker",
         "stack",

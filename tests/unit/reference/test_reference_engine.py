@@ -116,6 +116,16 @@ async def test_log_probabilities_have_the_shape_of_the_contract(models: dict[str
     assert ["6" in prompt[1], "7" in prompt[2], len(prompt)] == [True, True, 3]
 
 
+async def test_a_text_that_is_scored_has_the_token_that_ends_it(models: dict[str, Path]) -> None:
+    async with running(models["llama"]) as engine:
+        (drawn,) = (await collect(engine, request([5, 6, 7], 1)))[-1]["token_ids"]
+        ended = {"max_tokens": 1, "stop_token_ids_hidden": [drawn]}
+        options = {"logprobs": 1, "prompt_logprobs": 1}
+        (chunk,) = await collect(engine, request([5, 6, 7], stop_conditions=ended, output_options=options))
+    # Programs that score texts count on one token after the prompt, and leave it out.
+    assert (chunk["finish_reason"], chunk["token_ids"], len(chunk["log_probs"])) == ("eos", [drawn], 1)
+
+
 @pytest.mark.parametrize("way", ["close", "stop", "abort"])
 async def test_a_request_that_is_cut_frees_its_blocks_at_once(way: str, models: dict[str, Path]) -> None:
     async with running(models["llama"]) as engine:

@@ -126,7 +126,8 @@ def read_request(
         sampling=_sampling(sampling, more, logprobs, limits),
         stop=replace(
             _stop(stops, request.get("eos_token_ids"), limits, limits.context_length - len(prompt)),
-            shows_ends=not ENVELOPES.isdisjoint(extra),
+            # Where a text is scored (`echo` with `logprobs`) a client counts on a token after the prompt, and leaves it out.
+            shows_ends=not ENVELOPES.isdisjoint(extra) or (logprobs is not None and prompt_logprobs is not None),
         ),
         priority=routing.integer("priority", 0, -(2**31), 2**31 - 1),
         key=PrefixKey(cache_salt=routing.text("cache_salt"), lora_name=None if adapter is None else adapter.name),

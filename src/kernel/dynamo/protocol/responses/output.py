@@ -172,15 +172,15 @@ class _OpenReasoning(_OpenItem):
 
     def _item(self, status: str, *, begins: bool = False) -> bytes:
         summary = content = b"[]"
-        packed = b"null"
+        packed = b""  # left out where it was not requested: the document of Open Responses does not allow null
         if not begins:
             text = _joined(self._text)
             content = b'[{"type":"reasoning_text","text":%b}]' % text
             if self._shape.has_summary:
                 summary = b'[{"type":"summary_text","text":%b}]' % text
             if self._shape.packs_reasoning:
-                packed = json_text(pack_reasoning(msgspec.json.decode(text, type=str)))
-        return b'{"id":%b,"type":"reasoning","summary":%b,"content":%b,"encrypted_content":%b,"status":%b}' % (
+                packed = b'"encrypted_content":%b,' % json_text(pack_reasoning(msgspec.json.decode(text, type=str)))
+        return b'{"id":%b,"type":"reasoning","summary":%b,"content":%b,%b"status":%b}' % (
             json_text(self._id),
             summary,
             content,

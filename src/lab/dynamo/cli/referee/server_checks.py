@@ -13,10 +13,11 @@ from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, UNKNOWN, refused
 
 CONTINUE_SECONDS: Final = 3.0
+SEEN_SECONDS: Final = 1.0
 FREED_SECONDS: Final = 5.0
-LOOKS: Final = 20  # at the load within FREED_SECONDS
+LOOKS: Final = 20  # at the load within each of these
 _LOAD: Final = re.compile(
-    r"^(\w*(?:inflight_requests|in_flight|requests_running|active_requests|requests_processing)\w*)(\{.*\})? ([0-9.e+]+)",
+    r"^([\w:]*(?:inflight_requests|in_flight|requests_running|active_requests|requests_processing)\w*)(\{.*\})? ([0-9.e+]+)",
     re.M,
 )
 _SAMPLE: Final = re.compile(r"[a-zA-Z_:][\w:]*(\{.*\})? \S+( -?\d+)?")
@@ -51,6 +52,8 @@ async def _twice(probe: Probe, first: bytes) -> None:
         await line.send(first)
         answer = await line.answer()
         probe.note(first.decode(errors="replace"), answer)
+        if answer.status >= 400 and "close" in answer.headers.get("connection", "").lower():
+            raise CannotJudge("the refusal announces the end of the connection, which RFC 9112 section 9.6 allows")
         demand(answer.keeps_alive, f"the server closes the connection after status {answer.status}")
         try:
             await line.send(probe.server.request("GET", "/v1/models"))
@@ -150,8 +153,10 @@ async def check_ready(probe: Probe) -> None:
 
 
 async def check_metrics(probe: Probe) -> None:
-    answer = served(await probe.get("/metrics"))
-    kind = answer.headers.get("content-type", "")
+    answer = await probe.get("/metrics")
+    if answer.status in (404, 501):
+        raise CannotJudge(f"the server has no metrics at this address: {answer.message}")
+    kind = served(answer).headers.get("content-type", "")
     demand(kind.startswith(("text/plain", "application/openmetrics-text")), f"Content-Type is {kind!r}")
     lines = [line for line in answer.body.decode(errors="replace").splitlines() if line and line[0] != "#"]
     demand(lines, "there is no sample")
@@ -178,7 +183,11 @@ async def check_cancel(probe: Probe) -> None:
             first = await line.reader.read(4096)
             if not first.startswith(b"HTTP/1.1 200"):
                 continue
-            during = await _load(probe)
+            for _ in range(LOOKS):  # some count a request at the first token, after the headers
+                during = await _load(probe)
+                if during > before:
+                    break
+                await asyncio.sleep(SEEN_SECONDS / LOOKS)
         break
     else:
         raise CannotJudge("the server refuses a long stream")
@@ -198,7 +207,7 @@ _ROWS: Final[tuple[tuple[str, Run, Level, str, str, str], ...]] = (
     ("models.retrieve", check_retrieve, _AGENT, "minor", "OpenAI reference, Models: a model by its id", "Serve /v1/models/ID"),
     ("models.unknown", check_retrieve_unknown, _AGENT, "minor", "OpenAI reference, Error codes: an unknown model is 404", "Refuse it with 404"),
     ("http.keep-alive", check_kept, _CORE, "major", "RFC 9112 section 9.3: a connection stays open after an answer", "Keep it open"),
-    ("http.keep-alive-after-error", check_kept_after_error, _CORE, "minor", "RFC 9112 section 9.3: a connection stays open after a refusal whose request was read", "Read the body, then refuse"),
+    ("http.keep-alive-after-error", check_kept_after_error, _CORE, "minor", "RFC 9112 section 9.6: a connection stays open after a refusal, or its end is announced", "Read the body, then refuse; or send Connection: close"),
     ("http.content-length", check_length, _CORE, "major", "RFC 9112 section 6.3: an answer tells its length", "Send Content-Length or chunks"),
     ("http.chunked-body", check_chunked, _CORE, "major", "RFC 9112 section 7.1: a chunked body is understood", "Read chunked bodies"),
     ("http.method", check_method, _AGENT, "minor", "RFC 9110 section 15.5.6: a wrong method is 405 with Allow", "Send 405 with Allow"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ FINISHES: Final = ("stop", "length", "tool_calls", "content_filter", "function_c
 PROMPT: Final = "Write something about the sea, the caf\u00e9 and \u65e5\u672c."
 LONG_WORDS: Final = 200_000  # of a prompt that is to be too long
 UNKNOWN: Final = "no-such-model-of-the-referee"
+_FRESH: Final = re.compile(r"(?:s-maxage|max-age)\s*=\s*\"?(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,11 @@ async def check_stop(api: TextApi, probe: Probe) -> None:
 async def check_choices(api: TextApi, probe: Probe) -> None:
     body = api.body(probe.model, n=2, temperature=1)
     answer = served(await probe.post(api.path, body), is_optional=True).json()
-    found = [member(choice, "index") for choice in member(answer, "choices") or []]
+    choices = member(answer, "choices") or []
+    found = [member(choice, "index") for choice in choices]
     demand(sorted(map(str, found)) == ["0", "1"], f"the indices of two choices are {found}")
+    reasons = [member(choice, "finish_reason") for choice in choices]
+    demand(all(reasons), f"the finish reasons of two choices are {reasons}")
 
 
 async def check_logprobs(api: TextApi, probe: Probe) -> None:
@@ -156,7 +161,7 @@ async def check_logprobs(api: TextApi, probe: Probe) -> None:
         if api.name == "chat"
         else member(found, "token_logprobs") or []
     )
-    demand(values, "logprobs has no entry")
+    demand(values, f"logprobs has no entry in {'content' if api.name == 'chat' else 'token_logprobs'}")
     demand(all(isinstance(v, int | float) and v <= 0 for v in values), f"not all are numbers up to 0: {values[:5]}")
     if api.name == "chat":
         demand(all(len(member(e, "top_logprobs") or []) <= 2 for e in found["content"]), "more than two top_logprobs")
@@ -183,8 +188,11 @@ async def check_stream_headers(api: TextApi, probe: Probe) -> None:
 
 
 async def check_stream_cache(api: TextApi, probe: Probe) -> None:
-    found = (await stream(api, probe)).headers.get("cache-control", "")
-    demand("no-cache" in found or "no-store" in found, f"Cache-Control is {found!r}")
+    found = (await stream(api, probe)).headers.get("cache-control", "").lower()
+    # Without the header nothing is kept: the answer to a POST is only kept where it names how long it is fresh.
+    is_fresh = any(int(seconds) for seconds in _FRESH.findall(found))
+    is_kept = is_fresh and not any(word in found for word in ("no-cache", "no-store", "private"))
+    demand(not is_kept, f"Cache-Control is {found!r}")
 
 
 async def check_request_id(api: TextApi, probe: Probe) -> None:
@@ -219,7 +227,11 @@ async def check_stream_finish(api: TextApi, probe: Probe) -> None:
     at = [n for n, choice in enumerate(choices) if member(choice, "finish_reason") is not None]
     demand(at, "no chunk has a finish_reason")
     demand(len(at) == 1, f"{len(at)} chunks have a finish_reason")
-    demand(at[0] == len(choices) - 1, "text comes after the finish_reason")
+    # An empty choice beside the usage is what stream.usage-last finds.
+    later = [
+        choice for choice in choices[at[0] + 1 :] if api.text(choice, "delta") or member(choice, "delta", "tool_calls")
+    ]
+    demand(not later, "text comes after the finish_reason")
     demand(choices[at[0]]["finish_reason"] in FINISHES, f"finish_reason is {choices[at[0]]['finish_reason']!r}")
 
 
@@ -290,7 +302,11 @@ async def check_wrong_type(api: TextApi, probe: Probe) -> None:
 
 async def check_param(api: TextApi, probe: Probe) -> None:
     error = member((await probe.post(api.path, api.body(probe.model, max_tokens="many"))).json(), "error")
-    demand(member(error, "param") == "max_tokens", f"error.param is {member(error, 'param')!r}, not 'max_tokens'")
+    named = member(error, "param")
+    if named is None:
+        raise CannotJudge("the error names no member, which the reference allows")
+    # The end of a path names it, too, such as body.max_tokens.
+    demand(str(named).rpartition(".")[2] == "max_tokens", f"error.param is {named!r}, not 'max_tokens'")
 
 
 async def check_missing(api: TextApi, probe: Probe) -> None:
@@ -327,12 +343,12 @@ _ROWS: Final[tuple[_Row, ...]] = (
     ("usage.streamed-equal", check_usage_equal, _CORE, "major", "Usage does not depend on streaming", "Count at one place for both forms"),
     ("max-tokens", check_max_tokens, _CORE, "major", "No more tokens than max_tokens are made, and the reason is length", "End at the limit with length"),
     ("stop", check_stop, _CORE, "major", "The text ends before a stop sequence, and the reason is stop", "Hold back text that may begin a stop string"),
-    ("n", check_choices, _AGENT, "minor", "With n there are n choices with their indices", "Number the choices from 0, or refuse n with 400"),
+    ("n", check_choices, _AGENT, "minor", "With n there are n whole choices with their indices", "Number the choices from 0, or refuse n with 400"),
     ("logprobs", check_logprobs, _AGENT, "minor", "With logprobs each token has one entry", "Keep one entry for each token of the answer"),
     ("seed", check_same, _AGENT, "minor", "The same seed may give the same answer", "Nothing: this is no duty"),
     ("request-id", check_request_id, _AGENT, "minor", "An answer names its request in x-request-id (page Debugging requests)", "Send x-request-id"),
     ("stream.content-type", check_stream_headers, _CORE, "major", "A stream is server-sent events", "Send Content-Type: text/event-stream"),
-    ("stream.cache-control", check_stream_cache, _AGENT, "minor", "A stream is not kept by caches (RFC 9111 section 5.2)", "Send Cache-Control: no-cache"),
+    ("stream.cache-control", check_stream_cache, _AGENT, "minor", "A stream is not kept by caches (RFC 9110 section 9.3.3)", "Send Cache-Control: no-store, or none"),
     ("stream.chunk-shape", check_stream_shape, _CORE, "major", "Chunks are JSON with one id, the object of chunks, and choices", "Write one JSON object for each event"),
     ("stream.finish-last", check_stream_finish, _CORE, "major", "The last chunk of a choice, and no other, has a finish reason", "Send finish_reason once, at the end"),
     ("stream.usage-last", check_stream_usage, _CORE, "major", "With include_usage a last chunk has usage and no choices", "Send it before [DONE]"),
@@ -341,7 +357,7 @@ _ROWS: Final[tuple[_Row, ...]] = (
     ("error.unknown-model", check_unknown_model, _CORE, "major", "A model that does not exist is 404 (page Error codes)", "Refuse it with 404"),
     ("error.malformed-json", check_bad_json, _CORE, "major", "A body that is not JSON is 400 (page Error codes)", "Refuse it with 400"),
     ("error.wrong-type", check_wrong_type, _CORE, "major", "A member of a wrong type is 400 (page Error codes)", "Refuse it with 400"),
-    ("error.param", check_param, _AGENT, "minor", "An error names the member in param (page Error codes)", "Write the member's name into error.param"),
+    ("error.param", check_param, _AGENT, "minor", "An error that names a member in param names the right one (page Error codes)", "Write the member's name into error.param"),
     ("error.missing-prompt", check_missing, _CORE, "major", "A missing required member is 400 (page Error codes)", "Refuse it with 400"),
     ("error.shape", check_error_shape, _CORE, "major", "An error is an object with message and type (page Error codes)", "Write errors as JSON"),
     ("limit.prompt", check_too_long, _AGENT, "major", "A prompt that is too long is 400 with the limit (page Error codes)", "Name the limit in the message"),
