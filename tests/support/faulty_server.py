@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
+
+from support.faulty_apis.reply import Reply
+from support.faulty_apis.responses import FaultyResponses
 
 MODEL = "faulty"
 TOKENS = [f"w{n} " if n % 5 else f"caf\u00e9{n} " for n in range(60)]
@@ -14,13 +17,24 @@ MAX_PROMPT = 10_000
 LOOKS_BEFORE = 3  # at the metrics: by the check of them, before the stream, and once during it
 
 
+class FaultyApi(Protocol):
+    """An API that answers a whole request at once."""
+
+    def reply(self, method: str, path: str, body: bytes) -> Reply | None: ...
+
+
+APIS: dict[str, Callable[[str, str], FaultyApi]] = {"responses": FaultyResponses}
+
+
 class FaultySite:
-    """One server. `fault` names what it does wrongly; an empty text is nothing."""
+    """One server. `fault` names what it does wrongly; an empty text is nothing. `api: fault` is one of another API."""
 
     def __init__(self, fault: str = "") -> None:
+        api, _, of_api = fault.partition(": ")
         self.fault = fault
         self.running = self.looks = 0
         self.looked_at = asyncio.Event()
+        self.apis = [make(of_api if api == name else "", MODEL) for name, make in APIS.items()]
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -78,6 +92,9 @@ class FaultySite:
             if self.fault == "metrics not Prometheus":
                 text += "so many requests\n"
             return self._raw(writer, 200, text.encode(), {"Content-Type": "text/plain"})
+        for api in self.apis:
+            if reply := api.reply(method, path, body):
+                return self._raw(writer, reply.status, reply.body, reply.headers)
         if path in ("/health", "/ready"):
             return self._send(writer, 503 if self.fault == "not healthy" and path == "/health" else 200, {})
         return self._refuse(writer, 404, "not here")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from typing import Final
 
 from dynamo.cli.referee.checks import CannotJudge, Check, Level, Probe, demand, served
-from dynamo.cli.referee.exchange import ServerAnswer, member
+from dynamo.cli.referee.exchange import Json, ServerAnswer, member
 from dynamo.cli.referee.text_checks import CHAT, pieces
 
-SCHEMA: Final[dict[str, Any]] = {
+SCHEMA: Final[dict[str, Json]] = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
     "required": ["ok"],
     "additionalProperties": False,
 }
-_TOOL: Final[dict[str, Any]] = {
+_TOOL: Final[dict[str, Json]] = {
     "tools": [{"type": "function", "function": {"name": "report", "parameters": SCHEMA}}],
     "tool_choice": {"type": "function", "function": {"name": "report"}},
     "max_tokens": 128,
@@ -33,7 +33,7 @@ def _arguments(text: str, reason: object) -> None:
     demand(isinstance(parsed, dict), f"the arguments are not an object: {text[:200]!r}")
 
 
-async def _asked(probe: Probe, **more: Any) -> ServerAnswer:
+async def _asked(probe: Probe, **more: Json) -> ServerAnswer:
     return served(await probe.post(CHAT.path, CHAT.body(probe.model, **{**_TOOL, **more})), is_optional=True)
 
 

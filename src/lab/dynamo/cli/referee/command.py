@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     target = Target.of(given.url, headers={"Authorization": f"Bearer {key}"} if key else None)
 
     async def run() -> tuple[str, list[Result]]:
-        shared = RefereeRun(Server(target, options.timeout), options.model or "", judging.PATHS[apis[0]], key)
+        shared = RefereeRun(Server(target, options.timeout), options.model or "", "/v1/chat/completions", key)
         shared = replace(shared, model=await judging.find_model(shared))
         return shared.model, await judging.judge(shared, apis)
 

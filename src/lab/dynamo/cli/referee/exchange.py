@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import httptools
 
@@ -15,6 +15,9 @@ from dynamo.cli.bench.targets import Target
 
 MAX_ANSWER_BYTES: Final = 8 << 20
 READ_BYTES: Final = 65536
+
+Json: TypeAlias = Any
+"""Parsed JSON of a server that is not trusted: nothing is known of its types before it is checked."""
 
 
 @dataclass(slots=True)
@@ -27,7 +30,7 @@ class ServerAnswer:
     keeps_alive: bool = True
     was_continued: bool = False  # an interim 100 came before it
 
-    def json(self) -> Any:
+    def json(self) -> Json:
         """Return the parsed body, or None where it is not JSON."""
         try:
             return json.loads(self.body)
@@ -43,18 +46,33 @@ class ServerAnswer:
             if any(line.startswith("data:") for line in block.split("\n"))
         ]
 
-    def chunks(self) -> list[Any]:
+    def chunks(self) -> list[Json]:
         """Return the parsed events but for the last mark. Raises ValueError."""
         return [json.loads(data) for data in self.events() if data != "[DONE]"]
+
+    def named_events(self) -> list[tuple[str, Json]]:
+        """Return the name and the parsed data of each event, as far as both can be read; data that is not JSON is None."""
+        found = []
+        for block in self.body.decode(errors="replace").replace("\r\n", "\n").split("\n\n"):
+            lines = [line.partition(":") for line in block.split("\n")]
+            data = "\n".join(value.removeprefix(" ") for name, _, value in lines if name == "data")
+            if not data or data == "[DONE]":
+                continue
+            name = next((value.strip() for key, _, value in lines if key == "event"), "")
+            try:
+                found.append((name, json.loads(data)))
+            except ValueError:
+                found.append((name, None))
+        return found
 
     @property
     def message(self) -> str:
         """The server's own words for a refusal."""
-        found = member(self.json(), "error", "message")
+        found = member(self.json(), "error", "message") or member(self.json(), "message")
         return f"HTTP {self.status}" + (f": {found}" if isinstance(found, str) else "")
 
 
-def member(value: Any, *path: str | int) -> Any:
+def member(value: Json, *path: str | int) -> Json:
     """Return what lies at `path` in parsed JSON, or None."""
     for step in path:
         if isinstance(step, str) and isinstance(value, dict):

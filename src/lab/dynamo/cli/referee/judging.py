@@ -7,8 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from dynamo.cli.referee.apis import responses, responses_agents, responses_stream
+from dynamo.cli.referee.apis.refusals import refusal_rows
 from dynamo.cli.referee.chat_checks import chat_checks
-from dynamo.cli.referee.checks import Broken, CannotJudge, Check, CheckOutcome, Probe, RefereeRun, Result
+from dynamo.cli.referee.checks import (
+    Broken,
+    CannotJudge,
+    Cause,
+    Check,
+    CheckOutcome,
+    Probe,
+    RefereeRun,
+    Result,
+    checks_of_rows,
+)
 from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.server_checks import ALONE, server_checks
 from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, checks_of
@@ -20,8 +32,12 @@ MAX_REASON: Final = 500  # characters
 MODULES: Final[dict[str, Callable[[], list[Check]]]] = {
     "chat": lambda: [*checks_of(CHAT), *chat_checks()],
     "completions": lambda: checks_of(COMPLETIONS),
+    "responses": lambda: checks_of_rows(
+        "responses",
+        [*responses.ROWS, *responses_stream.ROWS, *refusal_rows(responses.REFUSALS), *responses_agents.ROWS],
+        responses.is_there,
+    ),
 }
-PATHS: Final = {"chat": CHAT.path, "completions": COMPLETIONS.path}
 
 
 def all_checks() -> list[Check]:
@@ -43,18 +59,27 @@ async def find_model(shared: RefereeRun) -> str:
     return found
 
 
-async def judge(shared: RefereeRun, apis: Sequence[str]) -> list[Result]:
-    """Run every check; those of an API that `apis` does not name are skipped."""
+async def judge(shared: RefereeRun, apis: Sequence[str], checks: Sequence[Check] = ()) -> list[Result]:
+    """Run checks, without any every one; those of an API that `apis` does not name are skipped."""
+    checks = checks or all_checks()
     places = asyncio.Semaphore(AT_ONCE)
+    now = asyncio.get_running_loop().time
+    deadline = now() + shared.limit
 
     async def one(check: Check) -> Result:
         area = check.id.partition(".")[0]
         if area in MODULES and area not in apis:
             return Result(check, CheckOutcome.SKIPPED, f"--api does not name {area}", "", "", 0.0)
-        async with places:
-            return await run_check(check, Probe(shared))
+        probe = Probe(shared)
+        try:
+            async with asyncio.timeout_at(deadline), places:
+                if now() < deadline:
+                    return await run_check(check, probe)
+        except TimeoutError:  # of the run: a check keeps its own
+            pass
+        reason = f"the run's {shared.limit:g} s were over first (--limit)"
+        return Result(check, CheckOutcome.CANNOT_JUDGE, reason, probe.sent, probe.seen, 0.0, Cause.TIME)
 
-    checks = all_checks()
     async with asyncio.TaskGroup() as group:
         tasks = {check.id: group.create_task(one(check)) for check in checks if check.id != ALONE}
     results = {name: task.result() for name, task in tasks.items()}
@@ -64,18 +89,18 @@ async def judge(shared: RefereeRun, apis: Sequence[str]) -> list[Result]:
 async def run_check(check: Check, probe: Probe) -> Result:
     """Run one check and return what it found."""
     began = time.perf_counter()
-    outcome, reason = CheckOutcome.PASSED, ""
+    outcome, reason, cause = CheckOutcome.PASSED, "", None
     try:
         await check.run(probe)
     except Broken as broken:
         outcome, reason = CheckOutcome.FAILED, str(broken)
     except CannotJudge as why:
-        outcome, reason = CheckOutcome.CANNOT_JUDGE, str(why)
+        outcome, reason, cause = CheckOutcome.CANNOT_JUDGE, str(why), why.cause
     except TimeoutError:
         outcome, reason = CheckOutcome.FAILED, f"no whole answer within {probe.server.timeout:g} s"
     except OSError as error:
         outcome, reason = CheckOutcome.FAILED, f"the connection failed: {error}"
-    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, RecursionError) as error:
         # A member of a type that no check expects, from a server that is not trusted: it is the server's fault.
         outcome, reason = CheckOutcome.FAILED, f"the answer has an unexpected shape: {type(error).__name__}: {error}"
     return Result(
@@ -85,4 +110,5 @@ async def run_check(check: Check, probe: Probe) -> Result:
         probe.sent,
         probe.seen,
         time.perf_counter() - began,
+        cause,
     )

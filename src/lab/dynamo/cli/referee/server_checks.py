@@ -8,7 +8,7 @@ import re
 from typing import Any, Final
 from urllib.parse import quote
 
-from dynamo.cli.referee.checks import CannotJudge, Check, Level, Probe, Run, demand, served
+from dynamo.cli.referee.checks import CannotJudge, Cause, Check, Level, Probe, Run, demand, served
 from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, UNKNOWN, refused
 
@@ -148,7 +148,7 @@ async def check_health(probe: Probe) -> None:
 async def check_ready(probe: Probe) -> None:
     answer = await probe.get("/ready")
     if answer.status == 404:
-        raise CannotJudge("the server has no /ready")
+        raise CannotJudge("the server has no /ready", Cause.NOT_OFFERED)
     served(answer)
 
 
@@ -169,7 +169,7 @@ async def _load(probe: Probe) -> float:
     found = _LOAD.findall(answer.body.decode(errors="replace")) if answer.status == 200 else []
     found = [(name, value) for name, _, value in found if not name.endswith(("_total", "_bucket", "_sum", "_count"))]
     if not found:
-        raise CannotJudge("the server has no metric of its load at /metrics")
+        raise CannotJudge("the server has no metric of its load at /metrics", Cause.NOT_OFFERED)
     return sum(float(value) for _, value in found)
 
 
@@ -190,7 +190,7 @@ async def check_cancel(probe: Probe) -> None:
                 await asyncio.sleep(SEEN_SECONDS / LOOKS)
         break
     else:
-        raise CannotJudge("the server refuses a long stream")
+        raise CannotJudge("the server refuses a long stream", Cause.NOT_OFFERED)
     if during <= before:
         raise CannotJudge("the answer was over before its load was seen")
     for _ in range(LOOKS):

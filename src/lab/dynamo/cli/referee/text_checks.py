@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from dynamo.cli.referee.checks import CannotJudge, Check, Level, Probe, Run, demand, served
-from dynamo.cli.referee.exchange import ServerAnswer, member
+from dynamo.cli.referee.checks import CannotJudge, Cause, Check, Level, Probe, Run, demand, served
+from dynamo.cli.referee.exchange import Json, ServerAnswer, member
 
 TOKENS: Final = 24  # of most answers
 FINISHES: Final = ("stop", "length", "tool_calls", "content_filter", "function_call")
@@ -31,12 +31,12 @@ class TextApi:
     piece: str  # the `object` of a chunk
     prompt_member: str
 
-    def body(self, model: str, prompt: str = PROMPT, **more: Any) -> dict[str, Any]:
+    def body(self, model: str, prompt: str = PROMPT, **more: Json) -> dict[str, Json]:
         """Build a request."""
-        asked: Any = [{"role": "user", "content": prompt}] if self.name == "chat" else prompt
+        asked: Json = [{"role": "user", "content": prompt}] if self.name == "chat" else prompt
         return {"model": model, self.prompt_member: asked, "max_tokens": TOKENS, "temperature": 0, **more}
 
-    def text(self, choice: Any, part: str = "message") -> str:
+    def text(self, choice: Json, part: str = "message") -> str:
         """Return the text of a choice, thoughts included."""
         if self.name != "chat":
             return member(choice, "text") or ""
@@ -50,18 +50,18 @@ COMPLETIONS: Final = TextApi(
 )
 
 
-async def whole(api: TextApi, probe: Probe, **more: Any) -> ServerAnswer:
+async def whole(api: TextApi, probe: Probe, **more: Json) -> ServerAnswer:
     """Request a whole answer."""
     return served(await probe.post(api.path, api.body(probe.model, **more)))
 
 
-async def stream(api: TextApi, probe: Probe, **more: Any) -> ServerAnswer:
+async def stream(api: TextApi, probe: Probe, **more: Json) -> ServerAnswer:
     """Request a stream with usage."""
     body = api.body(probe.model, stream=True, stream_options={"include_usage": True}, **more)
     return served(await probe.post(api.path, body))
 
 
-def pieces(answer: ServerAnswer) -> list[Any]:
+def pieces(answer: ServerAnswer) -> list[Json]:
     """Return the chunks of a stream, as far as they can be read."""
     found = []
     for line in answer.body.decode(errors="replace").splitlines():
@@ -102,7 +102,7 @@ async def check_json_type(api: TextApi, probe: Probe) -> None:
     demand(kind.startswith("application/json"), f"Content-Type is {kind!r}")
 
 
-def _usage(usage: Any) -> tuple[int, int]:
+def _usage(usage: Json) -> tuple[int, int]:
     numbers = [member(usage, f"{name}_tokens") for name in ("prompt", "completion", "total")]
     demand(all(isinstance(n, int) and n >= 0 for n in numbers), f"usage is {usage!r}")
     demand(numbers[0] + numbers[1] == numbers[2], f"{numbers[0]} + {numbers[1]} is not {numbers[2]}")
@@ -117,7 +117,7 @@ async def check_max_tokens(api: TextApi, probe: Probe) -> None:
     answer = (await whole(api, probe, max_tokens=2)).json()
     made, reason = member(answer, "usage", "completion_tokens"), member(answer, "choices", 0, "finish_reason")
     if not isinstance(made, int):
-        raise CannotJudge("the answer has no usage.completion_tokens")
+        raise CannotJudge("the answer has no usage.completion_tokens", Cause.SERVER)
     demand(made <= 2, f"{made} tokens came where max_tokens is 2")
     if reason == "stop" and made < 2:
         raise CannotJudge("the model ended its answer before the limit")
@@ -151,11 +151,11 @@ async def check_choices(api: TextApi, probe: Probe) -> None:
 
 
 async def check_logprobs(api: TextApi, probe: Probe) -> None:
-    more: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if api.name == "chat" else {"logprobs": 2}
+    more: dict[str, Json] = {"logprobs": True, "top_logprobs": 2} if api.name == "chat" else {"logprobs": 2}
     answer = served(await probe.post(api.path, api.body(probe.model, **more)), is_optional=True).json()
     found, made = member(answer, "choices", 0, "logprobs"), member(answer, "usage", "completion_tokens")
     if found is None:
-        raise CannotJudge("the server gives no logprobs")
+        raise CannotJudge("the server gives no logprobs", Cause.NOT_OFFERED)
     values = (
         [member(entry, "logprob") for entry in member(found, "content") or []]
         if api.name == "chat"
@@ -203,7 +203,7 @@ async def check_stream_shape(api: TextApi, probe: Probe) -> None:
     try:
         chunks = (await stream(api, probe)).chunks()
     except UnicodeDecodeError:
-        raise CannotJudge("the stream is not UTF-8") from None
+        raise CannotJudge("the stream is not UTF-8", Cause.SERVER) from None
     except ValueError as error:
         demand(False, f"the data of an event is not JSON: {error}")
         return
@@ -248,7 +248,7 @@ async def check_usage_equal(api: TextApi, probe: Probe) -> None:
     alone = (await whole(api, probe)).json()
     usages = [streamed, member(alone, "usage")]
     if not all(isinstance(member(u, "prompt_tokens"), int) for u in usages):
-        raise CannotJudge("one of the answers has no usage")
+        raise CannotJudge("one of the answers has no usage", Cause.SERVER)
     prompts = [member(u, "prompt_tokens") for u in usages]
     demand(prompts[0] == prompts[1], f"prompt_tokens is {prompts[0]} streamed and {prompts[1]} not streamed")
     if _streamed_text(api, await stream(api, probe)) != api.text(member(alone, "choices", 0)):
@@ -282,7 +282,7 @@ async def check_unicode(api: TextApi, probe: Probe) -> None:
     demand(replaced <= alone, f"{replaced} characters are U+FFFD in the stream, and {alone} in the whole answer")
 
 
-def refused(answer: ServerAnswer, status: int) -> Any:
+def refused(answer: ServerAnswer, status: int) -> Json:
     """Return the error object of a refusal."""
     demand(answer.status == status, f"expected status {status}, got {answer.status}")
     return member(answer.json(), "error")
@@ -316,7 +316,7 @@ async def check_missing(api: TextApi, probe: Probe) -> None:
 async def check_error_shape(api: TextApi, probe: Probe) -> None:
     answer = await probe.post(api.path, {"model": probe.model, "max_tokens": 2})
     if answer.status < 400:
-        raise CannotJudge("the server does not refuse a request without its prompt")
+        raise CannotJudge("the server does not refuse a request without its prompt", Cause.SERVER)
     error = member(answer.json(), "error")
     demand(isinstance(error, dict), "the body of the refusal is not JSON with an object 'error'")
     demand(isinstance(error.get("message"), str) and error["message"], "error.message is not a text")
@@ -326,12 +326,12 @@ async def check_error_shape(api: TextApi, probe: Probe) -> None:
 async def check_too_long(api: TextApi, probe: Probe) -> None:
     answer = await probe.post(api.path, api.body(probe.model, "sea " * LONG_WORDS, max_tokens=1))
     if answer.status in (200, 413):
-        raise CannotJudge(f"status {answer.status}: the prompt fits, or another limit comes first")
+        raise CannotJudge(f"status {answer.status}: the prompt fits, or another limit comes first", Cause.NOT_OFFERED)
     demand(answer.status == 400, f"expected status 400, got {answer.status}")
     demand(any(c.isdigit() for c in member(answer.json(), "error", "message") or ""), "the message names no limit")
 
 
-_Row = tuple[str, Callable[[TextApi, Probe], Any], Level, str, str, str]
+_Row = tuple[str, Callable[[TextApi, Probe], Json], Level, str, str, str]
 _CORE, _AGENT = Level.CORE, Level.AGENT
 # Name, check, level, severity, what the reference promises (or another source, in brackets), how to mend it.
 _ROWS: Final[tuple[_Row, ...]] = (
@@ -367,7 +367,7 @@ _ROWS: Final[tuple[_Row, ...]] = (
 def checks_of(api: TextApi) -> list[Check]:
     """Return the checks that both APIs have."""
 
-    def bound(run: Callable[[TextApi, Probe], Any]) -> Run:
+    def bound(run: Callable[[TextApi, Probe], Json]) -> Run:
         return partial(run, api)
 
     rows = list(_ROWS)

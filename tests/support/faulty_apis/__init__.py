@@ -1,0 +1,1 @@
+"""What the faulty server serves beside chat and completions: right answers, but for one named fault."""

@@ -1,0 +1,93 @@
+"""`dynamo conformance URL` for the APIs beside chat and completions: one named fault each, found by its own check."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.cli.bench.targets import Target
+from dynamo.cli.referee.checks import CheckOutcome, RefereeRun, Result
+from dynamo.cli.referee.exchange import Server
+from dynamo.cli.referee.judging import MODULES, all_checks, find_model, judge
+from support.faulty_server import faulty_server
+from support.patience import PATIENCE_SECONDS
+
+# The checks that find a fault, without the name of the API. Where there are several, the others are its consequences.
+RESPONSES = {
+    "tools missing": {"answer.shape"},
+    "item without an id": {"answer.items"},
+    "error beside an answer": {"answer.status"},
+    "answer not as JSON": {"answer.content-type"},
+    "usage does not add up": {"usage.adds-up"},
+    "details missing": {"usage.details"},
+    "limit called completed": {"max-output-tokens"},
+    "instructions ignored": {"instructions"},
+    "items counted differently": {"input.messages"},
+    "arguments not JSON": {"tool-call"},
+    "schema broken": {"json-schema"},
+    "earlier turns forgotten": {"stored.previous"},
+    "unknown previous taken": {"stored.unknown"},
+    "stored object differs": {"stored.retrieve"},
+    "deleted response found": {"stored.delete"},
+    "stream as text": {"stream.content-type"},
+    "stream cached": {"stream.cache-control"},
+    "name of events wrong": {"stream.names"},
+    "number twice": {"stream.numbers"},
+    "in_progress missing": {"stream.begin"},
+    "output at the start": {"stream.first-response"},
+    "two ends": {"stream.end"},
+    "usage missing at the end": {"stream.last-response"},
+    "finished items missing at the end": {"stream.last-response"},
+    "another id at the end": {"stream.one-id"},
+    "item not done": {"stream.items"},
+    "output_index from 1": {"stream.items"},
+    "items overlap": {"stream.one-open"},
+    "part not done": {"stream.parts"},
+    "delta lost": {"stream.text"},
+    "bytes of a character apart": {"stream.unicode"},
+    "streamed usage differs": {"usage.streamed-equal"},
+    "call_id changes": {"stream.tool-events"},
+    "200 for an unknown model": {"error.unknown-model"},
+    "500 for malformed JSON": {"error.malformed-json"},
+    "wrong type taken": {"error.wrong-type"},
+    "422 for a missing input": {"error.missing-member"},
+    "error as text": {"error.shape"},
+    "results in another order refused": {"agent.tool-results"},
+    "result parts refused": {"agent.tool-result-parts"},
+    "tool called in spite of none": {"agent.tool-choice-none"},
+    "required ignored": {"agent.tool-choice-required"},
+    "no usage of streamed calls": {"agent.tool-usage"},
+    "thoughts in the text": {"agent.reasoning-apart"},
+    "long list refused": {"agent.long-conversation"},
+    "later developer refused": {"agent.later-developer"},
+    "client_metadata refused": {"agent.known-members"},
+    "unknown member is 500": {"agent.unknown-member"},
+}
+FAULTS = {"responses": RESPONSES}
+CASES = [(api, fault) for api, faults in FAULTS.items() for fault in faults]
+
+
+async def _judged(api: str, fault: str = "") -> list[Result]:
+    async with faulty_server(f"{api}: {fault}") as url:
+        shared = RefereeRun(
+            Server(Target.of(url), PATIENCE_SECONDS), "", "/v1/chat/completions", limit=PATIENCE_SECONDS
+        )
+        shared.model = await find_model(shared)
+        return await judge(shared, [api], MODULES[api]())
+
+
+@pytest.mark.parametrize("api", FAULTS)
+async def test_a_server_without_a_fault_passes_every_check(api: str) -> None:
+    assert [(r.check.id, r.reason) for r in await _judged(api) if r.outcome is not CheckOutcome.PASSED] == []
+
+
+@pytest.mark.parametrize(("api", "fault"), CASES)
+async def test_a_fault_is_found_by_the_check_that_names_it_and_by_no_other(api: str, fault: str) -> None:
+    found = {r.check.id for r in await _judged(api, fault) if r.outcome is CheckOutcome.FAILED}
+    assert found == {f"{api}.{name}" for name in FAULTS[api][fault]}
+
+
+@pytest.mark.parametrize("api", FAULTS)
+def test_each_check_has_a_fault_that_it_alone_finds(api: str) -> None:
+    alone = {f"{api}.{name}" for names in FAULTS[api].values() if len(names) == 1 for name in names}
+    assert alone == {check.id for check in MODULES[api]()}
+    assert alone <= {check.id for check in all_checks()}
