@@ -104,4 +104,6 @@ _ROWS: Final = (
     ("agent.known-members", check_known, "major", f"{_CODEX}: client_metadata, include, prompt_cache_key and an empty list of tools do no harm", "Ignore what has no meaning here"),
     ("agent.unknown-member", check_unknown, "minor", "OpenAI reference, Error codes: an unknown member is ignored, or refused with 400 by its name", "Name the member in error.param"),
 )  # fmt: skip
-ROWS: Final[tuple[Row, ...]] = tuple((name, run, Level.AGENT, *rest) for name, run, *rest in _ROWS)
+ROWS: Final[tuple[Row, ...]] = tuple(
+    (name, run, Level.AGENT, severity, promise, fix) for name, run, severity, promise, fix in _ROWS
+)
