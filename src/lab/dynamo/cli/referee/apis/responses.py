@@ -172,7 +172,7 @@ async def check_tool_call(probe: Probe) -> None:
 
 
 def demand_arguments(text: Json, status: Json) -> None:
-    """Check that arguments are a JSON object, unless the answer was cut."""
+    """Raise Broken unless arguments are a JSON object, or the answer was cut."""
     try:
         parsed = json.loads(text or "")
     except (TypeError, ValueError):
