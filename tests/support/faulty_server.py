@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from support.faulty_apis.messages import FaultyMessages
 from support.faulty_apis.reply import Reply
 from support.faulty_apis.responses import FaultyResponses
 
@@ -22,7 +23,7 @@ class FaultyApi(Protocol):
     def reply(self, method: str, path: str, body: bytes) -> Reply | None: ...
 
 
-APIS: dict[str, Callable[[str, str], FaultyApi]] = {"responses": FaultyResponses}
+APIS: dict[str, Callable[[str, str], FaultyApi]] = {"responses": FaultyResponses, "messages": FaultyMessages}
 
 
 class FaultySite:
@@ -32,6 +33,7 @@ class FaultySite:
         api, _, of_api = fault.partition(": ")
         self.fault = fault
         self.running = 0
+        self.messages = FaultyMessages(of_api if api == "messages" else "", MODEL)
         self.apis = [make(of_api if api == name else "", MODEL) for name, make in APIS.items()]
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,16 +65,21 @@ class FaultySite:
             await reader.readline()
         else:
             body = await reader.readexactly(int(headers.get("content-length", "0")))
-        kept = await self._route(method, path, body, writer)
+        kept = await self._route(method, path, body, writer, headers)
         await writer.drain()
         return kept
 
-    async def _route(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> bool:
+    async def _route(
+        self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter, headers: dict[str, str]
+    ) -> bool:
         model = {"id": MODEL, "object": "model", "created": 1, "owned_by": "tests"}
         if path in ("/v1/chat/completions", "/v1/completions"):
             if method != "POST":
                 return self._send(writer, 404 if self.fault == "404 for a method" else 405, {}, {"Allow": "POST"})
             return await self._generate(path == "/v1/chat/completions", body, writer)
+        if path == "/v1/models" and "anthropic-version" in headers:
+            reply = self.messages.listed()
+            return self._raw(writer, reply.status, reply.body, reply.headers)
         if path == "/v1/models":
             listed: Any = {"object": "list", "data": [model]}
             if self.fault == "list without object":

@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from dynamo.cli.referee.apis import responses, responses_agents, responses_stream
+from dynamo.cli.referee.apis import (
+    messages,
+    messages_agents,
+    messages_stream,
+    responses,
+    responses_agents,
+    responses_stream,
+)
 from dynamo.cli.referee.apis.refusals import refusal_rows
 from dynamo.cli.referee.chat_checks import chat_checks
 from dynamo.cli.referee.checks import (
@@ -36,6 +43,11 @@ MODULES: Final[dict[str, Callable[[], list[Check]]]] = {
         "responses",
         [*responses.ROWS, *responses_stream.ROWS, *refusal_rows(responses.REFUSALS), *responses_agents.ROWS],
         responses.is_there,
+    ),
+    "messages": lambda: checks_of_rows(
+        "messages",
+        [*messages.ROWS, *messages_stream.ROWS, *refusal_rows(messages.REFUSALS), *messages_agents.ROWS],
+        messages.is_there,
     ),
 }
 

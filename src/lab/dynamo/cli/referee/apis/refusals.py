@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dynamo.cli.referee.checks import CannotJudge, Cause, Level, Probe, Row, demand
 from dynamo.cli.referee.exchange import Json, ServerAnswer, member
@@ -22,7 +22,7 @@ class Refusals:
     errors_page: str
     check_error: Callable[[Json], None]
     unknown_model: tuple[int, ...] = (404,)
-    more: Mapping[str, str] = field(default_factory=dict)  # headers
+    headers: Callable[[Probe], Mapping[str, str]] = lambda _: {}
 
 
 def openai_error(answer: Json) -> None:
@@ -37,7 +37,7 @@ def refusal_rows(api: Refusals) -> list[Row]:
     """Return the checks of what an API refuses."""
 
     async def send(probe: Probe, body: dict[str, Json] | bytes) -> ServerAnswer:
-        return await probe.post(api.path, body, more=api.more)
+        return await probe.post(api.path, body, more=api.headers(probe))
 
     def demand_status(answer: ServerAnswer, *wanted: int) -> None:
         named = " or ".join(map(str, wanted))
