@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from support.faulty_apis.embeddings import FaultyEmbeddings
+from support.faulty_apis.files import FaultyFiles
 from support.faulty_apis.messages import FaultyMessages
 from support.faulty_apis.reply import Reply
 from support.faulty_apis.responses import FaultyResponses
@@ -23,7 +25,12 @@ class FaultyApi(Protocol):
     def reply(self, method: str, path: str, body: bytes) -> Reply | None: ...
 
 
-APIS: dict[str, Callable[[str, str], FaultyApi]] = {"responses": FaultyResponses, "messages": FaultyMessages}
+APIS: dict[str, Callable[[str, str], FaultyApi]] = {
+    "responses": FaultyResponses,
+    "messages": FaultyMessages,
+    "embeddings": FaultyEmbeddings,
+    "files": FaultyFiles,
+}
 
 
 class FaultySite:

@@ -110,7 +110,52 @@ MESSAGES = {
     "?beta=true refused": {"agent.known-members"},
     "unknown member is 500": {"agent.unknown-member"},
 }
-FAULTS = {"responses": RESPONSES, "messages": MESSAGES}
+EMBEDDINGS = {
+    "object missing": {"answer.shape"},
+    "numbers as text": {"answer.numbers"},
+    "answer not as JSON": {"answer.content-type"},
+    "index from 1": {"order"},
+    "batch in another order": {"batch-equals-single"},
+    "list of one differs": {"input.list-of-one"},
+    "each token alone": {"input.tokens"},
+    "token lists joined": {"input.token-lists"},
+    "bytes in the other order": {"base64"},
+    "dimensions ignored": {"dimensions"},
+    "own dimensions change it": {"dimensions.whole"},
+    "total differs": {"usage"},
+    "usage of a list differs": {"usage.sum"},
+    "empty input taken": {"error.empty-input"},
+    "any encoding taken": {"error.encoding-format"},
+    "500 for a long input": {"limit.input"},
+    "200 for an unknown model": {"error.unknown-model"},
+    "500 for malformed JSON": {"error.malformed-json"},
+    "wrong type taken": {"error.wrong-type"},
+    "422 for a missing input": {"error.missing-member"},
+    "error as text": {"error.shape"},
+}
+FILES = {
+    "bytes missing": {"upload"},
+    "another name": {"retrieve"},
+    "line ends changed": {"content"},
+    "list of files without the newest": {"list"},
+    "another id deleted": {"delete"},
+    "deleted file found": {"deleted"},
+    "400 for an unknown file": {"error.unknown-file"},
+    "error as text": {"error.shape"},
+    "500 without a file": {"error.missing-file"},
+    "purpose optional": {"error.missing-purpose"},
+    "object of a batch wrong": {"batch.create"},
+    "called expired": {"batch.end"},
+    "counts missing": {"batch.counts"},
+    "a line twice": {"batch.output"},
+    "lines refused": {"batch.output"},
+    "list of batches without the newest": {"batch.list"},
+    "failed by one line": {"batch.line-error"},
+    "500 for an unknown batch": {"batch.unknown"},
+    "500 for an unknown input": {"batch.unknown-file"},
+    "any endpoint taken": {"batch.endpoint"},
+}
+FAULTS = {"responses": RESPONSES, "messages": MESSAGES, "embeddings": EMBEDDINGS, "files": FILES}
 CASES = [(api, fault) for api, faults in FAULTS.items() for fault in faults]
 
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from dynamo.cli.referee.apis import (
+    batches,
+    embeddings,
+    files,
     messages,
     messages_agents,
     messages_stream,
@@ -49,6 +52,10 @@ MODULES: Final[dict[str, Callable[[], list[Check]]]] = {
         [*messages.ROWS, *messages_stream.ROWS, *refusal_rows(messages.REFUSALS), *messages_agents.ROWS],
         messages.is_there,
     ),
+    "embeddings": lambda: checks_of_rows(
+        "embeddings", [*embeddings.ROWS, *refusal_rows(embeddings.REFUSALS)], embeddings.is_there
+    ),
+    "files": lambda: checks_of_rows("files", [*files.ROWS, *batches.ROWS], files.is_there),
 }
 
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.cli.referee.apis.messages import PAGE, PATH, TOOL, TOOLS_PAGE, blocks, body, headers, optional, post, text_of, whole  # fmt: skip
+from dynamo.cli.referee.apis.messages import (  # fmt: skip
+    PAGE,
+    PATH,
+    TOOL,
+    TOOLS_PAGE,
+    blocks,
+    body,
+    headers,
+    optional,
+    post,
+    text_of,
+    whole,
+)
 from dynamo.cli.referee.apis.thoughts import demand_apart, demand_unknown_member, turns
 from dynamo.cli.referee.checks import CannotJudge, Level, Probe, Row, demand, demand_fits, served
 from dynamo.cli.referee.exchange import Json, member

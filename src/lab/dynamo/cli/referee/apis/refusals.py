@@ -23,6 +23,7 @@ class Refusals:
     check_error: Callable[[Json], None]
     unknown_model: tuple[int, ...] = (404,)
     headers: Callable[[Probe], Mapping[str, str]] = lambda _: {}
+    model: Callable[[Probe], str] = lambda probe: probe.model
 
 
 def openai_error(answer: Json) -> None:
@@ -50,13 +51,13 @@ def refusal_rows(api: Refusals) -> list[Row]:
         demand_status(await send(probe, b'{"model": '), 400)
 
     async def check_wrong_type(probe: Probe) -> None:
-        demand_status(await send(probe, {**api.body(probe.model), api.number: "many"}), 400)
+        demand_status(await send(probe, {**api.body(api.model(probe)), api.number: "many"}), 400)
 
     async def check_missing(probe: Probe) -> None:
-        demand_status(await send(probe, _without(api.body(probe.model), api.required)), 400)
+        demand_status(await send(probe, _without(api.body(api.model(probe)), api.required)), 400)
 
     async def check_shape(probe: Probe) -> None:
-        answer = await send(probe, _without(api.body(probe.model), api.required))
+        answer = await send(probe, _without(api.body(api.model(probe)), api.required))
         if answer.status < 400:
             raise CannotJudge(f"the server does not refuse a request without {api.required}", Cause.SERVER)
         api.check_error(answer.json())
