@@ -62,7 +62,7 @@ class FaultyEmbeddings:
         if self.fault == "list of one differs" and inputs == given and len(given) == 1:
             vectors = [vector[::-1] for vector in vectors]
         if self.fault == "token lists joined" and inputs == given and given and isinstance(given[0], list):
-            vectors = [vector_of(sum(given, [])) for _ in given]
+            vectors = [vector_of([token for tokens in given for token in tokens]) for _ in given]
         width = asked.get("dimensions", WIDTH)
         width = width if isinstance(width, int) else WIDTH
         if width != WIDTH and self.fault == "dimensions ignored":

@@ -116,7 +116,7 @@ class FaultyFiles:
         return batch
 
     def _result(self, line: dict[str, Any], status: int) -> dict[str, Any]:
-        answer = {"choices": []} if status == 200 else {"error": {"message": "no", "type": "x"}}
+        answer: dict[str, Any] = {"choices": []} if status == 200 else {"error": {"message": "no", "type": "x"}}
         response = {"status_code": status, "request_id": "1", "body": answer}
         return {"id": "1", "custom_id": line["custom_id"], "response": response, "error": None}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dynamo.cli.bench.targets import Target
-from dynamo.cli.referee.checks import CheckOutcome, RefereeRun, Result
+from dynamo.cli.referee.checks import Cause, CheckOutcome, RefereeRun, Result
 from dynamo.cli.referee.exchange import Server
 from dynamo.cli.referee.judging import MODULES, all_checks, find_model, judge
+from dynamo.cli.referee.report import core_holds
 from support.faulty_server import faulty_server
 from support.patience import PATIENCE_SECONDS
 
@@ -159,11 +160,17 @@ FAULTS = {"responses": RESPONSES, "messages": MESSAGES, "embeddings": EMBEDDINGS
 CASES = [(api, fault) for api, faults in FAULTS.items() for fault in faults]
 
 
-async def _judged(api: str, fault: str = "") -> list[Result]:
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.cli.referee.apis.batches.LOOK_SECONDS", 0.01)
+
+
+async def _judged(
+    api: str, fault: str = "", *, limit: float = PATIENCE_SECONDS, names_apis: bool = True
+) -> list[Result]:
     async with faulty_server(f"{api}: {fault}") as url:
-        shared = RefereeRun(
-            Server(Target.of(url), PATIENCE_SECONDS), "", "/v1/chat/completions", limit=PATIENCE_SECONDS
-        )
+        server = Server(Target.of(url), PATIENCE_SECONDS)
+        shared = RefereeRun(server, "", "/v1/chat/completions", limit=limit, names_apis=names_apis)
         shared.model = await find_model(shared)
         return await judge(shared, [api], MODULES[api]())
 
@@ -184,3 +191,32 @@ def test_each_check_has_a_fault_that_it_alone_finds(api: str) -> None:
     alone = {f"{api}.{name}" for names in FAULTS[api].values() if len(names) == 1 for name in names}
     assert alone == {check.id for check in MODULES[api]()}
     assert alone <= {check.id for check in all_checks()}
+
+
+@pytest.mark.parametrize("api", FAULTS)
+async def test_an_api_that_is_named_and_absent_cannot_be_judged_and_core_does_not_hold(api: str) -> None:
+    results = await _judged(api, "route missing")
+    assert {(r.outcome, r.cause) for r in results} == {(CheckOutcome.CANNOT_JUDGE, Cause.ABSENT)}
+    assert all("does not serve it" in r.reason for r in results)
+    assert not core_holds(results)
+
+
+async def test_an_api_that_is_absent_and_not_named_is_no_fault() -> None:
+    results = await _judged("files", "route missing", names_apis=False)
+    assert {r.cause for r in results} == {Cause.NOT_OFFERED}
+    assert core_holds(results)
+
+
+async def test_a_batch_that_does_not_end_in_time_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.cli.referee.apis.batches.WAIT_SECONDS", 0.05)
+    results = {r.check.id: r for r in await _judged("files", "batch never ends")}
+    assert results["files.batch.end"].cause is Cause.TIME
+    assert results["files.upload"].outcome is CheckOutcome.PASSED
+
+
+async def test_what_the_limit_of_the_run_cuts_off_is_reported_as_such() -> None:
+    results = await _judged("files", "batch never ends", limit=0.5)
+    late = {r.check.id: r for r in results if r.cause is Cause.TIME}
+    assert "files.batch.end" in late
+    assert late["files.batch.end"].reason == "the run's 0.5 s were over first (--limit)"
+    assert not core_holds([late["files.batch.end"]])

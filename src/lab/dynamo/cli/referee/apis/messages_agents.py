@@ -104,16 +104,16 @@ async def check_unknown(probe: Probe) -> None:
     demand_unknown_member(await post(probe, referee_of_tests=1), "referee_of_tests")
 
 
-_ROWS: Final = (
-    ("agent.tool-results", check_results, "major", f"{TOOLS_PAGE}: the results of several calls stand in one message of the user, text behind them", "Match results to calls by tool_use_id"),
-    ("agent.tool-result-blocks", check_result_blocks, "major", f"{TOOLS_PAGE}: content of a result is a text or a list of blocks", "Take the text of the blocks"),
-    ("agent.tool-result-error", check_result_error, "major", f"{TOOLS_PAGE}: a result may have is_error", "Accept is_error"),
-    ("agent.tool-choice-none", check_no_tool, "major", f"{TOOLS_PAGE}: with tool_choice none no tool is called", "Offer the model no tool"),
-    ("agent.tool-choice-any", check_any_tool, "major", f"{TOOLS_PAGE}: with tool_choice any a tool is called", "Constrain the answer to calls"),
-    ("agent.thinking-apart", check_thinking, "major", "Anthropic guide, Extended thinking: thinking is a block of its own, with a signature", "Take thinking out of the text"),
-    ("agent.thinking-back", check_thinking_back, "major", "Anthropic guide, Extended thinking: thinking blocks are sent back", "Accept them, or name the signature in a 400"),
-    ("agent.long-conversation", check_long, "major", f"{PAGE}: earlier turns are sent as messages", "Accept lists of many messages"),
-    ("agent.known-members", check_known, "major", f"{PAGE}: metadata, cache_control and ?beta=true do no harm", "Ignore what has no meaning here"),
-    ("agent.unknown-member", check_unknown, "minor", "Anthropic reference, Errors: an unknown member is ignored, or refused with 400 by its name", "Name the member in the message"),
+_AGENT: Final = Level.AGENT
+ROWS: Final[tuple[Row, ...]] = (
+    ("agent.tool-results", check_results, _AGENT, "major", f"{TOOLS_PAGE}: the results of several calls stand in one message of the user, text behind them", "Match results to calls by tool_use_id"),
+    ("agent.tool-result-blocks", check_result_blocks, _AGENT, "major", f"{TOOLS_PAGE}: content of a result is a text or a list of blocks", "Take the text of the blocks"),
+    ("agent.tool-result-error", check_result_error, _AGENT, "major", f"{TOOLS_PAGE}: a result may have is_error", "Accept is_error"),
+    ("agent.tool-choice-none", check_no_tool, _AGENT, "major", f"{TOOLS_PAGE}: with tool_choice none no tool is called", "Offer the model no tool"),
+    ("agent.tool-choice-any", check_any_tool, _AGENT, "major", f"{TOOLS_PAGE}: with tool_choice any a tool is called", "Constrain the answer to calls"),
+    ("agent.thinking-apart", check_thinking, _AGENT, "major", "Anthropic guide, Extended thinking: thinking is a block of its own, with a signature", "Take thinking out of the text"),
+    ("agent.thinking-back", check_thinking_back, _AGENT, "major", "Anthropic guide, Extended thinking: thinking blocks are sent back", "Accept them, or name the signature in a 400"),
+    ("agent.long-conversation", check_long, _AGENT, "major", f"{PAGE}: earlier turns are sent as messages", "Accept lists of many messages"),
+    ("agent.known-members", check_known, _AGENT, "major", f"{PAGE}: metadata, cache_control and ?beta=true do no harm", "Ignore what has no meaning here"),
+    ("agent.unknown-member", check_unknown, _AGENT, "minor", "Anthropic reference, Errors: an unknown member is ignored, or refused with 400 by its name", "Name the member in the message"),
 )  # fmt: skip
-ROWS: Final[tuple[Row, ...]] = tuple((name, run, Level.AGENT, *rest) for name, run, *rest in _ROWS)
