@@ -8,6 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from support.faulty_apis.chat_agents import calls_tool, refused
+from support.faulty_apis.embeddings import FaultyEmbeddings
+from support.faulty_apis.files import FaultyFiles
+from support.faulty_apis.messages import FaultyMessages
 from support.faulty_apis.reply import Reply
 from support.faulty_apis.responses import FaultyResponses
 
@@ -23,7 +27,12 @@ class FaultyApi(Protocol):
     def reply(self, method: str, path: str, body: bytes) -> Reply | None: ...
 
 
-APIS: dict[str, Callable[[str, str], FaultyApi]] = {"responses": FaultyResponses}
+APIS: dict[str, Callable[[str, str], FaultyApi]] = {
+    "responses": FaultyResponses,
+    "messages": FaultyMessages,
+    "embeddings": FaultyEmbeddings,
+    "files": FaultyFiles,
+}
 
 
 class FaultySite:
@@ -34,6 +43,7 @@ class FaultySite:
         self.fault = fault
         self.running = self.looks = 0
         self.looked_at = asyncio.Event()
+        self.messages = FaultyMessages(of_api if api == "messages" else "", MODEL)
         self.apis = [make(of_api if api == name else "", MODEL) for name, make in APIS.items()]
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -65,16 +75,21 @@ class FaultySite:
             await reader.readline()
         else:
             body = await reader.readexactly(int(headers.get("content-length", "0")))
-        kept = await self._route(method, path, body, writer)
+        kept = await self._route(method, path, body, writer, headers)
         await writer.drain()
         return kept
 
-    async def _route(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> bool:
+    async def _route(
+        self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter, headers: dict[str, str]
+    ) -> bool:
         model = {"id": MODEL, "object": "model", "created": 1, "owned_by": "tests"}
         if path in ("/v1/chat/completions", "/v1/completions"):
             if method != "POST":
                 return self._send(writer, 404 if self.fault == "404 for a method" else 405, {}, {"Allow": "POST"})
             return await self._generate(path == "/v1/chat/completions", body, writer)
+        if path == "/v1/models" and "anthropic-version" in headers:
+            models = self.messages.listed()
+            return self._raw(writer, models.status, models.body, models.headers)
         if path == "/v1/models":
             listed: Any = {"object": "list", "data": [model]}
             if self.fault == "list without object":
@@ -137,7 +152,7 @@ class FaultySite:
             return 400, "not a number", "max_tokens"
         if len(str(asked[prompt])) > MAX_PROMPT:
             return 400, "too long" if self.fault == "limit not named" else f"more than {MAX_PROMPT}", prompt
-        return None
+        return refused(self.fault, asked)
 
     async def _generate(self, is_chat: bool, body: bytes, writer: asyncio.StreamWriter) -> bool:
         if refusal := self._refusal(is_chat, body):
@@ -147,6 +162,12 @@ class FaultySite:
             return await self._endless(writer)
         choices, made = self._choices(is_chat, asked)
         usage = {"prompt_tokens": 7, "completion_tokens": made, "total_tokens": 7 + made}
+        if self.fault == "parts counted differently" and isinstance(
+            asked.get("messages", [{}])[-1].get("content"), list
+        ):
+            usage = {"prompt_tokens": 8, "completion_tokens": made, "total_tokens": 8 + made}
+        if self.fault == "no usage of streamed calls" and asked.get("tools") and asked.get("stream"):
+            usage = {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
         if self.fault == "usage does not add up":
             usage["total_tokens"] += 1
         if asked.get("stream"):
@@ -195,10 +216,18 @@ class FaultySite:
         if asked.get("response_format"):
             text, reason = '{"ok": 1}' if self.fault == "schema broken" else '{"ok": true}', "stop"
             message["content"] = text
-        if asked.get("tools"):
+        if asked.get("reasoning_effort"):
+            kind = "streamed text" if asked.get("stream") else "text"
+            message["reasoning_content"] = "so"
+            message["content"] = f"<think>so</think>{text}" if self.fault == f"thoughts in the {kind}" else text
+        if asked.get("tool_choice") == "required":
+            reason = "stop"
+        if asked.get("tools") and calls_tool(self.fault, asked):
             arguments = '{"ok": tru' if self.fault == "tool arguments not JSON" else '{"ok": true}'
             call = {"id": "c", "type": "function", "function": {"name": "report", "arguments": arguments}}
             message, reason = {"role": "assistant", "content": None, "tool_calls": [call]}, "tool_calls"
+            if self.fault == "required called stop" and asked["tool_choice"] == "required":
+                reason = "stop"
         choices: list[dict[str, Any]] = []
         for index in range(asked.get("n", 1)):
             choice: dict[str, Any] = {"index": index, "finish_reason": reason}
@@ -224,6 +253,8 @@ class FaultySite:
             message = choice["message"]
             role = {} if self.fault == "role missing" else {"role": "assistant"}
             deltas: list[dict[str, Any]] = [{**role, "content": ""}]
+            if "reasoning_content" in message:
+                deltas.append({"reasoning_content": message["reasoning_content"]})
             for call in message.get("tool_calls", []):
                 text = call["function"]["arguments"]
                 deltas.append(

@@ -7,11 +7,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.referee import report
-from dynamo.cli.referee.checks import Broken, Check, CheckOutcome, Level, Probe, RefereeRun, Result
-from dynamo.cli.referee.command import main
+from dynamo.cli.referee.checks import Broken, CannotJudge, Cause, Check, CheckOutcome, Level, Probe, RefereeRun, Result
+from dynamo.cli.referee.command import RefereeFlags, main, read_key
 from dynamo.cli.referee.exchange import Server, ServerAnswer
 from dynamo.cli.referee.judging import MODULES, all_checks, find_model, judge, run_check
 from dynamo.cli.usage import UsageError
@@ -22,7 +23,13 @@ from support.patience import PATIENCE_SECONDS
 FAULTS = {
     "id missing": {"answer.shape"},
     "index wrong": {"answer.index", "n", "stream.chunk-shape"},
-    "finish_reason unknown": {"answer.finish-reason", "max-tokens", "stop", "stream.finish-last"},
+    "finish_reason unknown": {
+        "answer.finish-reason",
+        "max-tokens",
+        "stop",
+        "stream.finish-last",
+        "agent.tool-choice-required",
+    },
     "answer not as JSON": {"answer.content-type"},
     "usage missing": {"usage.adds-up"},
     "usage does not add up": {"usage.adds-up", "stream.usage-last"},
@@ -43,7 +50,7 @@ FAULTS = {
     "finish_reason missing": {"stream.finish-last"},
     "finish_reason twice": {"stream.finish-last"},
     "wrong order of events": {"stream.finish-last"},
-    "usage chunk missing": {"stream.usage-last"},
+    "usage chunk missing": {"stream.usage-last", "agent.tool-usage"},
     "usage chunk with choices": {"stream.usage-last"},
     "empty choice beside the usage": {"stream.usage-last"},
     "[DONE] missing": {"stream.done-last"},
@@ -61,6 +68,19 @@ FAULTS = {
     "tool arguments not JSON": {"tool-call", "stream.tool-deltas"},
     "tool id twice": {"stream.tool-deltas"},
     "schema broken": {"json-schema"},
+    "results in another order refused": {"agent.tool-results"},
+    "result parts refused": {"agent.tool-result-parts"},
+    "parts counted differently": {"agent.content-parts"},
+    "tool called in spite of none": {"agent.tool-choice-none"},
+    "required ignored": {"agent.tool-choice-required"},
+    "required called stop": {"agent.tool-choice-required"},
+    "no usage of streamed calls": {"agent.tool-usage"},
+    "thoughts in the text": {"agent.reasoning-apart"},
+    "thoughts in the streamed text": {"agent.reasoning-streamed"},
+    "long conversation refused": {"agent.long-conversation"},
+    "developer refused": {"agent.developer-role"},
+    "metadata refused": {"agent.known-members"},
+    "unknown member is 500": {"agent.unknown-member"},
     "list without object": {"models.list"},
     "connection closed": {"http.keep-alive"},
     "connection closed after an error": {"http.keep-alive-after-error"},
@@ -131,7 +151,8 @@ async def test_checks_of_an_api_that_is_not_asked_for_are_skipped() -> None:
 async def test_the_reports_say_the_same() -> None:
     results = await _judged("[DONE] missing")
     made = json.loads(json.dumps(report.as_json(results, "http://host", "faulty")))
-    assert made["version"] == 1
+    assert made["version"] == 2
+    Draft202012Validator(report.SCHEMA).validate(made)
     assert made["core_passed"] is False
     failed = {c["id"] for c in made["checks"] if c["outcome"] == "failed"}
     suite = ElementTree.fromstring(report.as_junit(results))
@@ -165,13 +186,66 @@ async def test_a_reason_is_without_the_key_that_the_server_repeats() -> None:
     [
         (["http://127.0.0.1:1/v1"], "cannot be reached"),
         (["http://127.0.0.1:1/v1", "--api", "speech"], "there is no 'speech'"),
-        (["http://127.0.0.1:1/v1", "--key", "a\nb"], "is not a key"),
+        (["http://127.0.0.1:1/v1", "--key", "a\nb"], "has no valid key"),
+        (["http://127.0.0.1:1/v1", "--key", "a", "--key-file", "b"], "exclude each other"),
+        (["http://127.0.0.1:1/v1", "--key-file", "/no/such/file"], "cannot be read"),
         ([], "URL is missing"),
     ],
 )
 def test_an_error_of_use_is_one_sentence(argv: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         main(argv)
+
+
+async def _result(raised: Exception | None, level: Level = Level.CORE) -> Result:
+    async def run(_: Probe) -> None:
+        if raised is not None:
+            raise raised
+
+    check = Check("a", level, "major", "", "", run)
+    return await run_check(check, Probe(RefereeRun(Server(Target.of("http://host"), 1), "m", "/v1/completions")))
+
+
+@pytest.mark.parametrize(
+    ("raised", "holds"),
+    [
+        (None, True),
+        (Broken("no"), False),
+        (CannotJudge("the model ended its answer"), True),
+        (CannotJudge("no such option", Cause.NOT_OFFERED), True),
+        (CannotJudge("no such API", Cause.ABSENT), False),
+        (CannotJudge("no usage to compare", Cause.SERVER), False),
+        (CannotJudge("the time is over", Cause.TIME), False),
+    ],
+)
+async def test_core_holds_only_where_the_server_kept_no_core_check_from_being_judged(
+    raised: Exception | None, holds: bool
+) -> None:
+    found = await _result(raised)
+    assert report.as_json([found], "http://host", "m")["core_passed"] is holds
+    assert report.core_holds([await _result(raised, Level.AGENT)])
+
+
+def test_a_key_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-of-a-file\n")
+    assert read_key(RefereeFlags(key_file=file)) == "sk-of-a-file"
+    file.write_text("\n")
+    with pytest.raises(UsageError, match="is empty"):
+        read_key(RefereeFlags(key_file=file))
+
+
+def test_the_page_names_each_member_of_the_report_and_each_cause(pytestconfig: pytest.Config) -> None:
+    page = Path(pytestconfig.rootpath, "docs", "conformance.md").read_text(encoding="utf-8")
+    members = [*report.SCHEMA["properties"], *report.SCHEMA["properties"]["checks"]["items"]["properties"]]
+    assert [name for name in [*members, *Cause] if f"`{name}`" not in page] == []
+
+
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    Draft202012Validator.check_schema(printed)
+    assert printed == report.SCHEMA
 
 
 def test_the_page_has_the_table_that_list_prints(

@@ -30,7 +30,7 @@ example:
   dynamo conformance my_backend.engine:MyEngine
   dynamo conformance sample -- --delay 0
 
-A URL in place of the engine judges a server with OpenAI's API: dynamo conformance http://HOST/v1 --help
+A URL in place of the engine judges a server with OpenAI's or Anthropic's APIs: dynamo conformance http://HOST/v1 --help
 and dynamo conformance --list, see docs/conformance.md.
 """
 
@@ -61,7 +61,7 @@ def build_parser() -> CommandParser:
 def main(argv: list[str]) -> int:
     """Run the kit and return the exit status."""
     own, engine_args = split_engine_args(argv)
-    if "--list" in own or any(word.startswith(("http://", "https://")) for word in own):
+    if {"--list", "--schema"} & set(own) or any(word.startswith(("http://", "https://")) for word in own):
         from dynamo.cli.referee.command import main as judge_server
 
         return judge_server(argv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from dynamo.cli.referee.checks import CannotJudge, Check, Level, Probe, demand, served
+from dynamo.cli.referee.checks import CannotJudge, Level, Probe, Row, demand, served
 from dynamo.cli.referee.exchange import Json, ServerAnswer, member
 from dynamo.cli.referee.text_checks import CHAT, pieces
 
@@ -15,7 +15,7 @@ SCHEMA: Final[dict[str, Json]] = {
     "required": ["ok"],
     "additionalProperties": False,
 }
-_TOOL: Final[dict[str, Json]] = {
+TOOL: Final[dict[str, Json]] = {
     "tools": [{"type": "function", "function": {"name": "report", "parameters": SCHEMA}}],
     "tool_choice": {"type": "function", "function": {"name": "report"}},
     "max_tokens": 128,
@@ -34,7 +34,7 @@ def _arguments(text: str, reason: object) -> None:
 
 
 async def _asked(probe: Probe, **more: Json) -> ServerAnswer:
-    return served(await probe.post(CHAT.path, CHAT.body(probe.model, **{**_TOOL, **more})), is_optional=True)
+    return served(await probe.post(CHAT.path, CHAT.body(probe.model, **{**TOOL, **more})), is_optional=True)
 
 
 async def check_tool_call(probe: Probe) -> None:
@@ -81,15 +81,9 @@ async def check_schema(probe: Probe) -> None:
     demand(is_valid, f"the content does not follow the schema: {str(text)[:200]!r}")
 
 
-def chat_checks() -> list[Check]:
-    """Return the checks that only chat has."""
-    page = "OpenAI reference, "
-    return [
-        Check("chat.tool-call", Level.AGENT, "major", f"{page}Function calling: a forced function is called, with JSON arguments",
-            "Constrain the answer to the named function", check_tool_call),
-        Check("chat.stream.tool-deltas", Level.AGENT, "major",
-            f"{page}Function calling: deltas have an index, id and name come once, arguments join to JSON",
-            "Send id and name in the first delta only", check_tool_deltas),
-        Check("chat.json-schema", Level.AGENT, "major", f"{page}Structured outputs: a strict answer follows its schema",
-            "Constrain decoding by the schema, or refuse it with 400", check_schema),
-    ]  # fmt: skip
+_AGENT: Final = Level.AGENT
+ROWS: Final[tuple[Row, ...]] = (
+    ("tool-call", check_tool_call, _AGENT, "major", "OpenAI reference, Function calling: a forced function is called, with JSON arguments", "Constrain the answer to the named function"),
+    ("stream.tool-deltas", check_tool_deltas, _AGENT, "major", "OpenAI reference, Function calling: deltas have an index, id and name come once, arguments join to JSON", "Send id and name in the first delta only"),
+    ("json-schema", check_schema, _AGENT, "major", "OpenAI reference, Structured outputs: a strict answer follows its schema", "Constrain decoding by the schema, or refuse it with 400"),
+)  # fmt: skip

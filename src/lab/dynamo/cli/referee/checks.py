@@ -83,6 +83,11 @@ class Probe:
         self.shared, self.server, self.model = shared, shared.server, shared.model
         self.sent = self.seen = ""
 
+    @property
+    def embedding_model(self) -> str:
+        """The model that makes embeddings."""
+        return self.shared.embedding_model or self.model
+
     def note(self, sent: str, answer: ServerAnswer | None = None) -> None:
         """Keep an exchange as evidence: cut, and without the key."""
         self.sent = self._cut(sent)

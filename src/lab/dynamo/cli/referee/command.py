@@ -20,11 +20,12 @@ from dynamo.settings.table import read_settings, setting, settings_of
 EXIT_FAILED: Final = 1
 
 _EPILOG: Final = """\
-Exit status: 0 no core check failed, 1 one did, 2 an error of use or a server that cannot be reached.
+Exit status: 0 core holds, 1 a core check failed or could not be judged because of the server (docs/conformance.md), 2 an
+error of use or a server that cannot be reached.
 
 example:
   dynamo conformance http://127.0.0.1:8000/v1
-  dynamo conformance https://host/v1 --api chat --key KEY --json report.json --junit report.xml
+  dynamo conformance https://host/v1 --api all --key-file key --json report.json --junit report.xml
 """
 
 
@@ -33,17 +34,25 @@ class RefereeFlags:
     """Which server is judged, and what is written of it."""
 
     # fmt: off
-    api: str = setting("chat,completions", None, placeholder("NAMES", text), "Which APIs, a comma list", flag="--api")
+    api: str = setting("chat,completions", None, placeholder("NAMES", text), "Which APIs, a comma list, or `all`: "
+        "every one that the server has", flag="--api")
     model: str | None = setting(None, None, placeholder("MODEL", text), "Which model", flag="--model",
         shown="the first of `/v1/models`")
+    embedding_model: str | None = setting(None, None, placeholder("MODEL", text), "Which model makes embeddings",
+        flag="--embedding-model", shown="that of `--model`")
     key: str | None = setting(None, None, placeholder("KEY", text), "Sent as a bearer token, and shown nowhere",
         flag="--key")
+    key_file: Path | None = setting(None, None, path, "A file with the key", flag="--key-file")
+    limit: float = setting(60.0, None, above_zero(unit="s", metavar="SECONDS"), "What the whole run may take; what was "
+        "not judged by then is reported as such", flag="--limit")
     timeout: float = setting(20.0, None, above_zero(unit="s", metavar="SECONDS"), "What one check's connection may take",
         flag="--timeout")
     json: Path | None = setting(None, None, path, "Write the report as JSON to this file", flag="--json")
     html: Path | None = setting(None, None, path, "Write the report as one page to this file", flag="--html")
     junit: Path | None = setting(None, None, path, "Write the report for continuous integration to this file",
         flag="--junit")
+    schema: bool = setting(False, None, switch, "Print the JSON schema of the report, and leave", flag="--schema",
+        negative="")
     list: bool = setting(False, None, switch, "Print the table of checks, and leave", flag="--list", negative="")
     # fmt: on
 
@@ -72,19 +81,28 @@ def main(argv: list[str]) -> int:
     if options.list:
         print(report.as_table(judging.all_checks()))
         return 0
+    if options.schema:
+        print(json.dumps(report.SCHEMA, indent=2))
+        return 0
     if given.url is None:
         raise UsageError("a server's URL is missing, such as http://127.0.0.1:8000/v1")
-    apis = options.api.split(",")
+    apis = list(judging.MODULES) if options.api == "all" else options.api.split(",")
     for name in apis:
         if name not in judging.MODULES:
-            raise UsageError(f"--api: there is no {name!r}; use {', '.join(judging.MODULES)}")
-    key = options.key or ""
-    if not key.isascii() or any(ord(c) < 33 for c in key):
-        raise UsageError("--key is not a key: it has a space, a control or a character beyond ASCII")
+            raise UsageError(f"--api: there is no {name!r}; use all, {', '.join(judging.MODULES)}")
+    key = read_key(options)
     target = Target.of(given.url, headers={"Authorization": f"Bearer {key}"} if key else None)
 
     async def run() -> tuple[str, list[Result]]:
-        shared = RefereeRun(Server(target, options.timeout), options.model or "", "/v1/chat/completions", key)
+        shared = RefereeRun(
+            Server(target, min(options.timeout, options.limit)),
+            options.model or "",
+            judging.server_path(apis),
+            key,
+            options.embedding_model or "",
+            options.limit,
+            names_apis=options.api != "all",
+        )
         shared = replace(shared, model=await judging.find_model(shared))
         return shared.model, await judging.judge(shared, apis)
 
@@ -103,5 +121,23 @@ def main(argv: list[str]) -> int:
     print(report.as_text(results))
     if report.core_holds(results):
         return 0
-    print("a core check failed", file=sys.stderr)
+    print("core does not hold: " + report.why_not(results), file=sys.stderr)
     return EXIT_FAILED
+
+
+def read_key(options: RefereeFlags) -> str:
+    """Return the key. Raises UsageError where it is none."""
+    if options.key is not None and options.key_file is not None:
+        raise UsageError("--key and --key-file exclude each other")
+    key, flag = options.key or "", "--key"
+    if options.key_file is not None:
+        flag = "--key-file"
+        try:
+            key = options.key_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--key-file {options.key_file} cannot be read: {error}") from error
+        if not key:
+            raise UsageError(f"--key-file {options.key_file} is empty; write the key into it")
+    if not key.isascii() or any(ord(c) < 33 for c in key):
+        raise UsageError(f"{flag} has no valid key: it has a space, a control or a character beyond ASCII")
+    return key

@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
-from dynamo.cli.referee.apis import responses, responses_agents, responses_stream
+from dynamo.cli.referee import chat_checks
+from dynamo.cli.referee.apis import (
+    batches,
+    chat_agents,
+    embeddings,
+    files,
+    messages,
+    messages_agents,
+    messages_stream,
+    responses,
+    responses_agents,
+    responses_stream,
+)
 from dynamo.cli.referee.apis.refusals import refusal_rows
-from dynamo.cli.referee.chat_checks import chat_checks
 from dynamo.cli.referee.checks import (
     Broken,
     CannotJudge,
@@ -23,21 +35,47 @@ from dynamo.cli.referee.checks import (
 )
 from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.server_checks import ALONE, server_checks
-from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, checks_of
+from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, rows_of
+from dynamo.cli.referee.text_checks import is_there as text_is_there
 from dynamo.cli.usage import UsageError
 
 AT_ONCE: Final = 4
 MAX_REASON: Final = 500  # characters
 
 MODULES: Final[dict[str, Callable[[], list[Check]]]] = {
-    "chat": lambda: [*checks_of(CHAT), *chat_checks()],
-    "completions": lambda: checks_of(COMPLETIONS),
+    "chat": lambda: checks_of_rows(
+        "chat", [*rows_of(CHAT), *chat_checks.ROWS, *chat_agents.ROWS], partial(text_is_there, CHAT)
+    ),
+    "completions": lambda: checks_of_rows("completions", rows_of(COMPLETIONS), partial(text_is_there, COMPLETIONS)),
     "responses": lambda: checks_of_rows(
         "responses",
         [*responses.ROWS, *responses_stream.ROWS, *refusal_rows(responses.REFUSALS), *responses_agents.ROWS],
         responses.is_there,
     ),
+    "messages": lambda: checks_of_rows(
+        "messages",
+        [*messages.ROWS, *messages_stream.ROWS, *refusal_rows(messages.REFUSALS), *messages_agents.ROWS],
+        messages.is_there,
+    ),
+    "embeddings": lambda: checks_of_rows(
+        "embeddings", [*embeddings.ROWS, *refusal_rows(embeddings.REFUSALS)], embeddings.is_there
+    ),
+    "files": lambda: checks_of_rows("files", [*files.ROWS, *batches.ROWS], files.is_there),
 }
+
+# Where the checks of the server send a small request: the first of these that is judged, else chat.
+_PATHS: Final = {
+    "chat": CHAT.path,
+    "completions": COMPLETIONS.path,
+    "responses": responses.PATH,
+    "messages": messages.PATH,
+    "embeddings": embeddings.PATH,
+}
+
+
+def server_path(apis: Sequence[str]) -> str:
+    """Return the path of the API that the checks of the server use."""
+    return next((path for name, path in _PATHS.items() if name in apis), CHAT.path)
 
 
 def all_checks() -> list[Check]:

@@ -5,13 +5,54 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from typing import Any, Final
+from typing import Final
 from xml.etree import ElementTree as xml
 
-from dynamo.cli.referee.checks import CheckOutcome, Level, Result
+from dynamo.cli.referee.checks import BLOCKING, Cause, Check, CheckOutcome, Level, Result
+from dynamo.cli.referee.exchange import Json
 
-VERSION: Final = 1  # of the JSON report: a member that goes or changes its meaning raises it
+VERSION: Final = 2  # of the JSON report: a member that goes or changes its meaning raises it
 _CONTROL: Final = {c: "\ufffd" for c in range(32) if c not in (9, 10, 13)}  # not allowed in XML
+
+_TEXT: Final = {"type": "string"}
+_COUNTS: Final = {
+    "type": "object",
+    "properties": {str(outcome): {"type": "integer", "minimum": 0} for outcome in CheckOutcome},
+    "required": [str(outcome) for outcome in CheckOutcome],
+}
+_CHECK: Final[dict[str, Json]] = {
+    "id": _TEXT,
+    "level": {"enum": [str(level) for level in Level]},
+    "severity": {"enum": ["major", "minor"]},
+    "clause": _TEXT,
+    "fix": _TEXT,
+    "outcome": {"enum": [str(outcome) for outcome in CheckOutcome]},
+    "reason": _TEXT,
+    "cause": {"enum": [*(str(cause) for cause in Cause), None]},
+    "sent": _TEXT,
+    "seen": _TEXT,
+    "seconds": {"type": "number", "minimum": 0},
+}
+_REPORT: Final[dict[str, Json]] = {
+    "version": {"const": VERSION},
+    "url": _TEXT,
+    "model": _TEXT,
+    "core_passed": {"type": "boolean"},
+    "summary": {
+        "type": "object",
+        "properties": {str(level): _COUNTS for level in Level},
+        "required": [str(level) for level in Level],
+    },
+    "checks": {"type": "array", "items": {"type": "object", "properties": _CHECK, "required": list(_CHECK)}},
+}
+# Of the JSON report. Members that it does not name may come without a new version.
+SCHEMA: Final[dict[str, Json]] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "Report of dynamo conformance URL",
+    "type": "object",
+    "properties": _REPORT,
+    "required": list(_REPORT),
+}
 
 
 def summary(results: Sequence[Result]) -> dict[str, dict[str, int]]:
@@ -20,12 +61,24 @@ def summary(results: Sequence[Result]) -> dict[str, dict[str, int]]:
     return {str(level): {str(outcome): counts[level, outcome] for outcome in CheckOutcome} for level in Level}
 
 
+def _breaks_core(result: Result) -> bool:
+    is_core = result.check.level is Level.CORE
+    return is_core and (result.outcome is CheckOutcome.FAILED or result.cause in BLOCKING)
+
+
 def core_holds(results: Sequence[Result]) -> bool:
-    """Return whether no core check failed."""
-    return not any(r.check.level is Level.CORE and r.outcome is CheckOutcome.FAILED for r in results)
+    """Return whether core holds: no core check failed, or could not be judged for a cause that lies with the server."""
+    return not any(map(_breaks_core, results))
 
 
-def as_json(results: Sequence[Result], url: str, model: str) -> dict[str, Any]:
+def why_not(results: Sequence[Result]) -> str:
+    """Return how many core checks keep core from holding, and which is the first."""
+    broken = [result for result in results if _breaks_core(result)]
+    failed = sum(result.outcome is CheckOutcome.FAILED for result in broken)
+    return f"{failed} core checks failed, {len(broken) - failed} could not be judged; the first is {broken[0].check.id}"
+
+
+def as_json(results: Sequence[Result], url: str, model: str) -> dict[str, Json]:
     """Return the report with its stable members (docs/conformance.md)."""
     return {
         "version": VERSION,
@@ -42,6 +95,7 @@ def as_json(results: Sequence[Result], url: str, model: str) -> dict[str, Any]:
                 "fix": r.check.fix,
                 "outcome": str(r.outcome),
                 "reason": r.reason,
+                "cause": r.cause and str(r.cause),
                 "sent": r.sent,
                 "seen": r.seen,
                 "seconds": round(r.seconds, 3),
@@ -78,8 +132,8 @@ def as_html(results: Sequence[Result], url: str, model: str) -> str:
         "pre{white-space:pre-wrap;background:#f4f4f4;padding:.5em}.failed td:nth-child(4){color:#b00020}"
         ".passed td:nth-child(4){color:#1b6e2e}</style>"
         f"<h1>Conformance of {escape(url)}</h1><p>Model {escape(model)}. "
-        f"{'All core checks hold.' if core_holds(results) else 'A core check failed.'}</p>"
-        f"<table><tr><th>Check<th>Level<th>Severity<th>CheckOutcome<th>Why{rows}</table>\n"
+        f"{'Core holds.' if core_holds(results) else f'Core does not hold: {escape(why_not(results))}.'}</p>"
+        f"<table><tr><th>Check<th>Level<th>Severity<th>Outcome<th>Why{rows}</table>\n"
     )
 
 
@@ -101,7 +155,7 @@ def as_junit(results: Sequence[Result]) -> str:
     return xml.tostring(suite, encoding="unicode") + "\n"
 
 
-def as_table(results: Sequence[Any]) -> str:
+def as_table(checks: Sequence[Check]) -> str:
     """Return the checks as a table of Markdown."""
     lines = ["| Check | Level | Severity | Promise |", "| --- | --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| `{c.id}` | {c.level} | {c.severity} | {c.clause} |" for c in results)])
+    return "\n".join([*lines, *(f"| `{c.id}` | {c.level} | {c.severity} | {c.clause} |" for c in checks)])

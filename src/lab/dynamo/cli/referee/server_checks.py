@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
+from dynamo.cli.referee.apis import embeddings, messages, responses
 from dynamo.cli.referee.checks import CannotJudge, Cause, Check, Level, Probe, Run, demand, served
-from dynamo.cli.referee.exchange import member
+from dynamo.cli.referee.exchange import Json, member
 from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, UNKNOWN, refused
 
 CONTINUE_SECONDS: Final = 3.0
@@ -23,9 +24,21 @@ _LOAD: Final = re.compile(
 _SAMPLE: Final = re.compile(r"[a-zA-Z_:][\w:]*(\{.*\})? \S+( -?\d+)?")
 
 
-def _small(probe: Probe, **more: Any) -> bytes:
-    api = CHAT if probe.shared.api_path == CHAT.path else COMPLETIONS
-    return json.dumps(api.body(probe.model, **{"max_tokens": 2, **more})).encode()
+def _small(probe: Probe, limit: int = 2, **more: Json) -> bytes:
+    """Build a small request of the API that the checks of the server use."""
+    match probe.shared.api_path:
+        case responses.PATH:
+            asked = responses.body(probe.model, **{"max_output_tokens": max(limit, responses.LEAST), **more})
+        case messages.PATH:
+            asked = messages.body(probe.model, **{"max_tokens": limit, **more})
+        case embeddings.PATH:
+            asked = embeddings.body(
+                probe.embedding_model
+            )  # without a stream: that of a client that leaves is not judged
+        case path:
+            api = CHAT if path == CHAT.path else COMPLETIONS
+            asked = api.body(probe.model, **{"max_tokens": limit, **more})
+    return json.dumps(asked).encode()
 
 
 async def check_list(probe: Probe) -> None:
@@ -177,7 +190,7 @@ async def check_cancel(probe: Probe) -> None:
     before = await _load(probe)
     # With the first body an answer does not end by itself, on the many servers that understand it.
     for more in ({"ignore_eos": True}, {}):
-        body = _small(probe, stream=True, max_tokens=1024, **more)
+        body = _small(probe, 1024, stream=True, **more)
         async with probe.server.line() as line:
             await line.send(probe.server.request("POST", probe.shared.api_path, body))
             first = await line.reader.read(4096)
@@ -211,8 +224,8 @@ _ROWS: Final[tuple[tuple[str, Run, Level, str, str, str], ...]] = (
     ("http.content-length", check_length, _CORE, "major", "RFC 9112 section 6.3: an answer tells its length", "Send Content-Length or chunks"),
     ("http.chunked-body", check_chunked, _CORE, "major", "RFC 9112 section 7.1: a chunked body is understood", "Read chunked bodies"),
     ("http.method", check_method, _AGENT, "minor", "RFC 9110 section 15.5.6: a wrong method is 405 with Allow", "Send 405 with Allow"),
-    ("http.head", check_head, _AGENT, "minor", "RFC 9110 section 9.3.2: HEAD is GET without a body", "ServerAnswer HEAD where GET is served"),
-    ("http.options", check_options, _AGENT, "minor", "RFC 9110 section 9.3.7: OPTIONS asks for what is possible", "ServerAnswer or refuse OPTIONS"),
+    ("http.head", check_head, _AGENT, "minor", "RFC 9110 section 9.3.2: HEAD is GET without a body", "Answer HEAD where GET is served"),
+    ("http.options", check_options, _AGENT, "minor", "RFC 9110 section 9.3.7: OPTIONS asks for what is possible", "Answer or refuse OPTIONS"),
     ("http.large-header", check_large_header, _AGENT, "minor", "RFC 6585 section 5: headers that are too large are 431", "Refuse them with 431"),
     ("http.expect-continue", check_expect, _AGENT, "minor", "RFC 9110 section 10.1.1: Expect is met with 100 or a final status", "Send 100 Continue"),
     ("operator.health", check_health, _OPERATOR, "minor", "Practice of orchestrators: /health is 200 while requests are served", "Serve /health"),

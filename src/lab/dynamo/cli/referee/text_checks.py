@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from dynamo.cli.referee.checks import CannotJudge, Cause, Check, Level, Probe, Run, demand, served
+from dynamo.cli.referee.checks import CannotJudge, Cause, Level, Probe, Row, Run, demand, demand_route, served
 from dynamo.cli.referee.exchange import Json, ServerAnswer, member
 
 TOKENS: Final = 24  # of most answers
@@ -331,7 +331,7 @@ async def check_too_long(api: TextApi, probe: Probe) -> None:
     demand(any(c.isdigit() for c in member(answer.json(), "error", "message") or ""), "the message names no limit")
 
 
-_Row = tuple[str, Callable[[TextApi, Probe], Json], Level, str, str, str]
+_Row = tuple[str, Callable[[TextApi, Probe], Awaitable[None]], Level, str, str, str]
 _CORE, _AGENT = Level.CORE, Level.AGENT
 # Name, check, level, severity, what the reference promises (or another source, in brackets), how to mend it.
 _ROWS: Final[tuple[_Row, ...]] = (
@@ -364,10 +364,10 @@ _ROWS: Final[tuple[_Row, ...]] = (
 )  # fmt: skip
 
 
-def checks_of(api: TextApi) -> list[Check]:
+def rows_of(api: TextApi) -> list[Row]:
     """Return the checks that both APIs have."""
 
-    def bound(run: Callable[[TextApi, Probe], Json]) -> Run:
+    def bound(run: Callable[[TextApi, Probe], Awaitable[None]]) -> Run:
         return partial(run, api)
 
     rows = list(_ROWS)
@@ -376,6 +376,10 @@ def checks_of(api: TextApi) -> list[Check]:
             ("stream.role-first", check_role, _CORE, "major", "The first delta names the role", "Send it first")
         )
     return [
-        Check(f"{api.name}.{name}", level, severity, f"OpenAI reference, {api.page}: {clause}", fix, bound(run))
+        (name, bound(run), level, severity, f"OpenAI reference, {api.page}: {clause}", fix)
         for name, run, level, severity, clause, fix in rows
     ]
+
+
+async def is_there(api: TextApi, probe: Probe) -> None:
+    demand_route(probe, await probe.post(api.path, api.body(probe.model)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dynamo.cli.referee.checks import CannotJudge, Cause, Level, Probe, Row, demand
 from dynamo.cli.referee.exchange import Json, ServerAnswer, member
@@ -22,7 +22,8 @@ class Refusals:
     errors_page: str
     check_error: Callable[[Json], None]
     unknown_model: tuple[int, ...] = (404,)
-    more: Mapping[str, str] = field(default_factory=dict)  # headers
+    headers: Callable[[Probe], Mapping[str, str]] = lambda _: {}
+    model: Callable[[Probe], str] = lambda probe: probe.model
 
 
 def openai_error(answer: Json) -> None:
@@ -37,7 +38,7 @@ def refusal_rows(api: Refusals) -> list[Row]:
     """Return the checks of what an API refuses."""
 
     async def send(probe: Probe, body: dict[str, Json] | bytes) -> ServerAnswer:
-        return await probe.post(api.path, body, more=api.more)
+        return await probe.post(api.path, body, more=api.headers(probe))
 
     def demand_status(answer: ServerAnswer, *wanted: int) -> None:
         named = " or ".join(map(str, wanted))
@@ -50,13 +51,13 @@ def refusal_rows(api: Refusals) -> list[Row]:
         demand_status(await send(probe, b'{"model": '), 400)
 
     async def check_wrong_type(probe: Probe) -> None:
-        demand_status(await send(probe, {**api.body(probe.model), api.number: "many"}), 400)
+        demand_status(await send(probe, {**api.body(api.model(probe)), api.number: "many"}), 400)
 
     async def check_missing(probe: Probe) -> None:
-        demand_status(await send(probe, _without(api.body(probe.model), api.required)), 400)
+        demand_status(await send(probe, _without(api.body(api.model(probe)), api.required)), 400)
 
     async def check_shape(probe: Probe) -> None:
-        answer = await send(probe, _without(api.body(probe.model), api.required))
+        answer = await send(probe, _without(api.body(api.model(probe)), api.required))
         if answer.status < 400:
             raise CannotJudge(f"the server does not refuse a request without {api.required}", Cause.SERVER)
         api.check_error(answer.json())

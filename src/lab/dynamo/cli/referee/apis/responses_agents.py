@@ -92,18 +92,16 @@ async def check_unknown(probe: Probe) -> None:
 
 
 _CODEX: Final = "Source of Codex CLI, Responses requests"
-_ROWS: Final = (
-    ("agent.tool-results", check_results, "major", "OpenAI guide, Function calling: the outputs of several calls come back as items, in any order", "Match outputs to calls by call_id"),
-    ("agent.tool-result-parts", check_result_parts, "major", "OpenAI reference, Responses, Create: The output of a call is a text or a list of parts", "Join the parts"),
-    ("agent.tool-choice-none", check_no_tool, "major", "OpenAI guide, Function calling: with tool_choice none no function is called", "Offer the model no tool"),
-    ("agent.tool-choice-required", check_required, "major", "OpenAI guide, Function calling: with tool_choice required a function is called", "Constrain the answer to calls"),
-    ("agent.tool-usage", check_tool_usage, "major", "OpenAI reference, Streaming events: The last event of a streamed call has usage", "Send usage there"),
-    ("agent.reasoning-apart", check_reasoning, "major", "OpenAI guide, Reasoning models: reasoning is an item of its own, with id and summary", "Take reasoning out of the text"),
-    ("agent.long-conversation", check_long, "major", "OpenAI guide, Conversation state: earlier turns are sent as input", "Accept lists of many items"),
-    ("agent.later-developer", check_later_developer, "major", f"{_CODEX}: developer messages stand between turns", "Render them where the template takes them"),
-    ("agent.known-members", check_known, "major", f"{_CODEX}: client_metadata, include, prompt_cache_key and an empty list of tools do no harm", "Ignore what has no meaning here"),
-    ("agent.unknown-member", check_unknown, "minor", "OpenAI reference, Error codes: an unknown member is ignored, or refused with 400 by its name", "Name the member in error.param"),
+_AGENT: Final = Level.AGENT
+ROWS: Final[tuple[Row, ...]] = (
+    ("agent.tool-results", check_results, _AGENT, "major", "OpenAI guide, Function calling: the outputs of several calls come back as items, in any order", "Match outputs to calls by call_id"),
+    ("agent.tool-result-parts", check_result_parts, _AGENT, "major", "OpenAI reference, Responses, Create: The output of a call is a text or a list of parts", "Join the parts"),
+    ("agent.tool-choice-none", check_no_tool, _AGENT, "major", "OpenAI guide, Function calling: with tool_choice none no function is called", "Offer the model no tool"),
+    ("agent.tool-choice-required", check_required, _AGENT, "major", "OpenAI guide, Function calling: with tool_choice required a function is called", "Constrain the answer to calls"),
+    ("agent.tool-usage", check_tool_usage, _AGENT, "major", "OpenAI reference, Streaming events: The last event of a streamed call has usage", "Send usage there"),
+    ("agent.reasoning-apart", check_reasoning, _AGENT, "major", "OpenAI guide, Reasoning models: reasoning is an item of its own, with id and summary", "Take reasoning out of the text"),
+    ("agent.long-conversation", check_long, _AGENT, "major", "OpenAI guide, Conversation state: earlier turns are sent as input", "Accept lists of many items"),
+    ("agent.later-developer", check_later_developer, _AGENT, "major", f"{_CODEX}: developer messages stand between turns", "Render them where the template takes them"),
+    ("agent.known-members", check_known, _AGENT, "major", f"{_CODEX}: client_metadata, include, prompt_cache_key and an empty list of tools do no harm", "Ignore what has no meaning here"),
+    ("agent.unknown-member", check_unknown, _AGENT, "minor", "OpenAI reference, Error codes: an unknown member is ignored, or refused with 400 by its name", "Name the member in error.param"),
 )  # fmt: skip
-ROWS: Final[tuple[Row, ...]] = tuple(
-    (name, run, Level.AGENT, severity, promise, fix) for name, run, severity, promise, fix in _ROWS
-)
