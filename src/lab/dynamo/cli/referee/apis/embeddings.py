@@ -70,7 +70,7 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def demand_close(one: Sequence[float], other: Sequence[float], what: str) -> None:
-    """Demand that two vectors are those of one text."""
+    """Raise Broken unless two vectors are those of one text."""
     demand(len(one) == len(other), f"{what}: the vectors have {len(one)} and {len(other)} numbers")
     found = cosine(one, other)
     demand(found >= CLOSE, f"{what}: the cosine of the two vectors is {found:.4f}, below {CLOSE}")

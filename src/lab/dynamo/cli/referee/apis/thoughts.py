@@ -20,7 +20,7 @@ def turns() -> list[Json]:
 
 
 def demand_apart(text: str, *, is_apart: bool) -> None:
-    """Demand that a text has no mark of reasoning. Raises CannotJudge where the model wrote no reasoning at all."""
+    """Raise Broken where a text has a mark of reasoning, CannotJudge where the model wrote no reasoning at all."""
     found = next((mark for mark in MARKS if mark in text), None)
     demand(found is None, f"the text has the mark {found!r} of reasoning")
     if not is_apart:
@@ -28,7 +28,7 @@ def demand_apart(text: str, *, is_apart: bool) -> None:
 
 
 def demand_unknown_member(answer: ServerAnswer, name: str) -> None:
-    """Demand that a member that no API has is ignored, or refused by its name."""
+    """Raise Broken unless a member that no API has is ignored, or refused by its name."""
     if answer.status == 200:
         return
     demand(answer.status == 400, f"expected status 200 or 400, got {answer.message}")
