@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.patience import PATIENCE_SECONDS
 from support.serve_command import serve_command
 
 AT_HOST = ("--http-host", "127.0.0.1", "--http-port", "0")
@@ -18,21 +19,21 @@ def _judged(directory: Path, *argv: str) -> list[dict[str, Any]]:
     file = directory / "report.json"
     with serve_command(directory, *AT_HOST, *argv) as command:
         command.wait_ready()
+        argv = (
+            "conformance",
+            f"{command.url}/v1",
+            "--api",
+            "all",
+            "--json",
+            str(file),
+            "--limit",
+            str(PATIENCE_SECONDS),
+        )
         ran = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "dynamo.cli.main",
-                "conformance",
-                f"{command.url}/v1",
-                "--api",
-                "all",
-                "--json",
-                str(file),
-            ],
+            [sys.executable, "-m", "dynamo.cli.main", *argv],
             capture_output=True,
             text=True,
-            timeout=90,  # the run has its own limit of 60 s
+            timeout=2 * PATIENCE_SECONDS,
             check=False,
         )
     assert ran.returncode == 0, ran.stdout + ran.stderr

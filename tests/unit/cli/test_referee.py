@@ -11,10 +11,11 @@ from jsonschema import Draft202012Validator
 
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.referee import report
+from dynamo.cli.referee.apis import API_CHECKS
 from dynamo.cli.referee.checks import Broken, CannotJudge, Cause, Check, CheckOutcome, Level, Probe, RefereeRun, Result
 from dynamo.cli.referee.command import RefereeFlags, main, read_key
 from dynamo.cli.referee.exchange import Server, ServerAnswer
-from dynamo.cli.referee.judging import MODULES, all_checks, find_model, judge, run_check
+from dynamo.cli.referee.judging import all_checks, find_model, judge, run_check
 from dynamo.cli.usage import UsageError
 from support.faulty_server import faulty_server
 from support.patience import PATIENCE_SECONDS
@@ -144,7 +145,7 @@ async def test_what_the_documents_allow_is_no_fault(allowed: str) -> None:
 
 async def test_checks_of_an_api_that_is_not_asked_for_are_skipped() -> None:
     skipped = {r.check.id for r in await _judged(apis=("chat",)) if r.outcome is CheckOutcome.SKIPPED}
-    others = tuple(f"{name}." for name in MODULES if name != "chat")
+    others = tuple(f"{name}." for name in API_CHECKS if name != "chat")
     assert skipped == {name for name in NAMES if name.startswith(others)}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dynamo.cli.bench.targets import Target
+from dynamo.cli.referee.apis import API_CHECKS
 from dynamo.cli.referee.checks import Cause, CheckOutcome, RefereeRun, Result
 from dynamo.cli.referee.exchange import Server
-from dynamo.cli.referee.judging import MODULES, all_checks, find_model, judge
+from dynamo.cli.referee.judging import all_checks, find_model, judge
 from dynamo.cli.referee.report import core_holds
 from support.faulty_server import faulty_server
 from support.patience import PATIENCE_SECONDS
@@ -172,7 +173,7 @@ async def _judged(
         server = Server(Target.of(url), PATIENCE_SECONDS)
         shared = RefereeRun(server, "", "/v1/chat/completions", limit=limit, names_apis=names_apis)
         shared.model = await find_model(shared)
-        return await judge(shared, [api], MODULES[api]())
+        return await judge(shared, [api], API_CHECKS[api]())
 
 
 @pytest.mark.parametrize("api", FAULTS)
@@ -189,7 +190,7 @@ async def test_a_fault_is_found_by_the_check_that_names_it_and_by_no_other(api: 
 @pytest.mark.parametrize("api", FAULTS)
 def test_each_check_has_a_fault_that_it_alone_finds(api: str) -> None:
     alone = {f"{api}.{name}" for names in FAULTS[api].values() if len(names) == 1 for name in names}
-    assert alone == {check.id for check in MODULES[api]()}
+    assert alone == {check.id for check in API_CHECKS[api]()}
     assert alone <= {check.id for check in all_checks()}
 
 

@@ -75,6 +75,7 @@ def main(argv: list[str]) -> int:
     options = read_settings(RefereeFlags, {}, vars(given))
 
     from dynamo.cli.referee import judging, report
+    from dynamo.cli.referee.apis import API_CHECKS
     from dynamo.cli.referee.checks import RefereeRun, Result
     from dynamo.cli.referee.exchange import Server
 
@@ -86,10 +87,10 @@ def main(argv: list[str]) -> int:
         return 0
     if given.url is None:
         raise UsageError("a server's URL is missing, such as http://127.0.0.1:8000/v1")
-    apis = list(judging.MODULES) if options.api == "all" else options.api.split(",")
+    apis = list(API_CHECKS) if options.api == "all" else options.api.split(",")
     for name in apis:
-        if name not in judging.MODULES:
-            raise UsageError(f"--api: there is no {name!r}; use all, {', '.join(judging.MODULES)}")
+        if name not in API_CHECKS:
+            raise UsageError(f"--api: there is no {name!r}; use all, {', '.join(API_CHECKS)}")
     key = read_key(options)
     target = Target.of(given.url, headers={"Authorization": f"Bearer {key}"} if key else None)
 

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
-from dynamo.cli.referee import chat_checks
-from dynamo.cli.referee.apis import (
-    batches,
-    chat_agents,
-    embeddings,
-    files,
-    messages,
-    messages_agents,
-    messages_stream,
-    responses,
-    responses_agents,
-    responses_stream,
-)
-from dynamo.cli.referee.apis.refusals import refusal_rows
+from dynamo.cli.referee.apis import API_CHECKS, embeddings, messages, responses
 from dynamo.cli.referee.checks import (
     Broken,
     CannotJudge,
@@ -31,37 +17,14 @@ from dynamo.cli.referee.checks import (
     Probe,
     RefereeRun,
     Result,
-    checks_of_rows,
 )
 from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.server_checks import ALONE, server_checks
-from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS, rows_of
-from dynamo.cli.referee.text_checks import is_there as text_is_there
+from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS
 from dynamo.cli.usage import UsageError
 
 AT_ONCE: Final = 4
 MAX_REASON: Final = 500  # characters
-
-MODULES: Final[dict[str, Callable[[], list[Check]]]] = {
-    "chat": lambda: checks_of_rows(
-        "chat", [*rows_of(CHAT), *chat_checks.ROWS, *chat_agents.ROWS], partial(text_is_there, CHAT)
-    ),
-    "completions": lambda: checks_of_rows("completions", rows_of(COMPLETIONS), partial(text_is_there, COMPLETIONS)),
-    "responses": lambda: checks_of_rows(
-        "responses",
-        [*responses.ROWS, *responses_stream.ROWS, *refusal_rows(responses.REFUSALS), *responses_agents.ROWS],
-        responses.is_there,
-    ),
-    "messages": lambda: checks_of_rows(
-        "messages",
-        [*messages.ROWS, *messages_stream.ROWS, *refusal_rows(messages.REFUSALS), *messages_agents.ROWS],
-        messages.is_there,
-    ),
-    "embeddings": lambda: checks_of_rows(
-        "embeddings", [*embeddings.ROWS, *refusal_rows(embeddings.REFUSALS)], embeddings.is_there
-    ),
-    "files": lambda: checks_of_rows("files", [*files.ROWS, *batches.ROWS], files.is_there),
-}
 
 # Where the checks of the server send a small request: the first of these that is judged, else chat.
 _PATHS: Final = {
@@ -80,7 +43,7 @@ def server_path(apis: Sequence[str]) -> str:
 
 def all_checks() -> list[Check]:
     """Return every check, those of the server first."""
-    return [*server_checks(), *(check for made in MODULES.values() for check in made())]
+    return [*server_checks(), *(check for made in API_CHECKS.values() for check in made())]
 
 
 async def find_model(shared: RefereeRun) -> str:
@@ -106,7 +69,7 @@ async def judge(shared: RefereeRun, apis: Sequence[str], checks: Sequence[Check]
 
     async def one(check: Check) -> Result:
         area = check.id.partition(".")[0]
-        if area in MODULES and area not in apis:
+        if area in API_CHECKS and area not in apis:
             return Result(check, CheckOutcome.SKIPPED, f"--api does not name {area}", "", "", 0.0)
         probe = Probe(shared)
         try:

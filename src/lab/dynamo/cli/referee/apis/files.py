@@ -54,7 +54,7 @@ async def delete(probe: Probe, name: str) -> ServerAnswer:
 
 
 async def _uploaded(probe: Probe) -> tuple[Json, dict[str, ServerAnswer]]:
-    """Upload a file, read it, and delete it: once for all checks."""
+    """Upload a file, read it in each way, and delete it: once for all checks."""
 
     async def make() -> tuple[Json, dict[str, ServerAnswer]]:
         made = await upload(probe)

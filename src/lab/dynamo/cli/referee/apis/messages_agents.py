@@ -62,7 +62,8 @@ async def check_no_tool(probe: Probe) -> None:
 
 
 async def check_any_tool(probe: Probe) -> None:
-    answer = (await optional(probe, "Report.", **{**TOOL, "tool_choice": {"type": "any"}})).json()
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    answer = (await optional(probe, "Report.", **{**TOOL, "tool_choice": choice})).json()
     if not blocks(answer, "tool_use") and member(answer, "stop_reason") == "max_tokens":
         raise CannotJudge("the answer was cut before the call")
     demand(blocks(answer, "tool_use"), "tool_choice is any, and content has no tool_use")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Final
+from urllib.parse import quote
 
 from dynamo.cli.referee.apis.refusals import Refusals, openai_error
 from dynamo.cli.referee.chat_checks import SCHEMA
@@ -172,7 +173,7 @@ async def check_tool_call(probe: Probe) -> None:
 
 
 def demand_arguments(text: Json, status: Json) -> None:
-    """Raise Broken unless arguments are a JSON object, or the answer was cut."""
+    """Raise Broken unless arguments are a JSON object, CannotJudge where the answer was cut."""
     try:
         parsed = json.loads(text or "")
     except (TypeError, ValueError):
@@ -225,7 +226,7 @@ async def check_previous_unknown(probe: Probe) -> None:
 
 async def check_retrieve(probe: Probe) -> None:
     first = await _stored(probe)
-    found = served(await probe.get(f"{PATH}/{first['id']}"), is_optional=True).json()
+    found = served(await probe.get(f"{PATH}/{quote(first['id'])}"), is_optional=True).json()
     for name in ("id", "object", "model", "status", "output"):
         demand(member(found, name) == member(first, name), f"{name} is not that of the response that was made")
 
@@ -233,9 +234,10 @@ async def check_retrieve(probe: Probe) -> None:
 async def check_delete(probe: Probe) -> None:
     await _stored(probe)
     mine = (await optional(probe, LONG_PROMPT, store=True)).json()
-    gone = served(await probe.get(f"{PATH}/{member(mine, 'id')}", "DELETE"), is_optional=True).json()
+    where = f"{PATH}/{quote(str(member(mine, 'id')))}"
+    gone = served(await probe.get(where, "DELETE"), is_optional=True).json()
     demand(member(gone, "deleted") is True, f"deleted is {member(gone, 'deleted')!r}, not true")
-    after = await probe.get(f"{PATH}/{member(mine, 'id')}")
+    after = await probe.get(where)
     demand(after.status == 404, f"a deleted response is found with status {after.status}")
 
 

@@ -52,7 +52,9 @@ async def check_no_tool(probe: Probe) -> None:
 
 
 async def check_required(probe: Probe) -> None:
-    answer = (await optional(probe, "Report.", **{**TOOL, "tool_choice": "required"})).json()
+    answer = (
+        await optional(probe, "Report.", **{**TOOL, "tool_choice": "required", "parallel_tool_calls": False})
+    ).json()
     if not items(answer, "function_call") and member(answer, "status") == "incomplete":
         raise CannotJudge("the answer was cut before the call")
     demand(items(answer, "function_call"), "tool_choice is required, and output has no function_call")

@@ -20,7 +20,7 @@ def turns() -> list[Json]:
 
 
 def demand_apart(text: str, *, is_apart: bool) -> None:
-    """Raise Broken where a text has a mark of reasoning. Raises CannotJudge where the model wrote no reasoning at all."""
+    """Raise Broken where a text has a mark of reasoning, CannotJudge where the model wrote no reasoning at all."""
     found = next((mark for mark in MARKS if mark in text), None)
     demand(found is None, f"the text has the mark {found!r} of reasoning")
     if not is_apart:
