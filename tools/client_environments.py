@@ -1,6 +1,8 @@
 """`make test-clients`: make an environment for each client library, because their requirements clash with each other's.
 
-    python tools/client_environments.py [--only NAME]
+    python tools/client_environments.py [--only NAME] [--suites]
+
+`--suites`: for the suites of others that judge this server, instead (`make test-foreign`).
 
 Environments that are there are left as they are; remove `.clients` to have the newest versions. One that cannot be made is
 named with pip's reason, and its test is skipped.
@@ -29,6 +31,12 @@ CLIENTS: Final = {
     "aiperf": ("aiperf",),  # 1.2 GB
 }
 """Requirements by the name of the environment, which is that of the script that calls the library."""
+SUITES: Final = {
+    "llm_comply": ("llm-comply",),  # and OpenAI's document, which it carries
+    "lm_eval": ("lm-eval[api,hf]", "torch==2.13.0"),  # a release of torch that has a build without CUDA where there is one
+    "bfcl": ("--no-deps", "bfcl-eval"),  # its data alone
+}
+"""The same for the suites of `make test-foreign`."""
 
 
 def python_of(name: str) -> Path:
@@ -51,7 +59,7 @@ def make(name: str) -> str | None:
         "install",
         "-q",
         "--no-warn-script-location",
-        *CLIENTS[name],
+        *(CLIENTS | SUITES)[name],
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -62,9 +70,10 @@ def make(name: str) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make an environment for each client library.")
-    parser.add_argument("--only", choices=[*CLIENTS], help="this one")
-    only = parser.parse_args().only
-    for name in CLIENTS if only is None else (only,):
+    parser.add_argument("--only", choices=[*CLIENTS, *SUITES], help="this one")
+    parser.add_argument("--suites", action="store_true", help="the suites that judge this server, instead of clients")
+    given = parser.parse_args()
+    for name in [given.only] if given.only else SUITES if given.suites else CLIENTS:
         if (reason := make(name)) is not None:
             print(f"{name}: not tested, its environment cannot be made: {reason}")
     return 0
