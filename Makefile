@@ -146,6 +146,10 @@ test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai, instructor, ollam
 	@$(BIN)/python tools/client_environments.py
 	@$(BIN)/python -m pytest -q -m clients tests/process/clients -rs $(ARGS)
 
+test-foreign: $(VENV)/.dev ## suites of others judge this server: llm-comply, schemathesis over OpenAI's document, lm-eval, and the functions of BFCL (pip downloads them)
+	@$(BIN)/python tools/client_environments.py --suites
+	@eval "$$(tools/engine_venvs.sh models)"; XDG_CACHE_HOME=$(CURDIR)/.engines/cache $(BIN)/python -m pytest -q -m foreign tests/process/foreign -rs $(ARGS)
+
 test-browser: $(VENV)/.dev ## the inspector's page in a headless Chromium (Debian: apt-get install chromium), by playwright, which this installs
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[browser]'
 	@$(BIN)/python -m pytest -q -m browser tests/process/inspect_page -rs $(ARGS)
@@ -173,4 +177,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench conformance-peers bench-fleet bench-native bench-native-routing bench-gateways bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-kube test-image test-versions dist image fault-table test-clients test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench conformance-peers bench-fleet bench-native bench-native-routing bench-gateways bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-kube test-image test-versions dist image fault-table test-clients test-foreign test-engines test-models test-rust test-interop clean

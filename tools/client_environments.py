@@ -33,7 +33,10 @@ CLIENTS: Final = {
 """Requirements by the name of the environment, which is that of the script that calls the library."""
 SUITES: Final = {
     "llm_comply": ("llm-comply",),  # and OpenAI's document, which it carries
-    "lm_eval": ("lm-eval[api,hf]", "torch==2.13.0"),  # a release of torch that has a build without CUDA where there is one
+    "lm_eval": (
+        "lm-eval[api,hf]",
+        "torch==2.13.0",
+    ),  # a release of torch that has a build without CUDA where there is one
     "bfcl": ("--no-deps", "bfcl-eval"),  # its data alone
 }
 """The same for the suites of `make test-foreign`."""

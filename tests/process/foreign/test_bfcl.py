@@ -77,7 +77,8 @@ async def test_a_forced_call_is_one_that_the_document_of_its_function_allows(nam
     places = asyncio.Semaphore(AT_ONCE)
     judged = await asyncio.gather(*[judge(port, item, places) for item in items(name)])
     assert [each for each in judged if each not in OUTCOMES] == []
-    assert judged.count(WHOLE) >= len(judged) // 3, Counter(judged)  # the others end at max_tokens, in the middle of a text
+    short = len(judged) - judged.count(TOO_LONG)
+    assert judged.count(WHOLE) > short * 3 // 4 > 0, Counter(judged)
 
 
 async def judge(port: int, item: dict[str, Any], places: asyncio.Semaphore) -> str:
@@ -85,6 +86,7 @@ async def judge(port: int, item: dict[str, Any], places: asyncio.Semaphore) -> s
     tools = tools_of(item)
     parameters = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
     body = {"model": "demo", "messages": item["question"][0], "tools": tools, "tool_choice": "required"}
+    body |= {"reasoning_effort": "none", "parallel_tool_calls": False}  # the small model seldom ends these by itself
     async with places:
         reply = await ask(port, "/v1/chat/completions", {**body, "max_tokens": 300, "temperature": 0})
     if reply.status == 400 and reply.json()["error"]["code"] == "context_length_exceeded":
