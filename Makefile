@@ -146,9 +146,9 @@ test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai, instructor, ollam
 	@$(BIN)/python tools/client_environments.py
 	@$(BIN)/python -m pytest -q -m clients tests/process/clients -rs $(ARGS)
 
-test-foreign: $(VENV)/.dev ## suites of others as judges of this server: llm-comply and lm-eval (pip downloads them, and torch)
+test-foreign: $(VENV)/.dev ## suites of others judge this server: llm-comply, schemathesis over OpenAI's document, lm-eval, and the functions of BFCL (pip downloads them)
 	@$(BIN)/python tools/client_environments.py --suites
-	@$(PYTEST) -rs -m foreign tests/process/foreign $(ARGS)
+	@eval "$$(tools/engine_venvs.sh models)"; XDG_CACHE_HOME=$(CURDIR)/.engines/cache $(BIN)/python -m pytest -q -m foreign tests/process/foreign -rs $(ARGS)
 
 test-browser: $(VENV)/.dev ## the inspector's page in a headless Chromium (Debian: apt-get install chromium), by playwright, which this installs
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[browser]'

@@ -37,6 +37,7 @@ SUITES: Final = {
         "lm-eval[api,hf]",
         "torch==2.13.0",
     ),  # a release of torch that has a build without CUDA where there is one
+    "bfcl": ("--no-deps", "bfcl-eval"),  # its data alone
 }
 """The same for the suites of `make test-foreign`."""
 

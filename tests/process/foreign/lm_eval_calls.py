@@ -36,7 +36,7 @@ def questions() -> list[dict[str, Any]]:
 def tasks(file: Path, kinds: list[str]) -> list[dict[str, Any]]:
     """Return the local tasks of lm-eval: choices by their log probability, texts, and the log probability of a whole text."""
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
-    common = {**data, "metadata": {"version": 1}, "num_fewshot": 0}
+    common: dict[str, Any] = {**data, "metadata": {"version": 1}, "num_fewshot": 0}
     known: dict[str, dict[str, Any]] = {
         "choices": {
             "output_type": "multiple_choice", "doc_to_text": TEMPLATE, "doc_to_choice": "answers", "doc_to_target": "right",

@@ -20,6 +20,12 @@ def interpreter(name: str) -> Path:
     return python
 
 
+def package(name: str, module: str) -> Path:
+    """Return the folder of a package in a suite's environment, which is only read."""
+    (found,) = interpreter(name).parents[1].glob(f"lib/python3*/site-packages/{module}")
+    return found
+
+
 @contextmanager
 def served_demo(directory: Path, *, names: Sequence[str] = ("demo",)) -> Iterator[str]:
     """Serve the demonstration model by these names; yield the address."""

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -46,15 +45,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("form", WAIVED)
 def test_each_finding_has_a_reason_why_it_is_no_fault(form: str, url: str) -> None:
     program = python_of("llm_comply").with_name("llm-comply")
-    command: list[str | Path] = [
-        interpreter("llm_comply"),
-        program,
-        "--format",
-        form,
-        "--base-url",
-        f"{url}/v1",
-        "--json",
-    ]
+    command = [str(interpreter("llm_comply")), str(program), "--format", form, "--base-url", f"{url}/v1", "--json"]
     command += ["--model", NAMED[form], "--api-key", "none"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE_SECONDS, check=False)
     results: list[dict[str, Any]] = json.loads(done.stdout)["results"]

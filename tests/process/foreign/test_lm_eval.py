@@ -22,7 +22,7 @@ SLOTS: Final = 4
 def compared(directory: Path, *arguments: str) -> dict[str, Any]:
     """Run the comparison without the network; return what it printed."""
     offline = {"HF_HOME": str(directory / "hub"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    command: list[str | Path] = [interpreter("lm_eval"), CALLS, *arguments]
+    command = [str(interpreter("lm_eval")), str(CALLS), *arguments]
     environment = os.environ | offline
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=8 * PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -42,14 +42,14 @@ def test_scores_and_texts_are_those_of_transformers_on_the_same_weights(tmp_path
 
 @pytest.mark.foreign
 @pytest.mark.models
-def test_texts_of_a_real_model_are_those_of_the_server_of_its_engine(tmp_path: Path) -> None:
+def test_texts_of_a_real_model_are_those_of_the_server_of_its_engine(tmp_path_factory: pytest.TempPathFactory) -> None:
     place = located(LLAMA, "smollm2")
     if isinstance(place, str):
         pytest.skip(place)
     python, file = place
-    (served := tmp_path / "served").mkdir()
-    with served_llama(served, python, "smollm2", SLOTS) as ours, bare_llama(python, file, SLOTS) as bare:
+    folder = tmp_path_factory.mktemp("real")  # short: the path of a socket within it has a limit
+    with served_llama(folder / "served", python, "smollm2", SLOTS) as ours, bare_llama(python, file, SLOTS) as bare:
         addresses = [f"http://127.0.0.1:{each.port}" for each in (ours, bare)]
-        found = compared(tmp_path, "server", addresses[0], ours.model, addresses[1])
+        found = compared(folder, "server", addresses[0], ours.model, addresses[1])
     assert found["differing"] == []
     assert found["texts"] > 8
