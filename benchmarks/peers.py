@@ -257,9 +257,11 @@ def judge(port: int, model: str, *more: str) -> list[dict[str, Any]]:
         report = Path(name, "report.json")
         command = [
             sys.executable, "-m", "dynamo.cli.main", "conformance", f"http://127.0.0.1:{port}/v1", "--model", model,
-            "--json", str(report), "--timeout", str(ANSWER_SECONDS), *more,
+            "--json", str(report), "--timeout", str(ANSWER_SECONDS), "--limit", str(JUDGED_SECONDS), *more,
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=JUDGED_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=JUDGED_SECONDS + ANSWER_SECONDS, check=False
+        )
         if not report.exists():
             raise RuntimeError(f"the referee ended with status {done.returncode}: {done.stderr.strip()}")
         return [check for check in json.loads(report.read_text())["checks"] if check["outcome"] != "skipped"]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Final
 
 COLLECTIONS: Final = (8_000, 2, 100)
-"""When the collector searches for circles: after so many new containers; every third time also those that outlived the last
-searches; and all of them after so many of the latter. A request leaves no circle (the soak holds that), so Python's 700 only
+"""When the collector searches for circles: after so many new containers; every fourth time also those that outlived the last
+three; and all of them after so many of the latter. A request leaves no circle (the soak holds that), so Python's 700 only
 cost time, 6 % of a one-token request. A search holds up every stream, and takes as long as there are containers in it: with
-20,000 and every eleventh time, the middle one went through 220,000 as workers joined, 126 ms on a slow machine; these are 24,000.
+20,000 and every twelfth time, the middle one went through 240,000 as workers joined, 126 ms on a slow machine; these are 32,000.
 """
 
 
