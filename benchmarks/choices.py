@@ -39,13 +39,16 @@ HELD: Final = 3  # requests at each worker, on average
 class Workers:
     """The instances of one endpoint, as a client has them."""
 
-    def __init__(self, count: int) -> None:
-        self.instances = InstanceSet(ENDPOINT)
+    def __init__(self, count: int, ill: int = 0) -> None:
+        """`ill`: so many have an open circuit for as long as this runs."""
+        self.instances = InstanceSet(ENDPOINT, inhibit_seconds=1e9)
         for number in range(count):
             instance = Instance(
                 namespace="ns", component="c", endpoint="e", instance_id=number, transport={"mem": str(number)}
             )
             self.instances.put(f"ns/c/e/{number:x}", instance)
+        for number in range(ill):
+            self.instances.inhibit(number * count // ill, 0.0)
 
     def instance_ids(self) -> list[int]:
         return [each.instance_id for each in self.instances.discovered]
@@ -74,11 +77,11 @@ def policy(name: str, count: int) -> Policy:
     return placement
 
 
-async def measure(name: str, count: int, repeats: int) -> float:
+async def measure(name: str, count: int, repeats: int, ill: int) -> float:
     """Return the least CPU of a choice, in microseconds. Time is virtual: a request runs for `LIFE_SECONDS`."""
     loop, clock = asyncio.get_running_loop(), 0.0
     loop.time = lambda: clock  # type: ignore[method-assign]
-    workers, chosen, rng = Workers(count), policy(name, count), random.Random(3)
+    workers, chosen, rng = Workers(count, ill), policy(name, count), random.Random(3)
     pool = ModelPool("m", {ENDPOINT: cast(WorkerClient, workers)}, chosen)
     pool.set_members([(ENDPOINT, number) for number in range(count)])
     running: deque[tuple[str, Any]] = deque()
@@ -132,9 +135,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[*SIZES])
     parser.add_argument("--modes", nargs="+", default=[*NAMES])
+    parser.add_argument("--ill", type=int, default=0, help="workers that have failed a moment ago (default: none)")
     args = parser.parse_args()
     for name in args.modes:
-        figures = [asyncio.run(measure(name, size, args.repeats)) for size in args.sizes]
+        figures = [asyncio.run(measure(name, size, args.repeats, args.ill)) for size in args.sizes]
         shown = "  ".join(f"{size}: {figure:7.1f} us" for size, figure in zip(args.sizes, figures, strict=True))
         print(f"{name:14} {shown}", flush=True)
 

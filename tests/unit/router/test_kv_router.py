@@ -7,10 +7,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dynamo.errors import DynamoException
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, WorkerRank
-from dynamo.placement.kv_query import AllEligibleWorkersOverloaded, KvOverrides, KvQuery, NoEndpoints, RankInfo, Trust
+from dynamo.placement.kv_query import (
+    AllEligibleWorkersOverloaded,
+    KvOverrides,
+    KvQuery,
+    NoEndpoints,
+    RankInfo,
+    Trust,
+    eligible_ranks,
+)
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.rank_load import common_blocks
 from dynamo.router.kv.router import KvRouter, KvRouterOptions
@@ -374,3 +385,27 @@ def test_a_prompt_of_two_blocks_goes_to_its_holder_while_both_are_idle(seed: int
         prompt = range(900_000 + 1000 * holder.worker_id, 900_057 + 1000 * holder.worker_id)
         index.add(holder, sequence_hashes(block_hashes(prompt, 32)), ranks.now)
         assert ranks.router.select(KvQuery(token_ids=prompt), ranks.now).rank == holder
+
+
+@given(st.data())
+def test_the_ranks_that_are_kept_for_allowed_workers_are_those_of_a_new_search(data: st.DataObject) -> None:
+    router = make()
+    groups = [{1, 2, 3}, {1, 3}, {2, 4, 5}, {5: 0, 1: 1}]
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.booleans()):
+            workers = data.draw(st.sets(st.integers(1, 6), min_size=1))
+            busy = data.draw(st.sets(st.sampled_from(sorted(workers))))
+            router.set_ranks({WorkerRank(each): RankInfo(is_busy=each in busy) for each in workers})
+        query = KvQuery(
+            token_ids=PROMPT,
+            allowed=data.draw(st.sampled_from([None, *groups])),
+            excluded=data.draw(st.sampled_from([(), (), (3,)])),
+        )
+        try:
+            ranks, excluded = eligible_ranks(router.ranks, query)
+        except DynamoException as error:
+            with pytest.raises(type(error)):
+                router.select(query, 0.0)
+        else:
+            state = router.select(query, 0.0).state
+            assert ([each.rank for each in state.ranks], state.excluded) == (ranks, excluded)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dynamo.errors import Overloaded, WorkerUnavailable
 from dynamo.placement import Booking, Candidate, CandidateList, PlacementRequest, RouterMode, place, policy_for
 from dynamo.placement.candidates import find
+from dynamo.router.workers.worker_holds import WorkerHold, WorkerHolds
 from dynamo.runtime.calls.instances import MAX_KEPT, InstanceSet
 from dynamo.runtime.calls.request_plane.base import Instance
 
@@ -67,22 +68,38 @@ def test_kept_candidates_are_those_that_would_be_made_anew(acts: list[tuple[str,
             seen.append((found, list(found)))
             if isinstance(found, CandidateList):
                 assert found.in_flight == [each.in_flight for each in found]
-                assert found.positions == {each.instance_id: at for at, each in enumerate(found)}
-                assert not found.are_free or not any(each.is_busy or each.is_circuit_open for each in found)
+                assert found.shape.positions == {each.instance_id: at for at, each in enumerate(found)}
+                assert found.unfit == {each.instance_id for each in found if each.is_busy or each.is_circuit_open}
+                without_some(found, frozenset({number, 3}))
             for wanted in range(10):
                 assert find(found, wanted) == next((each for each in found if each.instance_id == wanted), None)
             chosen_alike(found)
     assert all(found == copy for found, copy in seen)  # what was handed out never changes
 
 
+def without_some(candidates: CandidateList, ids: frozenset[int]) -> None:
+    """A list without some ids is that of the others, also where one that is without ids already loses more."""
+    for left_out in (ids, candidates.unfit):
+        left = candidates.without(left_out).without(frozenset({7}))
+        made = CandidateList([each for each in candidates if each.instance_id not in {*left_out, 7}])
+        assert (left, left.in_flight, left.shape.positions, left.unfit) == (
+            made,
+            made.in_flight,
+            made.shape.positions,
+            made.unfit,
+        )
+
+
 def chosen_alike(candidates: list[Candidate]) -> None:
     """Every mode chooses from kept candidates what it chooses from a plain list of them."""
+    tried = frozenset({(ENDPOINT, 3), ("other", 4), (ENDPOINT, 99)})
+    requests = [PlacementRequest(), PlacementRequest(excluded=tried), PlacementRequest()]
     for mode in (RouterMode.ROUND_ROBIN, RouterMode.RANDOM, RouterMode.POWER_OF_TWO, RouterMode.LEAST_LOADED):
         found = []
         for given_list in (candidates, [*candidates]):
             policy = policy_for(mode, rng=random.Random(4))
             try:
-                placed = [place(policy, PlacementRequest(), given_list, 0.0, scope="s").candidate for _ in range(3)]
+                placed = [place(policy, each, given_list, 0.0, scope="s").candidate for each in requests]
             except (WorkerUnavailable, Overloaded) as error:
                 found.append(type(error).__name__)
             else:
@@ -108,3 +125,20 @@ def test_groups_of_before_a_join_cost_later_bookings_nothing() -> None:
         members = frozenset(range(number + 1))
         assert len(instances.candidates(0.0, members=members)) == number + 1
     assert len(instances.loads.changed) == 1
+
+
+@given(st.dictionaries(st.integers(0, 6), st.sampled_from(["drain", "quarantine"])))
+def test_holds_leave_the_same_of_a_kept_list_as_of_a_plain_one(kinds: dict[int, str]) -> None:
+    holds = WorkerHolds()
+    for number, kind in kinds.items():
+        holds.put(WorkerHold(number, kind, seconds=None if number else 0.5), 0.0)
+    candidates = [Candidate(number, ENDPOINT, in_flight=number, is_busy=number == 4) for number in range(1, 6)]
+    kept, plain = holds.apply(CandidateList(candidates), 1.0), holds.apply(candidates, 1.0)
+    assert kept == plain
+    assert [each.instance_id for each in plain] == [each for each in range(1, 6) if kinds.get(each) != "drain"]
+    assert {each.instance_id for each in plain if each.is_circuit_open} == {
+        number for number, kind in kinds.items() if kind == "quarantine" and 1 <= number < 6
+    }
+    assert isinstance(kept, CandidateList)
+    assert kept.in_flight == [each.in_flight for each in kept]
+    assert kept.unfit == {each.instance_id for each in kept if each.is_busy or each.is_circuit_open}

@@ -7,6 +7,7 @@ workers with an open circuit only by the rules below. A `Policy` chooses among w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Final, Protocol
 
 import msgspec
@@ -18,6 +19,9 @@ from dynamo.placement.kv_transfer import TransferRule
 
 WorkerKey = tuple[str, int]
 """(endpoint, instance id). One process may serve a model on several endpoints under one id."""
+
+MAX_PARTS: Final = 8
+"""Shapes of a list without some of its ids that are kept."""
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -35,33 +39,67 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return self.endpoint, self.instance_id
 
 
+class _Shape:
+    """Where each id of a list is, and the shapes of lists without some of them. One object for all lists of the same ids."""
+
+    __slots__ = ("parts", "positions")
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.positions = {each: at for at, each in enumerate(ids)}
+        self.parts: dict[frozenset[int], tuple[Sequence[bool], _Shape]] = {}
+
+    def without(self, ids: frozenset[int]) -> tuple[Sequence[bool], _Shape]:
+        """Find the positions that are left without some ids, and the shape of what is left."""
+        part = self.parts.get(ids)
+        if part is None:
+            if len(self.parts) >= MAX_PARTS:
+                self.parts.clear()
+            left = [each not in ids for each in self.positions]
+            part = self.parts[ids] = left, _Shape(compress(self.positions, left))
+        return part
+
+
 class CandidateList(list[Candidate]):
     """The workers of one endpoint, by id, as they are kept between choices. It never changes: a new one comes in its place.
 
-    `positions`: where each id is; `in_flight`: of each, in the order of the list; `are_free`: none is busy or has an open circuit.
+    `in_flight`: of each, in the order of the list; `unfit`: the ids of those that are busy or have an open circuit;
+    `shape.positions`: where each id is.
     """
 
-    __slots__ = ("are_free", "in_flight", "positions")
+    __slots__ = ("in_flight", "shape", "unfit")
 
-    def __init__(
-        self, candidates: Iterable[Candidate], changes: Mapping[int, Candidate] | None = None, *, are_free: bool = False
-    ) -> None:
+    def __init__(self, candidates: Iterable[Candidate], changes: Mapping[int, Candidate] | None = None) -> None:
         """`changes`: `candidates` is such a list, and these come in the place of others with the same ids, by position."""
         super().__init__(candidates)
         if changes is None or not isinstance(candidates, CandidateList):
-            self.positions = {each.instance_id: at for at, each in enumerate(self)}
+            self.shape = _Shape(each.instance_id for each in self)
             self.in_flight = [each.in_flight for each in self]
-            self.are_free = not any(each.is_busy or each.is_circuit_open for each in self)
+            self.unfit = frozenset([each.instance_id for each in self if each.is_busy or each.is_circuit_open])
             return
-        self.positions, self.in_flight, self.are_free = candidates.positions, [*candidates.in_flight], are_free
+        self.shape, self.in_flight, self.unfit = candidates.shape, [*candidates.in_flight], candidates.unfit
         for at, candidate in changes.items():
             self[at], self.in_flight[at] = candidate, candidate.in_flight
+            if (candidate.is_busy or candidate.is_circuit_open) != (candidate.instance_id in self.unfit):
+                self.unfit ^= {candidate.instance_id}
+
+    def without(self, ids: frozenset[int]) -> CandidateList:
+        """Return the list without some of the ids. It costs little where the same ones were left out a moment ago."""
+        known = [each for each in ids if each in self.shape.positions]
+        if not known:
+            return self
+        if len(known) < len(ids):
+            ids = frozenset(known)
+        left, shape = self.shape.without(ids)
+        found = CandidateList(())
+        found.extend(compress(self, left))
+        found.in_flight, found.shape, found.unfit = [*compress(self.in_flight, left)], shape, self.unfit - ids
+        return found
 
 
 def find(candidates: Sequence[Candidate], instance_id: int) -> Candidate | None:
     """Return the first candidate with this id; None: there is none."""
     if isinstance(candidates, CandidateList):
-        at = candidates.positions.get(instance_id)
+        at = candidates.shape.positions.get(instance_id)
         return None if at is None else candidates[at]
     return next((each for each in candidates if each.instance_id == instance_id), None)
 
@@ -156,11 +194,16 @@ def eligible(request: PlacementRequest, candidates: Sequence[Candidate], *, scop
     Raises `WorkerUnavailable` when no worker is left, `Overloaded` when every worker that is left is busy.
     """
     excluded = request.excluded
-    if not excluded and isinstance(candidates, CandidateList) and candidates and candidates.are_free:
-        return candidates
+    if isinstance(candidates, CandidateList) and candidates:
+        unfit = candidates.unfit
+        if excluded:
+            unfit |= {worker for endpoint, worker in excluded if endpoint == candidates[0].endpoint}
+        found = candidates.without(unfit) if unfit else candidates
+        if found:
+            return found
     left = [each for each in candidates if each.key not in excluded] if excluded else candidates
-    found = [each for each in left if not (each.is_circuit_open or each.is_busy)]
-    return found or _second_choice(request, left, scope)
+    fit = [each for each in left if not (each.is_circuit_open or each.is_busy)]
+    return fit or _second_choice(request, left, scope)
 
 
 def _second_choice(request: PlacementRequest, left: Sequence[Candidate], scope: str) -> Sequence[Candidate]:

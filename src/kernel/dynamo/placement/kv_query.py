@@ -210,11 +210,15 @@ _NOT_FOUND: Final = "Invalid request"  # the native text for an unknown worker i
 
 def is_unconstrained(query: KvQuery) -> bool:
     """Return whether the query excludes no rank by itself."""
-    return not (
+    return query.allowed is None and not names_ranks(query)
+
+
+def names_ranks(query: KvQuery) -> bool:
+    """Return whether the query excludes ranks by more than the workers that are allowed."""
+    return bool(
         query.excluded
         or query.required_taints
         or query.required_topology
-        or query.allowed is not None
         or query.pinned_worker_id is not None
         or query.pinned_dp_rank is not None
     )
@@ -238,8 +242,10 @@ def eligible_ranks(
     _check_pin(ranks, query)
     left: list[WorkerRank] = []
     excluded: list[RankExclusion] = []
+    plainly = None if names_ranks(query) else query.allowed  # nearly all of a thousand ranks need only these two rules
     for rank, info in ranks.items():
-        reason = exclusion_of(rank, info, query)
+        is_plain = plainly is not None and rank.worker_id in plainly and not info.is_busy
+        reason = None if is_plain else exclusion_of(rank, info, query)
         if reason is None:
             left.append(rank)
         else:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
-from dynamo.placement.kv_query import RankInfo
+from dynamo.placement.kv_query import KvQuery, RankExclusion, RankInfo, eligible_ranks, names_ranks
 from dynamo.placement.kv_state import RankState, Records
 from dynamo.placement.rank_load import LoadOfRank
 from dynamo.placement.timing_learner import TimingLearner
@@ -17,6 +17,24 @@ MOVED_AT_ONCE: Final = 8
 follow with the next choices: all of them at once would hold up the event loop."""
 
 
+class RankPart:
+    """The ranks that a query may use, in the order of all."""
+
+    __slots__ = ("allowed", "excluded", "left", "positions", "ranks")
+
+    def __init__(
+        self,
+        ranks: Sequence[WorkerRank],
+        excluded: tuple[RankExclusion, ...] = (),
+        every: Sequence[WorkerRank] = (),
+    ) -> None:
+        """`every`: all ranks, of which these are some."""
+        self.ranks, self.excluded = ranks, excluded
+        self.positions = {rank: at for at, rank in enumerate(ranks)}
+        self.left = [rank in self.positions for rank in every]
+        self.allowed: Collection[int] | None = None  # of the query, by identity
+
+
 def _nothing_held(_: WorkerRank) -> int:
     return 0
 
@@ -24,7 +42,7 @@ def _nothing_held(_: WorkerRank) -> int:
 class RankStates:
     """One `RankState` per known rank, in the order of the ranks. Bounded by the ranks."""
 
-    __slots__ = ("_held", "_load", "_positions", "_states", "infos", "loads", "ranks", "some_are_busy", "timing")
+    __slots__ = ("_held", "_load", "_part", "_states", "every", "infos", "loads", "some_are_busy", "timing")
 
     def __init__(
         self, load: ActiveLoad, timing: TimingLearner, held: Callable[[WorkerRank], int] | None = None
@@ -33,17 +51,17 @@ class RankStates:
         self._load, self.timing = load, timing
         self._held = held or _nothing_held
         self.infos: dict[WorkerRank, RankInfo] = {}
-        self.ranks: tuple[WorkerRank, ...] = ()
+        self.every = RankPart(())
         self.loads: tuple[LoadOfRank, ...] = ()  # in the order of `ranks`
         self.some_are_busy = False
-        self._positions: dict[WorkerRank, int] = {}
+        self._part: RankPart | None = None  # of the last query that had no more than allowed workers
         self._states = Records.after(None, (), ())
 
     def set(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
         """Take the ranks there are and what is known of each; the load of every other rank is forgotten."""
         for gone in set(self._load.ranks()) - ranks.keys():
             self._load.forget(gone.worker_id, gone.dp_rank)
-        former, block_size = self.infos, self._load.block_size
+        former, block_size, self._part = self.infos, self._load.block_size, None
         others = [
             rank for rank, info in ranks.items() if former.get(rank) is not info
         ]  # that are new, or known otherwise
@@ -57,8 +75,7 @@ class RankStates:
         self.loads = tuple(map(self._load.of, self.infos))
         if not has_same:
             states = dict(zip(self.ranks, self._states, strict=True))
-            self.ranks = tuple(self.infos)
-            self._positions = {rank: at for at, rank in enumerate(self.ranks)}
+            self.every = RankPart(tuple(self.infos))
             current = [
                 states.get(rank) or self._state(rank, load) for rank, load in zip(self.ranks, self.loads, strict=True)
             ]
@@ -66,14 +83,10 @@ class RankStates:
         self.some_are_busy = any(info.is_busy for info in self.infos.values())
         self._load.changed.update([rank for rank in others if rank in former])
 
-    def position(self, rank: WorkerRank) -> int | None:
-        """Return where in `ranks` a rank is; None: it is not known."""
-        return self._positions.get(rank)
-
-    def positions(self, ranks: Iterable[WorkerRank]) -> list[int]:
-        """Return where in `ranks` these ranks are, in any order; those that are not known are left out."""
-        known = self._positions
-        return [known[rank] for rank in ranks if rank in known]
+    @property
+    def ranks(self) -> Sequence[WorkerRank]:
+        """All ranks, in order."""
+        return self.every.ranks
 
     def current(self) -> Records:
         """Return the record of every rank as it is now."""
@@ -81,17 +94,23 @@ class RankStates:
         for _ in range(min(len(moved), MOVED_AT_ONCE)):
             changed.add(moved.pop())
         if changed:
-            states, positions = list(self._states), self.positions(changed)
+            states = list(self._states)
+            known = self.every.positions
+            positions = [known[rank] for rank in changed if rank in known]
             for at in positions:
                 states[at] = self._state(self.ranks[at], self.loads[at])
             changed.clear()
             self._states = Records.after(self._states, states, positions)
         return self._states
 
-    def of(self, ranks: Sequence[WorkerRank]) -> tuple[RankState, ...]:
-        """Return the records of some of the ranks."""
-        states, positions = self.current(), self._positions
-        return tuple(states[positions[rank]] for rank in ranks)
+    def part(self, query: KvQuery) -> RankPart:
+        """Return the ranks that may serve a query; kept while the same workers are allowed. Raises what `eligible_ranks` raises."""
+        part = self._part
+        if part is None or part.allowed is not query.allowed or names_ranks(query):
+            part = RankPart(*eligible_ranks(self.infos, query), self.ranks)
+            if not names_ranks(query):
+                part.allowed, self._part = query.allowed, part
+        return part
 
     def _state(self, rank: WorkerRank, load: LoadOfRank) -> RankState:
         info, prefill = self.infos[rank], load.prefill_pass

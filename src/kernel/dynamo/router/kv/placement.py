@@ -144,10 +144,10 @@ class _KnownWorkers:
         if not isinstance(candidates, CandidateList):
             ids = {each.instance_id for each in candidates}
             return None if ids == self.ids else ids
-        positions = candidates.positions
+        positions = candidates.shape.positions
         if positions is not self._same:
             if positions.keys() != self.ids:
-                return positions.keys()
+                return positions
             self._same = positions
         return None
 

@@ -13,8 +13,8 @@ Whatever is missing (an index, a capacity, the end of a request) makes a choice 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress
 from typing import Final, Protocol
 
 import msgspec
@@ -26,15 +26,13 @@ from dynamo.placement.kv_query import (
     DISK_HIT_WEIGHT,
     HOST_HIT_WEIGHT,
     KvQuery,
-    RankExclusion,
     RankInfo,
-    eligible_ranks,
     is_unconstrained,
     preferred_weight,
 )
 from dynamo.placement.kv_state import KvChoice, KvPolicy, KvRequest, KvState, Lookup, RankMatch, RankState, Selection
 from dynamo.placement.rank_load import Booked, LoadOfRank, common_blocks
-from dynamo.placement.rank_states import RankStates
+from dynamo.placement.rank_states import RankPart, RankStates
 from dynamo.placement.timing_learner import TimingLearner
 from dynamo.router.kv.indexes import KvIndexes
 
@@ -223,7 +221,7 @@ class KvRouter:
 
     def best_cached_tokens(self, query: KvQuery, lookup: Lookup) -> int:
         """Return the most tokens of a prompt that an eligible rank has cached."""
-        eligible = self._states.infos.keys() if is_unconstrained(query) else self._eligible(query)[0]
+        eligible = self._states.infos.keys() if is_unconstrained(query) else self._states.part(query).ranks
         depths = (self._effective_blocks(lookup.overlaps[rank]) for rank in eligible if rank in lookup.overlaps)
         return self._tokens(max(depths, default=0.0), lookup.prompt_tokens)
 
@@ -265,19 +263,13 @@ class KvRouter:
             return range(self._own_blocks, last)
         return lookup.sequence if query.tracking_sequence is None else query.tracking_sequence
 
-    def _eligible(self, query: KvQuery) -> tuple[list[WorkerRank], tuple[RankExclusion, ...]]:
-        return eligible_ranks(self._states.infos, query)
-
     def _state(self, query: KvQuery, lookup: Lookup, tracking: Sequence[int], now: float) -> KvState:
         states = self._states
-        excluded: tuple[RankExclusion, ...] = ()
-        ranks: Sequence[WorkerRank] = states.ranks
+        part, loads = states.every, states.loads
         records: tuple[RankState, ...] = states.current()
-        loads: Sequence[LoadOfRank] = states.loads
-        if not ranks or states.some_are_busy or not is_unconstrained(query):
-            ranks, excluded = self._eligible(query)
-            records = states.of(ranks)
-            loads = [self.load.of(rank) for rank in ranks]
+        if not loads or states.some_are_busy or not is_unconstrained(query):
+            part = states.part(query)
+            records, loads = tuple(compress(records, part.left)), tuple(compress(loads, part.left))
         overrides = query.overrides
         tracks = overrides.track_prefill_tokens if overrides is not None else None
         has_preferences = bool(query.preferred_taints or query.preferred_topology)
@@ -292,19 +284,19 @@ class KvRouter:
             overrides,
             query.origin,
         )
-        matches = self._matches(ranks, loads, lookup.overlaps, tracking)
+        matches = self._matches(part, loads, lookup.overlaps, tracking)
         if has_preferences:
             matches = {
                 at: msgspec.structs.replace(
                     matches.get(at, _NO_MATCH), preferred_weight=preferred_weight(states.infos[rank], query)
                 )
-                for at, rank in enumerate(ranks)
+                for at, rank in enumerate(part.ranks)
             }
-        return KvState(self._block_size, request, records, matches, now, excluded)
+        return KvState(self._block_size, request, records, matches, now, part.excluded)
 
     def _matches(
         self,
-        ranks: Sequence[WorkerRank],
+        part: RankPart,
         loads: Sequence[LoadOfRank],
         overlaps: Mapping[WorkerRank, Overlap],
         tracking: Sequence[int],
@@ -315,12 +307,9 @@ class KvRouter:
         heads = () if first is None else self.load.heads.get(first, ())
         if not overlaps and not heads:
             return matches
-        positions: Iterable[int] = range(len(ranks))
-        if ranks is self._states.ranks and len(overlaps) + len(heads) < len(ranks):
-            # Only those that have some of it, in the order of all.
-            positions = sorted(self._states.positions({*overlaps, *heads}))
-        guess = 0
-        for at in positions:
+        # Only those that have some of it, in the order of all.
+        guess, ranks, known = 0, part.ranks, part.positions
+        for at in sorted([known[rank] for rank in {*overlaps, *heads} if rank in known]):
             load, overlap = loads[at], overlaps.get(ranks[at])
             if first in load.blocks:
                 active = guess = load.active_blocks(tracking, guess)

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from dynamo.placement import Candidate, Placement
+from dynamo.placement import Candidate, CandidateList, Placement
 
 MAX_HOLDS: Final = 4096
 
@@ -65,14 +65,23 @@ class WorkerHolds:
 
     def apply(self, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Return the candidates without the drained ones; those in quarantine count as failed."""
-        found = []
-        for each in candidates:
-            hold = self.of(each.instance_id, now)
-            if hold is None:
-                found.append(each)
-            elif hold.kind == "quarantine":
-                found.append(msgspec.structs.replace(each, is_circuit_open=True))
-        return found
+        holds = [hold for held in [*self.by_worker] if (hold := self.of(held, now)) is not None]
+        drained = frozenset([hold.instance_id for hold in holds if hold.kind == "drain"])
+        failed = {hold.instance_id for hold in holds if hold.kind == "quarantine"}
+        if isinstance(candidates, CandidateList):
+            left = candidates.without(drained)
+            positions = left.shape.positions
+            at = [positions[held] for held in failed if held in positions]
+            return CandidateList(left, {each: _failed(left[each]) for each in at}) if at else left
+        return [
+            _failed(each) if each.instance_id in failed else each
+            for each in candidates
+            if each.instance_id not in drained
+        ]
+
+
+def _failed(candidate: Candidate) -> Candidate:
+    return msgspec.structs.replace(candidate, is_circuit_open=True)
 
 
 class HeldWorkers:

@@ -30,22 +30,30 @@ DEFAULT_INHIBIT_SECONDS: Final = 5.0  # DYN_RUNTIME_INHIBITED_DURATION_SECS
 MAX_KEPT: Final = 64
 """Groups of workers whose candidates are kept; a group is the members of one model in one role."""
 
+_NONE: Final = frozenset[int]()
+
 
 class _KeptCandidates:
     """The candidates of a group of workers, as the last choice was made from them."""
 
-    __slots__ = ("busy", "changed", "found", "instances", "members")
+    __slots__ = ("busy", "changed", "found", "instances", "members", "opened")
 
     def __init__(
         self, members: Container[int] | None, busy: Collection[int], instances: Sequence[Instance], found: CandidateList
     ) -> None:
         self.members, self.busy, self.instances, self.found = members, busy, instances, found
+        self.opened: frozenset[int] = _NONE  # ids with an open circuit
         self.changed: set[int] = set()  # ids whose open streams have changed since
+
+    def note(self, busy: Collection[int], opened: frozenset[int]) -> None:
+        """Mark the workers that are busy, and those with an open circuit, as changed where they were not before."""
+        self.changed |= (frozenset(busy) ^ frozenset(self.busy)) | (opened ^ self.opened)
+        self.busy, self.opened = busy, opened
 
     def renew(self, changes: Mapping[int, Candidate]) -> CandidateList:
         """Return the candidates with others at some positions: of all that have changed."""
         self.changed.clear()
-        self.found = CandidateList(self.found, changes, are_free=not self.busy)
+        self.found = CandidateList(self.found, changes)
         return self.found
 
 
@@ -154,25 +162,21 @@ class InstanceSet:
         self, now: float, *, members: Container[int] | None = None, busy: Collection[int] = ()
     ) -> list[Candidate]:
         """Return the records that a choice is made from, by id. `members`: only these ids; None: all of them."""
-        if self.breaker.open:
-            return self._anew(members, busy, self.breaker.open_circuits(now))
         kept = self._kept.get(id(members))
         if kept is None or kept.instances is not self._sorted:
             kept = self._keep(members, busy)
-        return kept.found if not kept.changed and busy is kept.busy else self._renewed(kept, busy)
+        if kept.changed or busy is not kept.busy or kept.opened or self.breaker.open:
+            return self._renewed(kept, busy, self.breaker.open_circuits(now) if self.breaker.open else _NONE)
+        return kept.found
 
-    def _anew(self, members: Container[int] | None, busy: Container[int], opened: Container[int]) -> list[Candidate]:
-        chosen = [each for each in self._sorted if members is None or each.instance_id in members]
-        return [self._candidate(each, busy, opened) for each in chosen]
-
-    def _renewed(self, kept: _KeptCandidates, busy: Collection[int]) -> CandidateList:
+    def _renewed(self, kept: _KeptCandidates, busy: Collection[int], opened: frozenset[int]) -> CandidateList:
         """Return kept candidates with new records of those that have changed."""
-        if busy is not kept.busy:
-            kept.changed |= frozenset(busy) ^ frozenset(kept.busy)
-            kept.busy = busy
+        if busy is not kept.busy or opened is not kept.opened:
+            kept.note(busy, opened)
+        positions = kept.found.shape.positions
         return kept.renew({
-            kept.found.positions[known]: self._candidate(self._by_id[known], busy, ())
-            for known in kept.changed & kept.found.positions.keys()
+            positions[known]: self._candidate(self._by_id[known], busy, opened)
+            for known in kept.changed & positions.keys()
         })  # fmt: skip
 
     def _candidate(self, instance: Instance, busy: Container[int], opened: Container[int]) -> Candidate:
@@ -189,9 +193,10 @@ class InstanceSet:
     def _keep(self, members: Container[int] | None, busy: Collection[int]) -> _KeptCandidates:
         """Make the candidates of a group of workers anew, and keep them for the next choice."""
         former = self._kept.pop(id(members), None)
-        found = CandidateList(self._anew(members, busy, ()))
-        if former is not None and former.found.positions == found.positions:
-            found.positions = former.found.positions  # the same object: the ids are the same
+        chosen = [each for each in self._sorted if members is None or each.instance_id in members]
+        found = CandidateList([self._candidate(each, busy, ()) for each in chosen])
+        if former is not None and former.found.shape.positions == found.shape.positions:
+            found.shape = former.found.shape  # the same object: the ids are the same
         # Groups of before the last join or loss go, as every booking is noted for each group that is kept.
         self._kept = {key: each for key, each in self._kept.items() if each.instances is self._sorted}
         if len(self._kept) >= MAX_KEPT:
