@@ -18,6 +18,10 @@ from dynamo.runtime.calls.request_plane.secret import new_nonce
 MUX_PAGE, NATIVE_PAGE = "docs/wire.md", "docs/native-wire.md"
 ONLY_WAITS: Final = frozenset({"mux.hello.missing"})  # it takes no place of another check
 
+ALONE: Final = frozenset(
+    {"mux.hostile.not-read", "native.hostile.not-read"}
+)  # they keep this process and the worker busy
+
 
 def all_checks() -> list[WireCheck]:
     """Return every check, those of `mux` first."""
@@ -88,5 +92,6 @@ async def judge(shared: WireRun, named: Sequence[str], checks: Sequence[WireChec
         return await turns.judge(check, lambda: check.run(probe), probe, has_place=check.id in ONLY_WAITS)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(check)) for check in checks]
-    return [task.result() for task in tasks]
+        tasks = {check.id: group.create_task(one(check)) for check in checks if check.id not in ALONE}
+    results = {name: task.result() for name, task in tasks.items()}
+    return [results.get(check.id) or await one(check) for check in checks]

@@ -127,13 +127,25 @@ async def split(probe: WireProbe) -> None:
 
 
 async def many(probe: WireProbe) -> None:
+    loop = asyncio.get_running_loop()
     async with native_line(probe) as line:
-        held = await line.call(LONG)
-        await held.prologue()
-        answers = [await line.call() for _ in range(MANY)]
-        for found in await asyncio.gather(*(answer.everything() for answer in answers)):
-            demand_clean(found)
-        await held.send("kill")
+        began = loop.time()
+        long = asyncio.create_task(_ended_at(await line.call(LONG)))
+        try:
+            answers = [await line.call() for _ in range(MANY)]
+            for found in await asyncio.gather(*(answer.everything() for answer in answers)):
+                demand_clean(found)
+            if long.done():
+                seconds = long.result() - began
+                demand(seconds < NOT_LATER_SECONDS, f"{MANY} short answers came after a long one of {seconds:.1f} s")
+                raise too_short(f"{LONG} tokens")
+        finally:
+            long.cancel()
+
+
+async def _ended_at(answer: NativeAnswer) -> float:
+    await answer.everything()
+    return asyncio.get_running_loop().time()
 
 
 async def _until_over(answer: NativeAnswer, word: str) -> int:

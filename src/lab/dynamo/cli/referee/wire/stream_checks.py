@@ -188,13 +188,14 @@ async def body_cancelled(probe: WireProbe) -> None:
 
 
 async def body_size(probe: WireProbe) -> None:
-    for size, sent in ((10, 11), (11, 10)):
+    body = encoded(probe.shared.sized(SHORT))
+    for size in (len(body) - 1, len(body) + 1):
         async with mux_caller(probe) as caller:
             stream_id, stream = await caller.open(size=size)
-            await caller.send(frame(Kind.BODY, b"\x90" * sent, stream_id=stream_id, flags=END_FLAG))
-            what = f"the refusal of {sent} bytes in place of {size}"
+            await caller.send(frame(Kind.BODY, body, stream_id=stream_id, flags=END_FLAG))
+            what = f"the refusal of {len(body)} bytes in place of {size}"
             await caller.until(lambda: stream.end or caller.seen.error is not None, what)  # noqa: B023
-            demand(caller.seen.error is not None or stream.failure, f"{sent} bytes were taken for {size}")
+            demand(caller.seen.error is not None or stream.failure, f"{len(body)} bytes were taken for {size}")
 
 
 async def body_too_large(probe: WireProbe) -> None:
