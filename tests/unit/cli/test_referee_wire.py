@@ -99,8 +99,8 @@ FAULTS = {
     "no complete_final": ("native.answer.end", "not complete_final"),
     "no sentinel": ("native.answer.sentinel", "not the sentinel"),
     "one answer at a time": ("native.answer.many", "did not come"),
-    "native stop ignored": ("native.cancel.stop", "items still come 1 s after 'stop'"),
-    "native kill ignored": ("native.cancel.kill", "items still come 1 s after 'kill'"),
+    "native stop ignored": ("native.cancel.stop", "items still come"),
+    "native kill ignored": ("native.cancel.kill", "items still come"),
     "answers of lost callers go on": ("native.cancel.left", "did not come within"),
     "old text for an unknown path": ("native.error.unknown-path", "the ACK for an unknown path is 'unknown endpoint"),
     "native error without an event": ("native.error.item", "are answered without an error"),
@@ -115,12 +115,16 @@ FAULTS = {
     "one lock for all ACKs": ("native.hostile.not-read", "another caller is not served beside a caller"),
 }
 CHECKS = {check.id: check for check in all_checks()}
-SOON = 1.0
+SOON = PATIENCE_SECONDS / 60
 """Seconds until what a fault keeps from coming is missed. What comes does so at once."""
+MISSED = ("did not", "ERROR for", "was not closed", "not served", "no request is served", "still come")
 
 
-async def _judged(worker: FaultyWorker, *ids: str, timeout: float = PATIENCE_SECONDS, **flags: Path) -> list[Result]:
-    shared = made_run(WireFlags(timeout=timeout, limit=2 * PATIENCE_SECONDS, **flags), worker.address)
+async def _judged(
+    worker: FaultyWorker, *ids: str, timeout: float = PATIENCE_SECONDS, secret: Path | None = None
+) -> list[Result]:
+    flags = WireFlags(timeout=timeout, limit=2 * PATIENCE_SECONDS, secret_file=secret)
+    shared = made_run(flags, worker.address)
     return await judge(shared, [], [CHECKS[name] for name in ids])
 
 
@@ -140,8 +144,8 @@ async def test_a_fault_is_found_by_the_check_that_names_it(
     monkeypatch.setattr("dynamo.cli.referee.wire.connection_checks.LATE_SECONDS", 0.2)
     is_secret = name.startswith("mux.secret")
     async with faulty_worker(fault, SECRET if is_secret else b"") as worker:
-        flags = {"secret_file": secret} if is_secret else {}
-        (found,) = await _judged(worker, name, timeout=SOON, **flags)
+        timeout = SOON if any(words in reason for words in MISSED) else PATIENCE_SECONDS
+        (found,) = await _judged(worker, name, timeout=timeout, secret=secret if is_secret else None)
     assert (found.outcome, found.cause) == (CheckOutcome.FAILED, None), found
     assert reason in found.reason, found.reason
 
@@ -163,8 +167,8 @@ async def test_a_worker_without_a_fault_passes_every_check(wire: str, secret: Pa
     has_secret = wire == "mux"  # the native wire has no place for it
     async with faulty_worker("", SECRET if has_secret else b"", wire) as worker:
         worker.hello_seconds = 0.1
-        flags = {"secret_file": secret} if has_secret else {}
-        found = await _judged(worker, *(name for name in CHECKS if not has_secret or name.startswith("mux")), **flags)
+        names = [name for name in CHECKS if not has_secret or name.startswith("mux")]
+        found = await _judged(worker, *names, secret=secret if has_secret else None)
     others = {one.check.id: one.cause for one in found if one.outcome is not CheckOutcome.PASSED}
     without = {"mux.hello.not-awaited"} if has_secret else {name for name in CHECKS if "secret" in name}
     assert others == dict.fromkeys(without, Cause.NOT_OFFERED)

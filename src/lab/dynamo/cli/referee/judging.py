@@ -11,7 +11,7 @@ from dynamo.cli.referee.checks import Check, CheckOutcome, Probe, RefereeRun, Re
 from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.server_checks import ALONE, server_checks
 from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS
-from dynamo.cli.referee.turns import Turns
+from dynamo.cli.referee.turns import RunTurns
 from dynamo.cli.usage import UsageError
 
 # Where the checks of the server send a small request: the first of these that is judged, else chat.
@@ -51,7 +51,7 @@ async def find_model(shared: RefereeRun) -> str:
 async def judge(shared: RefereeRun, apis: Sequence[str], checks: Sequence[Check] = ()) -> list[Result]:
     """Run checks, without any every one; those of an API that `apis` does not name are skipped."""
     checks = checks or all_checks()
-    turns = Turns(shared.limit)
+    turns = RunTurns(shared.limit)
 
     async def one(check: Check) -> Result:
         area = check.id.partition(".")[0]

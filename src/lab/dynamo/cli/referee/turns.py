@@ -16,7 +16,7 @@ MAX_REASON: Final = 500  # characters
 Running = Callable[[], Awaitable[None]]
 
 
-class Turns:
+class RunTurns:
     """The places of checks that run at once, and the time of the run."""
 
     def __init__(self, limit: float) -> None:

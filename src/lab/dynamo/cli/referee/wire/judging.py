@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from dynamo.cli.referee.checks import Broken, CannotJudge, Cause, CheckOutcome, Result
-from dynamo.cli.referee.turns import Turns
-from dynamo.cli.referee.wire import connection_checks, native_checks, stream_checks
+from dynamo.cli.referee.turns import RunTurns
+from dynamo.cli.referee.wire import connection_checks, ending_checks, native_checks, stream_checks
 from dynamo.cli.referee.wire.mux_caller import raw_caller
 from dynamo.cli.referee.wire.native_line import native_line
 from dynamo.cli.referee.wire.run import WIRES, WireCheck, WireProbe, WireRun, wire_checks
@@ -25,7 +25,7 @@ ALONE: Final = frozenset(
 
 def all_checks() -> list[WireCheck]:
     """Return every check, those of `mux` first."""
-    rows = (*connection_checks.ROWS, *stream_checks.ROWS)
+    rows = (*connection_checks.ROWS, *stream_checks.ROWS, *ending_checks.ROWS)
     return [*wire_checks("mux", MUX_PAGE, rows), *wire_checks("native", NATIVE_PAGE, native_checks.ROWS)]
 
 
@@ -82,7 +82,7 @@ async def _native_is_missing(shared: WireRun) -> str:
 async def judge(shared: WireRun, named: Sequence[str], checks: Sequence[WireCheck] = ()) -> list[Result]:
     """Run checks, without any every one; those of a wire that `named` leaves out are skipped."""
     checks = checks or all_checks()
-    turns = Turns(shared.limit)
+    turns = RunTurns(shared.limit)
 
     async def one(check: WireCheck) -> Result:
         wire = check.id.partition(".")[0]

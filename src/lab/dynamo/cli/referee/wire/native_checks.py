@@ -9,7 +9,7 @@ from typing import Final
 
 from dynamo.cli.referee.checks import Broken, Level, demand
 from dynamo.cli.referee.exchange import Json
-from dynamo.cli.referee.wire.mux_caller import ERROR_TYPES, error_type
+from dynamo.cli.referee.wire.mux_seen import ERROR_TYPES, error_type
 from dynamo.cli.referee.wire.native_line import (
     SENTINEL,
     NativeAnswer,
@@ -127,24 +127,18 @@ async def split(probe: WireProbe) -> None:
 
 
 async def many(probe: WireProbe) -> None:
-    loop = asyncio.get_running_loop()
     async with native_line(probe) as line:
-        began = loop.time()
-        long = asyncio.create_task(_ended_at(await line.call(LONG)))
-        try:
-            answers = [await line.call() for _ in range(MANY)]
-            for found in await asyncio.gather(*(answer.everything() for answer in answers)):
-                demand_clean(found)
-            if long.done():
-                seconds = long.result() - began
-                demand(seconds < NOT_LATER_SECONDS, f"{MANY} short answers came after a long one of {seconds:.1f} s")
-                raise too_short(f"{LONG} tokens")
-        finally:
-            long.cancel()
+        began = asyncio.get_running_loop().time()
+        answers = [await line.call(LONG), *[await line.call() for _ in range(MANY)]]
+        long, *short = await asyncio.gather(*map(_ended_at, answers))
+        if max(short) > long:
+            seconds = long - began
+            demand(seconds < NOT_LATER_SECONDS, f"{MANY} short answers came after a long one of {seconds:.1f} s")
+            raise too_short(f"{LONG} tokens")
 
 
 async def _ended_at(answer: NativeAnswer) -> float:
-    await answer.everything()
+    demand_clean(await answer.everything())
     return asyncio.get_running_loop().time()
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo.cli.referee.checks import Broken, demand
 from dynamo.cli.referee.exchange import Json
-from dynamo.cli.referee.wire.mux_caller import error_type
+from dynamo.cli.referee.wire.mux_seen import error_type
 from dynamo.cli.referee.wire.run import SHORT, WireProbe, as_json, connected, encoded, shown, stop_reading
 
 MAX_ACK: Final = 64 << 10
@@ -242,7 +242,7 @@ class NativeLine:
         return found
 
     async def closes(self, seconds: float = 0) -> None:
-        """Demand that the worker closes the request connection; what it sends first is skipped."""
+        """Wait until the worker closes the request connection; what it sends first is skipped."""
         seconds = seconds or self.probe.timeout
         try:
             async with asyncio.timeout(seconds):
@@ -310,7 +310,7 @@ async def native_line(probe: WireProbe) -> AsyncIterator[NativeLine]:
 
 
 async def demand_served(probe: WireProbe, when: str) -> None:
-    """Demand that a new connection is served."""
+    """Raise Broken unless a new connection is served."""
     try:
         async with native_line(probe) as line:
             await line.served()
