@@ -58,6 +58,16 @@ def test_a_worker_with_a_secret_passes_its_checks_and_has_no_native_wire(tmp_pat
     assert all("shared secret" in others[name] for name in others)
 
 
+def test_an_engine_without_tokens_is_judged_by_a_request_of_its_own(tmp_path: Path) -> None:
+    request = tmp_path / "request.json"
+    request.write_text('{"prompt": "a cat", "size": "64x64"}')
+    with Cluster(tmp_path) as cluster:
+        cluster.raw("raw", "raw", "dynamo.engines.sample.diffusion_main").wait_ready()
+        others = set(judged(cluster, "dynamo.raw.generate", "--model-request", str(request)))
+    assert {"mux.items.finish", "mux.credits.end-free", "mux.error.wrong-type", "native.error.item"} <= others
+    assert not others & {"mux.open", "mux.credits.window", "mux.cancel.kill", "native.answer.items"}
+
+
 @pytest.mark.skipif(NODE is None, reason="node is not installed")
 def test_the_worker_in_node_passes_every_check_of_mux(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:

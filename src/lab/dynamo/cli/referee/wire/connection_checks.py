@@ -8,6 +8,7 @@ from typing import Final
 from dynamo.cli.referee.checks import CannotJudge, Cause, Level, demand
 from dynamo.cli.referee.exchange import Json
 from dynamo.cli.referee.wire.mux_caller import (
+    AMPLE,
     WINDOW,
     MuxCaller,
     demand_served,
@@ -135,7 +136,7 @@ async def goaway(probe: WireProbe) -> None:
     async with mux_caller(probe, WINDOW) as caller:
         stream_id, stream = await caller.stalled(4 * WINDOW)
         await caller.send(frame(Kind.GOAWAY, pack({"reason": "the judge leaves"})))
-        await caller.grant(stream_id, 1 << 16)
+        await caller.grant(stream_id, AMPLE)
         await caller.ended(stream, "END of the stream in flight after GOAWAY")
         stream.demand_whole()
 
@@ -144,7 +145,7 @@ async def two_connections(probe: WireProbe) -> None:
     async with mux_caller(probe, WINDOW) as one, mux_caller(probe) as other:
         stream_id, stream = await one.stalled(4 * WINDOW)
         (await other.answered()).demand_whole()  # with the same stream id
-        await one.grant(stream_id, 1 << 16)
+        await one.grant(stream_id, AMPLE)
         await one.ended(stream)
         stream.demand_whole()
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from dynamo.cli.referee.checks import Broken, Level, demand
 from dynamo.cli.referee.exchange import Json
-from dynamo.cli.referee.wire.mux_caller import KILL, STOP, WINDOW, MuxCaller, demand_served, mux_caller
+from dynamo.cli.referee.wire.mux_caller import AMPLE, KILL, STOP, WINDOW, MuxCaller, demand_served, mux_caller
 from dynamo.cli.referee.wire.mux_seen import ERROR_TYPES, SeenStream, error_type
 from dynamo.cli.referee.wire.run import LONG, WireProbe, WireRow, encoded
 from dynamo.runtime.calls.request_plane.mux.frames import Kind, frame, pack
@@ -37,7 +37,7 @@ async def cancel_kill(probe: WireProbe) -> None:
         await caller.quiet()
         before = len(stream.items)
         await caller.cancel(stream_id, KILL)
-        await caller.grant(stream_id, 1 << 16)
+        await caller.grant(stream_id, AMPLE)
         await caller.answered()
         await caller.pinged()
         await caller.quiet()
@@ -83,7 +83,7 @@ async def _served_again(probe: WireProbe, caller: MuxCaller, after: str) -> None
     try:
         async with asyncio.timeout(probe.timeout):
             while True:
-                _, stream = await caller.open()
+                stream = await caller.open_with_room()
                 await caller.ended(stream)
                 if error_type(stream.failure) != "WorkerOverloaded":
                     break
@@ -151,7 +151,7 @@ async def error_alone(probe: WireProbe) -> None:
         stream_id, stream = await caller.stalled(4 * WINDOW)
         await _declined(caller, "a malformed body", body=b"\xc1")
         await _declined(caller, "an unknown path", path="unknown")
-        await caller.grant(stream_id, 1 << 16)
+        await caller.grant(stream_id, AMPLE)
         await caller.ended(stream, "END of a stream beside refused ones")
         stream.demand_whole()
 

@@ -19,6 +19,7 @@ READ_BYTES: Final = 65536
 QUIET_SECONDS: Final = 0.2  # how long a check waits for what must not come
 WINDOW: Final = 8  # credits of a stream that is to stall
 ROOM: Final = 1024  # credits of a stream that is not to
+AMPLE: Final = 1 << 16  # credits for all that is left of any stream
 STOP, KILL = b"\x00", b"\x01"
 
 
@@ -156,9 +157,16 @@ class MuxCaller:
         """Read until a stream ends."""
         await self.until(lambda: stream.end is not None, what)
 
+    async def open_with_room(self, tokens: int = SHORT, **head: Any) -> SeenStream:
+        """Open a stream with credit for all of it, also where those of this connection begin with little."""
+        stream_id, stream = await self.open(tokens, **head)
+        if self._credits < ROOM:
+            await self.grant(stream_id, AMPLE)
+        return stream
+
     async def answered(self, tokens: int = SHORT, **head: Any) -> SeenStream:
         """Open a stream and read all of it; it must end without an error."""
-        _, stream = await self.open(tokens, **head)
+        stream = await self.open_with_room(tokens, **head)
         await self.ended(stream)
         stream.demand_clean()
         return stream

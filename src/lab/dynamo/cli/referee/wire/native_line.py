@@ -22,6 +22,7 @@ from dynamo.cli.referee.wire.run import SHORT, WireProbe, as_json, connected, en
 
 MAX_ACK: Final = 64 << 10
 MAX_PART: Final = 32 << 20
+TURNS_OF_A_CLOSE: Final = 4  # of the loop, until a connection that was being accepted has come and gone
 SENTINEL: Final = "sentinel"
 PREFIX: Final = struct.Struct(">QQQ")
 
@@ -135,6 +136,7 @@ class NativeLine:
         self._homes: list[asyncio.StreamWriter] = []
         self.strange: list[str] = []  # what came in place of a handshake
         self.port = 0
+        self._is_over = False
 
     @property
     def home(self) -> str:
@@ -143,6 +145,9 @@ class NativeLine:
 
     async def take_home(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take a connection that a worker opened."""
+        if self._is_over:
+            writer.transport.abort()
+            return
         self._homes.append(writer)
         try:
             async with asyncio.timeout(self.probe.timeout):
@@ -159,7 +164,8 @@ class NativeLine:
             answer.join(handshake, reader, writer)
 
     def close(self) -> None:
-        """Lose every connection."""
+        """Lose every connection, also those that the listener is still taking."""
+        self._is_over = True
         for writer in [self._writer, *self._homes]:
             writer.transport.abort()
 
@@ -304,9 +310,12 @@ async def native_line(probe: WireProbe) -> AsyncIterator[NativeLine]:
     try:
         yield line
     finally:
-        server.close()
+        # A connection that is being accepted while the listener closes would be left open by asyncio: accept no more first.
+        asyncio.get_running_loop().remove_reader(server.sockets[0].fileno())
         line.close()
-        await asyncio.sleep(0)  # the transports report their loss on the next turn
+        for _ in range(TURNS_OF_A_CLOSE):
+            await asyncio.sleep(0)
+        server.close()
 
 
 async def demand_served(probe: WireProbe, when: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dynamo.cli.referee.checks import CannotJudge, Level, demand
-from dynamo.cli.referee.wire.mux_caller import KILL, WINDOW, mux_caller
+from dynamo.cli.referee.wire.mux_caller import AMPLE, KILL, WINDOW, mux_caller
 from dynamo.cli.referee.wire.mux_seen import FINISH_REASONS, error_type
 from dynamo.cli.referee.wire.run import LONG, SHORT, WireProbe, WireRow, encoded, too_short
 from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX
@@ -100,7 +100,7 @@ async def interleaved(probe: WireProbe) -> None:
         stream_id, stalled = await caller.stalled(4 * WINDOW)
         (await caller.answered()).demand_whole()
         demand(stalled.end is None, "a stream without credit ended")
-        await caller.grant(stream_id, 1 << 16)
+        await caller.grant(stream_id, AMPLE)
         await caller.ended(stalled, "END of the first stream")
         stalled.demand_whole()
 
@@ -214,6 +214,8 @@ async def credits_continue(probe: WireProbe) -> None:
 
 
 async def credits_end_free(probe: WireProbe) -> None:
+    if not probe.shared.is_in_tokens:
+        raise CannotJudge("the request of --model-request has no token_ids, so the cost of its answer cannot be chosen")
     async with mux_caller(probe, WINDOW) as caller:
         _, stream = await caller.open(WINDOW)
         await caller.ended(stream, f"END of {WINDOW} tokens with {WINDOW} credits")
