@@ -89,8 +89,8 @@ function unpack(bytes) {
 // -- the wire (docs/wire.md) --------------------------------------------------------------------------------------------
 
 const MAGIC = Buffer.from("\xffDYNMUX\n", "latin1");
-const KIND = { HELLO: 1, PING: 2, PONG: 3, GOAWAY: 4, OPEN: 5, BODY: 6, CANCEL: 7, CREDIT: 8, ITEMS: 9, ERROR: 11 };
-const [END, WINDOW, MAX_PAYLOAD, MAX_BODY] = [-2, 1024, 65536, 32 << 20];
+const KIND = { HELLO: 1, PING: 2, PONG: 3, GOAWAY: 4, OPEN: 5, BODY: 6, CANCEL: 7, CREDIT: 8, ITEMS: 9, ITEM_PART: 10, ERROR: 11 };
+const [END, WINDOW, MAX_PAYLOAD, MAX_BODY, HELLO_MS] = [-2, 1024, 65536, 32 << 20, 10_000];
 const connections = new Set();
 
 class Connection {
@@ -99,9 +99,11 @@ class Connection {
     connections.add(this);
     socket.setNoDelay(true);
     socket.setTimeout(90_000, () => socket.destroy()); // callers ping every 20 s
+    const greeting = setTimeout(() => { if (!this.greeted) this.fail("no HELLO within 10 s"); }, HELLO_MS);
     socket.on("data", (data) => { try { this.feed(data); } catch (error) { this.fail(error.message); } });
     socket.on("error", () => {}); // "close" follows, and a caller that left is an ordinary event
     socket.on("close", () => { // a lost caller is a kill of all its streams
+      clearTimeout(greeting);
       connections.delete(this);
       for (const stream of this.streams.values()) stream.kill();
     });
@@ -127,8 +129,10 @@ class Connection {
   onFrame(kind, flags, id, payload) {
     if (!this.greeted) {
       if (kind !== KIND.HELLO) throw new Error("the first frame must be HELLO");
+      const hello = unpack(payload);
+      if (!Number.isInteger(hello?.version) || hello.version < 1) throw new Error("HELLO needs a version, 1 or higher");
       this.greeted = true;
-      this.window = unpack(payload).credits ?? WINDOW;
+      this.window = hello.credits ?? WINDOW;
       return this.frame(KIND.HELLO, pack({ version: 1, capabilities: ["deadline", "credits", "fragments"], agent: "node-backend" }));
     }
     const stream = this.streams.get(id);
@@ -138,6 +142,8 @@ class Connection {
     else if (kind === KIND.ERROR) this.socket.destroy();
     else if (kind === KIND.OPEN) {
       const [request, body] = unpack(payload);
+      if (id === 0 || stream) throw new Error(`stream id ${id} is reserved or in use`);
+      if (typeof request?.path !== "string" || typeof request.id !== "string") throw new Error("OPEN needs path and id, two texts");
       const opened = new Stream(this, id, request);
       this.streams.set(id, opened);
       if (body !== null) opened.start(body);
@@ -145,20 +151,31 @@ class Connection {
       else opened.parts = [];
     } else if (kind === KIND.BODY && stream?.parts) {
       stream.parts.push(Buffer.from(payload));
-      if (flags & 1) stream.start(Buffer.concat(stream.parts));
+      if (!(flags & 1)) return;
+      const body = Buffer.concat(stream.parts);
+      if (body.length !== stream.request.size) throw new Error(`stream ${id} sent ${body.length} bytes, not the ${stream.request.size} it announced`);
+      stream.start(body);
     }
   }
-  frame(kind, payload, id = 0) {
+  frame(kind, payload, id = 0, flags = 0) {
     const header = Buffer.alloc(12);
     header.writeUInt32BE(payload.length, 0);
     header[4] = kind;
+    header[5] = flags;
     header.writeUInt32BE(id, 8);
     if (this.socket.writable) this.socket.write(Buffer.concat([header, payload]));
   }
   send(item) { // everything of one turn of the event loop leaves in one frame
-    if (this.out.push(item) === 1) setImmediate(() => {
-      for (const items = this.out.splice(0); items.length; ) this.frame(KIND.ITEMS, pack(items.splice(0, 512)));
-    });
+    if (this.out.push(item) === 1) setImmediate(() => this.flush(this.out.splice(0)));
+  }
+  flush(items) { // in halves where they do not fit in a frame, and one that does not fit alone in parts
+    const payload = pack(items);
+    if (payload.length <= MAX_PAYLOAD) return this.frame(KIND.ITEMS, payload);
+    const half = items.length >> 1;
+    if (half) { this.flush(items.slice(0, half)); return this.flush(items.slice(half)); }
+    const whole = pack(items[0]);
+    for (let at = 0; at < whole.length; at += MAX_PAYLOAD)
+      this.frame(KIND.ITEM_PART, whole.subarray(at, at + MAX_PAYLOAD), items[0][0], at + MAX_PAYLOAD >= whole.length ? 1 : 0);
   }
   fail(message) {
     this.frame(KIND.ERROR, pack({ message }));
@@ -180,7 +197,9 @@ class Stream { // one request: its credit, and whether its caller still wants it
   start(body) {
     this.parts = null;
     if (this.request.path !== ROUTE) return this.end(failure("WorkerUnavailable", `Server unavailable: unknown endpoint ${this.request.path}`));
-    generate(unpack(body), this).then(() => this.end(), (error) => this.end(failure(error.kind ?? "Unknown", error.message)));
+    let decoded;
+    try { decoded = unpack(body); } catch (error) { return this.end(failure("InvalidArgument", `the request body is not msgpack: ${error.message}`)); }
+    generate(decoded, this).then(() => this.end(), (error) => this.end(failure(error.kind ?? "Unknown", error.message)));
   }
   async tokens(ids, finish = null, extra = null) {
     while (this.credit <= 0 && !this.killed) await new Promise((resolve) => { this.wake = resolve; });

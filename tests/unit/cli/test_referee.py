@@ -15,7 +15,8 @@ from dynamo.cli.referee.apis import API_CHECKS
 from dynamo.cli.referee.checks import Broken, CannotJudge, Cause, Check, CheckOutcome, Level, Probe, RefereeRun, Result
 from dynamo.cli.referee.command import RefereeFlags, main, read_key
 from dynamo.cli.referee.exchange import Server, ServerAnswer
-from dynamo.cli.referee.judging import all_checks, find_model, judge, run_check
+from dynamo.cli.referee.judging import all_checks, find_model, judge
+from dynamo.cli.referee.turns import found_by
 from dynamo.cli.usage import UsageError
 from support.faulty_server import faulty_server
 from support.patience import PATIENCE_SECONDS
@@ -177,7 +178,8 @@ async def test_a_reason_is_without_the_key_that_the_server_repeats() -> None:
 
     check = Check("a", Level.CORE, "major", "", "", refused)
     shared = RefereeRun(Server(Target.of("http://host"), 1), "m", "/v1/completions", "sk-secret-and-long")
-    found = await run_check(check, Probe(shared))
+    probe = Probe(shared)
+    found = await found_by(check, lambda: check.run(probe), probe)
     assert "sk-" not in found.reason
     assert found.reason.startswith("x" * 490)
 
@@ -204,7 +206,8 @@ async def _result(raised: Exception | None, level: Level = Level.CORE) -> Result
             raise raised
 
     check = Check("a", level, "major", "", "", run)
-    return await run_check(check, Probe(RefereeRun(Server(Target.of("http://host"), 1), "m", "/v1/completions")))
+    probe = Probe(RefereeRun(Server(Target.of("http://host"), 1), "m", "/v1/completions"))
+    return await found_by(check, lambda: check.run(probe), probe)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`dynamo conformance module:Class`: run the contract's own judge from the shell."""
+"""`dynamo conformance`: an engine by the contract's own judge here, a server or a worker by the referee."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ example:
   dynamo conformance my_backend.engine:MyEngine
   dynamo conformance sample -- --delay 0
 
-A URL in place of the engine judges a server with OpenAI's or Anthropic's APIs: dynamo conformance http://HOST/v1 --help
-and dynamo conformance --list, see docs/conformance.md.
+three forms:
+  dynamo conformance module:Class      an engine in this process, held to the contract: this page
+  dynamo conformance http://HOST/v1    a server with OpenAI's or Anthropic's APIs: http://HOST/v1 --help, --list
+  dynamo conformance worker ADDRESS    a worker in any language, held to its wires: worker --help, worker --list
+docs/conformance.md describes the second and the third.
 """
 
 
@@ -61,6 +64,10 @@ def build_parser() -> CommandParser:
 def main(argv: list[str]) -> int:
     """Run the kit and return the exit status."""
     own, engine_args = split_engine_args(argv)
+    if own[:1] == ["worker"]:
+        from dynamo.cli.referee.wire.command import main as judge_worker
+
+        return judge_worker(argv[1:])
     if {"--list", "--schema"} & set(own) or any(word.startswith(("http://", "https://")) for word in own):
         from dynamo.cli.referee.command import main as judge_server
 

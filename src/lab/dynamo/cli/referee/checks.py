@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 from dynamo.cli.referee.exchange import Json, Server, ServerAnswer
 
@@ -56,6 +56,20 @@ class CannotJudge(Exception):
         self.cause = cause
 
 
+class Evidence(Protocol):
+    """What a check sent and saw last, for its report."""
+
+    sent: str
+    seen: str
+
+    @property
+    def timeout(self) -> float:
+        """The seconds that an answer may take."""
+
+    def hide(self, text: str) -> str:
+        """Return a text without what no report may have."""
+
+
 @dataclass(slots=True)
 class RefereeRun:
     """What all checks of a run have in common."""
@@ -87,6 +101,11 @@ class Probe:
     def embedding_model(self) -> str:
         """The model that makes embeddings."""
         return self.shared.embedding_model or self.model
+
+    @property
+    def timeout(self) -> float:
+        """The seconds that one connection may take."""
+        return self.server.timeout
 
     def note(self, sent: str, answer: ServerAnswer | None = None) -> None:
         """Keep an exchange as evidence: cut, and without the key."""
@@ -167,14 +186,20 @@ Run = Callable[[Probe], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One promise that clients rely on."""
+class Promise:
+    """One promise that clients rely on, and how to mend what breaks it."""
 
     id: str
     level: Level
     severity: str  # major: clients break; minor: clients cope
     clause: str
     fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Promise):
+    """A promise and how it is judged."""
+
     run: Run
 
 
@@ -182,7 +207,7 @@ class Check:
 class Result:
     """What one check found."""
 
-    check: Check
+    check: Promise
     outcome: CheckOutcome
     reason: str
     sent: str

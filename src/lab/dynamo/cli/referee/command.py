@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from dynamo.cli.bench.targets import Target
+from dynamo.cli.referee import report_files
+from dynamo.cli.referee.report_files import ReportFlags
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
-from dynamo.settings.readers import above_zero, path, placeholder, switch, text
+from dynamo.settings.readers import above_zero, path, placeholder, text
 from dynamo.settings.table import read_settings, setting, settings_of
-
-EXIT_FAILED: Final = 1
 
 _EPILOG: Final = """\
 Exit status: 0 core holds, 1 a core check failed or could not be judged because of the server (docs/conformance.md), 2 an
@@ -30,7 +27,7 @@ example:
 
 
 @dataclass(frozen=True, slots=True)
-class RefereeFlags:
+class RefereeFlags(ReportFlags):
     """Which server is judged, and what is written of it."""
 
     # fmt: off
@@ -47,13 +44,6 @@ class RefereeFlags:
         "not judged by then is reported as such", flag="--limit")
     timeout: float = setting(20.0, None, above_zero(unit="s", metavar="SECONDS"), "What one check's connection may take",
         flag="--timeout")
-    json: Path | None = setting(None, None, path, "Write the report as JSON to this file", flag="--json")
-    html: Path | None = setting(None, None, path, "Write the report as one page to this file", flag="--html")
-    junit: Path | None = setting(None, None, path, "Write the report for continuous integration to this file",
-        flag="--junit")
-    schema: bool = setting(False, None, switch, "Print the JSON schema of the report, and leave", flag="--schema",
-        negative="")
-    list: bool = setting(False, None, switch, "Print the table of checks, and leave", flag="--list", negative="")
     # fmt: on
 
 
@@ -74,16 +64,12 @@ def main(argv: list[str]) -> int:
     given = build_parser().parse_args(argv)
     options = read_settings(RefereeFlags, {}, vars(given))
 
-    from dynamo.cli.referee import judging, report
+    from dynamo.cli.referee import judging
     from dynamo.cli.referee.apis import API_CHECKS
     from dynamo.cli.referee.checks import RefereeRun, Result
     from dynamo.cli.referee.exchange import Server
 
-    if options.list:
-        print(report.as_table(judging.all_checks()))
-        return 0
-    if options.schema:
-        print(json.dumps(report.SCHEMA, indent=2))
+    if report_files.printed(options, judging.all_checks()):
         return 0
     if given.url is None:
         raise UsageError("a server's URL is missing, such as http://127.0.0.1:8000/v1")
@@ -108,22 +94,7 @@ def main(argv: list[str]) -> int:
         return shared.model, await judging.judge(shared, apis)
 
     model, results = asyncio.run(run())
-    written: dict[Path | None, Callable[[], str]] = {
-        options.json: lambda: json.dumps(report.as_json(results, target.url, model), indent=2) + "\n",
-        options.html: lambda: report.as_html(results, target.url, model),
-        options.junit: lambda: report.as_junit(results),
-    }
-    for file, made in written.items():
-        if file is not None:
-            try:
-                file.write_text(made(), encoding="utf-8")
-            except OSError as error:
-                raise UsageError(f"{file} cannot be written: {error.strerror}") from error
-    print(report.as_text(results))
-    if report.core_holds(results):
-        return 0
-    print("core does not hold: " + report.why_not(results), file=sys.stderr)
-    return EXIT_FAILED
+    return report_files.finish(options, results, target.url, model)
 
 
 def read_key(options: RefereeFlags) -> str:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Final
 
 from dynamo.cli.referee.apis import API_CHECKS, embeddings, messages, responses
-from dynamo.cli.referee.checks import (
-    Broken,
-    CannotJudge,
-    Cause,
-    Check,
-    CheckOutcome,
-    Probe,
-    RefereeRun,
-    Result,
-)
+from dynamo.cli.referee.checks import Check, CheckOutcome, Probe, RefereeRun, Result
 from dynamo.cli.referee.exchange import member
 from dynamo.cli.referee.server_checks import ALONE, server_checks
 from dynamo.cli.referee.text_checks import CHAT, COMPLETIONS
+from dynamo.cli.referee.turns import RunTurns
 from dynamo.cli.usage import UsageError
-
-AT_ONCE: Final = 4
-MAX_REASON: Final = 500  # characters
 
 # Where the checks of the server send a small request: the first of these that is judged, else chat.
 _PATHS: Final = {
@@ -63,53 +51,16 @@ async def find_model(shared: RefereeRun) -> str:
 async def judge(shared: RefereeRun, apis: Sequence[str], checks: Sequence[Check] = ()) -> list[Result]:
     """Run checks, without any every one; those of an API that `apis` does not name are skipped."""
     checks = checks or all_checks()
-    places = asyncio.Semaphore(AT_ONCE)
-    now = asyncio.get_running_loop().time
-    deadline = now() + shared.limit
+    turns = RunTurns(shared.limit)
 
     async def one(check: Check) -> Result:
         area = check.id.partition(".")[0]
         if area in API_CHECKS and area not in apis:
             return Result(check, CheckOutcome.SKIPPED, f"--api does not name {area}", "", "", 0.0)
         probe = Probe(shared)
-        try:
-            async with asyncio.timeout_at(deadline), places:
-                if now() < deadline:
-                    return await run_check(check, probe)
-        except TimeoutError:  # of the run: a check keeps its own
-            pass
-        reason = f"the run's {shared.limit:g} s were over first (--limit)"
-        return Result(check, CheckOutcome.CANNOT_JUDGE, reason, probe.sent, probe.seen, 0.0, Cause.TIME)
+        return await turns.judge(check, lambda: check.run(probe), probe)
 
     async with asyncio.TaskGroup() as group:
         tasks = {check.id: group.create_task(one(check)) for check in checks if check.id != ALONE}
     results = {name: task.result() for name, task in tasks.items()}
     return [results.get(check.id) or await one(check) for check in checks]
-
-
-async def run_check(check: Check, probe: Probe) -> Result:
-    """Run one check and return what it found."""
-    began = time.perf_counter()
-    outcome, reason, cause = CheckOutcome.PASSED, "", None
-    try:
-        await check.run(probe)
-    except Broken as broken:
-        outcome, reason = CheckOutcome.FAILED, str(broken)
-    except CannotJudge as why:
-        outcome, reason, cause = CheckOutcome.CANNOT_JUDGE, str(why), why.cause
-    except TimeoutError:
-        outcome, reason = CheckOutcome.FAILED, f"no whole answer within {probe.server.timeout:g} s"
-    except OSError as error:
-        outcome, reason = CheckOutcome.FAILED, f"the connection failed: {error}"
-    except (TypeError, KeyError, IndexError, AttributeError, ValueError, RecursionError) as error:
-        # A member of a type that no check expects, from a server that is not trusted: it is the server's fault.
-        outcome, reason = CheckOutcome.FAILED, f"the answer has an unexpected shape: {type(error).__name__}: {error}"
-    return Result(
-        check,
-        outcome,
-        probe.hide(reason)[:MAX_REASON],  # without the key first: half of one is a secret, too
-        probe.sent,
-        probe.seen,
-        time.perf_counter() - began,
-        cause,
-    )

@@ -8,7 +8,7 @@ from html import escape
 from typing import Final
 from xml.etree import ElementTree as xml
 
-from dynamo.cli.referee.checks import BLOCKING, Cause, Check, CheckOutcome, Level, Result
+from dynamo.cli.referee.checks import BLOCKING, Cause, CheckOutcome, Level, Promise, Result
 from dynamo.cli.referee.exchange import Json
 
 VERSION: Final = 2  # of the JSON report: a member that goes or changes its meaning raises it
@@ -48,7 +48,7 @@ _REPORT: Final[dict[str, Json]] = {
 # Of the JSON report. Members that it does not name may come without a new version.
 SCHEMA: Final[dict[str, Json]] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "Report of dynamo conformance URL",
+    "title": "Report of dynamo conformance",
     "type": "object",
     "properties": _REPORT,
     "required": list(_REPORT),
@@ -131,7 +131,7 @@ def as_html(results: Sequence[Result], url: str, model: str) -> str:
         "td,th{text-align:left;vertical-align:top;padding:.3em .8em;border-top:1px solid #ccc}"
         "pre{white-space:pre-wrap;background:#f4f4f4;padding:.5em}.failed td:nth-child(4){color:#b00020}"
         ".passed td:nth-child(4){color:#1b6e2e}</style>"
-        f"<h1>Conformance of {escape(url)}</h1><p>Model {escape(model)}. "
+        f"<h1>Conformance of {escape(url)}</h1><p>{f'Model {escape(model)}. ' if model else ''}"
         f"{'Core holds.' if core_holds(results) else f'Core does not hold: {escape(why_not(results))}.'}</p>"
         f"<table><tr><th>Check<th>Level<th>Severity<th>Outcome<th>Why{rows}</table>\n"
     )
@@ -155,7 +155,7 @@ def as_junit(results: Sequence[Result]) -> str:
     return xml.tostring(suite, encoding="unicode") + "\n"
 
 
-def as_table(checks: Sequence[Check]) -> str:
+def as_table(checks: Sequence[Promise]) -> str:
     """Return the checks as a table of Markdown."""
     lines = ["| Check | Level | Severity | Promise |", "| --- | --- | --- | --- |"]
     return "\n".join([*lines, *(f"| `{c.id}` | {c.level} | {c.severity} | {c.clause} |" for c in checks)])
