@@ -8,11 +8,10 @@ import os
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -26,6 +25,7 @@ sys.path.insert(2, str(Path(__file__).parents[1] / "tools"))
 from client_environments import python_of
 from stack import free_port
 
+from dynamo.frontend.parts.keys.usage_store import UsageStore
 from support.access import bearer, key, write_keys
 from support.counted_upstream import MODEL
 from support.http_client import CHAT, ask
@@ -123,8 +123,11 @@ class Ours:
     async def booked(self) -> int:
         self._frontend.terminate()
         await asyncio.to_thread(self._frontend.exit_code)
-        with closing(sqlite3.connect(self._task.home / "usage.sqlite")) as database:
-            return int(database.execute("SELECT COALESCE(SUM(units), 0) FROM spent").fetchone()[0])
+        store = UsageStore(self._task.home / "usage.sqlite")  # as the next start reads it
+        try:
+            return sum(spent.units for spent in store.spent().values())
+        finally:
+            await store.aclose()
 
 
 def children_of(pid: int) -> list[int]:

@@ -40,6 +40,7 @@ PATIENCE_SECONDS: Final = 90.0  # of one answer
 RETRY_SECONDS: Final = 0.1
 SHARE: Final = 3  # the budget allows the clients' requests divided by this, and half of one
 OVER: Final = ("insufficient_quota", "budget_exceeded")  # how a budget refuses, here and there
+NOT_READY: Final = 503  # of a frontend that was started again, before it has found its worker
 SHORTLY: Final = "rate_limit_exceeded"  # other frontends hold the rest of the budget
 STILL_SECONDS: Final = 6.0  # a batch of which nothing was served for so long waits for its budget
 MOST_AFTER: Final = 300  # requests that come one at a time after the race
@@ -151,7 +152,7 @@ class Race:
     def _refused(self, found: Exchange, text: str) -> str:
         if any(code in text for code in OVER):
             return "refused"
-        if SHORTLY in text:
+        if SHORTLY in text or found.status == NOT_READY:
             return "again"
         self.seen.notes.add(f"{found.status}: {text[:200]}")
         return "errors"
