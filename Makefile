@@ -87,6 +87,10 @@ conformance-peers: $(VENV)/.dev ## this server, llama.cpp, LiteLLM, smg, the nat
 	@$(BIN)/python tools/client_environments.py --only litellm
 	@eval "$$(tools/engine_venvs.sh models)"; eval "$$(tools/gateway_venvs.sh)"; XDG_CACHE_HOME=$(CURDIR)/.engines/cache $(BIN)/python benchmarks/peers.py $(ARGS)
 
+bench-budgets: $(VENV)/.dev ## 64 clients race for one key's budget, here and at LiteLLM's proxy: overspent, refused wrongly, lost by a kill (Debian: redis-server; ARGS="--gateways ours --only kill")
+	@$(BIN)/python tools/client_environments.py --only litellm
+	@$(BIN)/python benchmarks/budgets.py $(ARGS)
+
 bench-fleet: $(VENV)/.dev ## a frontend with 1,000 workers on a real wire: start, idle, 100 killed at once, joins and leaves (ARGS="--minutes 12")
 	@$(BIN)/python benchmarks/fleet.py $(ARGS)
 
@@ -177,4 +181,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench conformance-peers bench-fleet bench-native bench-native-routing bench-gateways bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-kube test-image test-versions dist image fault-table test-clients test-foreign test-engines test-models test-rust test-interop clean
+.PHONY: help serve test test-all test-browser screenshots coverage check house docs format bench bench-budgets conformance-peers bench-fleet bench-native bench-native-routing bench-gateways bench-vllm bench-models bench-routing soak mutants test-fresh test-fuzz test-faults test-gateway test-kube test-image test-versions dist image fault-table test-clients test-foreign test-engines test-models test-rust test-interop clean

@@ -194,7 +194,8 @@ def litellm(python: str) -> Iterator[Stack]:
             config = home / "config.yaml"
             config.write_text(json.dumps({"model_list": models, "litellm_settings": {"num_retries": 0}}))
             program = str(Path(python).with_name("litellm"))
-            return {"proxy": [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]}
+            # By the interpreter: the first line of the program has the path at which its environment was made.
+            return {"proxy": [python, program, "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]}
 
         # Without a key for itself it starts only so, on a machine of a developer.
         free = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}

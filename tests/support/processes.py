@@ -316,11 +316,11 @@ class Stack:
         return self.frontend.port
 
 
-def get(port: int, path: str, *, method: str = "GET") -> tuple[int, bytes]:
+def get(port: int, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
     """A plain request at this machine."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     try:
-        connection.request(method, path)
+        connection.request(method, path, headers=dict(headers or {}))
         response = connection.getresponse()
         return response.status, response.read()
     finally:

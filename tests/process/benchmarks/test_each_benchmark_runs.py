@@ -16,6 +16,7 @@ ENDED: Final = (0, 1)  # 1: a bar was missed
 SMALLEST: Final = {
     "batch_waits": ["--turns", "1"],
     "batches": ["--lines", "20", "--tokens", "1", "--delay", "0"],
+    "budgets": ["--gateways", "ours", "--only", "at once", "--clients", "6"],
     "bench": ["--quick", "--only", "one-token"],
     "dispatch": ["--repeats", "1"],
     "fleet": [
@@ -59,11 +60,12 @@ SMALLEST: Final = {
     "token_path": ["--streams", "2", "--steps", "2", "--repeats", "1"],
 }
 # They leave files, in the folder of `--out`.
-WITH_OUT: Final = frozenset({"bench", "fleet", "gateways", "peers", "processes", "routing_table", "soak"})
+WITH_OUT: Final = frozenset({"bench", "budgets", "fleet", "gateways", "peers", "processes", "routing_table", "soak"})
 # They measure what is not installed here.
 HELP: Final = frozenset({"against_vllm", "llamacpp", "native", "native_routing"})
 PARTS: Final = frozenset(
     [
+        "budgeted",
         "cases",
         "engine",
         "fault_table",
@@ -71,6 +73,7 @@ PARTS: Final = frozenset(
         "floor",
         "grpc_worker",
         "ladder",
+        "litellm_auth",
         "model",
         "native_engine",
         "openai_worker",

@@ -301,7 +301,7 @@ def test_a_request_for_more_than_its_key_may_have_is_a_mistake_and_not_to_be_sen
 
 def test_records_are_found_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     table = LimitTable()
-    places = {name: table.record(name, value=3.0, period=9) for name in map(str, range(500))}
+    places = {name: table.record(name, budget=Spent(9, 3)) for name in map(str, range(500))}
     assert len(set(places.values())) == 500
     assert all(table.record(name, value=8.0) == at for name, at in places.items())
     assert {(table.value(at), table.period(at)) for at in places.values()} == {(3.0, 9)}
@@ -409,7 +409,7 @@ def test_processes_of_a_group_share_a_budget_and_a_rate_exactly(
     table.close()
 
 
-def test_what_a_process_held_is_forgotten_with_it_and_what_it_used_is_not() -> None:
+def test_places_of_a_process_are_free_with_its_end_and_what_it_reserved_of_a_budget_stays_used() -> None:
     parent = LimitTable.create(2)
     record = key("k", limits={"concurrent": 1}, budget={"tokens": 100, "period": "total"})
     ring, identity = KeyRing(keys=(record,)), Identity(record)
@@ -424,8 +424,12 @@ def test_what_a_process_held_is_forgotten_with_it_and_what_it_used_is_not() -> N
     assert entered(second, identity) is None
     assert second.remaining_ratio(identity) == 0
     parent.clear(0)
-    assert entered(second, identity)
-    assert second.remaining_ratio(identity) == pytest.approx(0.8)
+    last = entered(second, identity)
+    assert last is not None
+    assert second.remaining_ratio(identity) == 0  # its requests may have made all that they had reserved
+    last.close(TokenUse())
+    parent.clear(0)
+    assert second.remaining_ratio(identity) == 0
     for table in (first.table, second.table, parent):
         table.close()
 

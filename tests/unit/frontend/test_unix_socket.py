@@ -19,6 +19,7 @@ import pytest
 from dynamo.errors import CannotConnect
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.server import HttpServer
+from dynamo.runtime.base.addresses import UnixListener
 from support.frontend_cluster import Cluster, cluster, say
 
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True})
@@ -168,3 +169,10 @@ def test_what_a_socket_does_not_go_with_is_named(
     with pytest.raises(SystemExit):
         parse_args(["--uds", "s", *more], {})
     assert reason in capsys.readouterr().err
+
+
+def test_a_path_that_is_too_long_is_refused_with_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 120)
+    reason = rf"--uds \S+: too long for a Unix socket: the path has {len(str(path))} bytes, and may have 10[37]"
+    with pytest.raises(CannotConnect, match=reason):
+        UnixListener(str(path))

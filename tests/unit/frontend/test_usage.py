@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
+import signal
 import sqlite3
 import time
 from pathlib import Path
@@ -27,7 +30,8 @@ from support.frontend_cluster import fail, say
 
 def meter_of(store: UsageStore | None, *records: KeyRecord, wall: float = 1.8e9) -> tuple[Quotas, UsageMeter]:
     ring = KeyRing(keys=records)
-    quotas = Quotas(lambda: ring, LimitTable(), spent=None if store is None else store.spent(), wall_clock=lambda: wall)
+    spent, pledges = (None, None) if store is None else (store.spent(), store.pledges())
+    quotas = Quotas(lambda: ring, LimitTable(), spent=spent, pledges=pledges, wall_clock=lambda: wall)
     metrics = KeyMetrics(FrontendFamilies(MetricsRegistry(), "x", {}))
     identities = [Identity(record) for record in records]
     return quotas, UsageMeter(quotas, metrics, store, keep_days=2, identities=lambda: identities)
@@ -123,6 +127,69 @@ async def test_a_budget_goes_on_after_a_restart(tmp_path: Path) -> None:
             statuses.append(answer.status)
     assert statuses[0] == 200
     assert statuses[-1] == 429
+
+
+def _die(path: Path, record: KeyRecord) -> None:
+    """Use some of a budget, reserve more of it, and die before anything is written."""
+    quotas, _ = meter_of(UsageStore(path), record)
+    done, running, released = [quotas.open(Identity(record)) for _ in range(3)]
+    for charge in (done, running, released):
+        charge.enter("m")
+        charge.reserve(TokenDemand(5, 10))
+    done.close(TokenUse(5, 0, 3))
+    released.close(TokenUse())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def files_of(folder: Path) -> int:
+    """How many processes have a file of what they take."""
+    return len([*folder.glob("usage.sqlite-pledges-*")])
+
+
+async def test_what_a_killed_process_had_used_and_reserved_is_spent_once(tmp_path: Path) -> None:
+    path, record = tmp_path / "usage.sqlite", key("k", budget={"tokens": 100, "period": "month"})
+    living = UsageStore(path)
+    others, meter = meter_of(living, record)
+    charge = others.open(Identity(record))
+    charge.enter("m")
+    charge.reserve(TokenDemand(20, 20))
+    for _ in range(2):
+        process = multiprocessing.get_context("fork").Process(target=_die, args=(path, record))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    assert files_of(tmp_path) == 2  # the second one has read what the first one left
+    for _ in range(2):  # once: those of the process that lives are its own
+        (spent,) = living.spent().values()
+        assert spent.units == 2 * (8 + 15)
+    assert files_of(tmp_path) == 1
+    charge.close(TokenUse(20, 0, 1))
+    await meter.aclose()
+    assert files_of(tmp_path) == 0
+    last = UsageStore(path)
+    assert [spent.units for spent in last.spent().values()] == [2 * (8 + 15) + 21]
+    await last.aclose()
+
+
+async def test_what_could_not_be_written_is_spent_after_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, record = tmp_path / "usage.sqlite", key("k", budget={"tokens": 100, "period": "month"})
+    store = UsageStore(path)
+    quotas, meter = meter_of(store, record)
+    charge = quotas.open(Identity(record))
+    charge.enter("m")
+    charge.reserve(TokenDemand(5, 10))
+    charge.close(TokenUse(5, 0, 3))
+
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("disk full")
+
+    monkeypatch.setattr(store, "_add", fail)
+    await meter.aclose()
+    again = UsageStore(path)
+    assert [spent.units for spent in again.spent().values()] == [8]
+    await again.aclose()
 
 
 async def test_what_clients_are_told_is_what_is_counted(tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+from dynamo.contract.requests.generation import GenerationLimits, read_generation
 from dynamo.errors import EngineShutdown
 from dynamo.llamacpp.arguments import LlamaArguments
-from dynamo.llamacpp.engine import walk_tokens
+from dynamo.llamacpp.engine import LlamaAnswer, completion_body, walk_tokens
 from dynamo.llamacpp.gguf_header import GgufHeader
+from dynamo.llamacpp.scores import walk_chat
 from dynamo.llamacpp.slots import SOCKET, LlamaConnection, LlamaRefusal, LlamaSlots, call_llama, open_llama
 from dynamo.runtime.calls.context import Context
 from support.patience import PATIENCE_SECONDS
@@ -28,20 +31,22 @@ def chunked(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def answering(
-    *pieces: bytes, closes: bool = True, plain: bytes = b""
+    *pieces: bytes, closes: bool = True, plain: bytes | Callable[[Any], bytes] = b""
 ) -> AsyncIterator[tuple[Path, Callable[[], bytes]]]:
     """A socket that answers each request with `pieces`, one write each; and what it was asked.
 
-    `plain`: the JSON that answers every request but the first.
+    `plain`: the JSON that answers every request but the first, or what makes it of the body of a request.
     """
     requests = bytearray()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r")[0])
-        requests.extend(head + await reader.readexactly(length))
-        is_plain = plain and len(requests) > len(head) + length
-        whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(plain), plain)
+        body = await reader.readexactly(length)
+        is_plain = bool(plain and requests)
+        requests.extend(head + body)
+        reply = plain if isinstance(plain, bytes) else plain(json.loads(body)) if is_plain else b""
+        whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(reply), reply)
         for piece in (whole,) if is_plain else pieces:
             writer.write(piece)
             await writer.drain()
@@ -150,13 +155,105 @@ def generated(*events: dict[str, object]) -> bytes:
     return STREAM + chunked(data) + b"0\r\n\r\n"
 
 
+CAKE = "\U0001f382"
+
+
+def scored(*tokens: int) -> list[dict[str, Any]]:
+    """Entries of log probabilities: each token has its own id, as hundredths below zero."""
+    parts = {10813: CAKE.encode()[:2], 232: CAKE.encode()[2:3], 220: CAKE.encode()[3:]}
+    return [{"id": token, "token": "", "bytes": [*parts.get(token, b"?")], "logprob": -token / 100} for token in tokens]
+
+
+class HeldTokens:
+    """llama.cpp's other answers about a cake of three tokens; none of its log probabilities comes with an event."""
+
+    TOKENS = (10813, 232, 220)
+    OTHERS: ClassVar = {"a": [9], "é": [8]}
+
+    def __init__(self, *, is_first: bool) -> None:
+        """`is_first`: whether each token is among the first alternatives."""
+        self._is_first = is_first
+        self.prompts: list[list[Any]] = []
+
+    def reply(self, body: Any) -> bytes:
+        if "messages" in body:
+            return b'{"prompt": "<user>hi"}'
+        if "content" in body:
+            return json.dumps({"tokens": self.OTHERS.get(body["content"], self.TOKENS)}).encode()
+        if body["n_predict"] > 1:
+            return json.dumps({"tokens": self.TOKENS[:2]}).encode()
+        self.prompts.append(body["prompt"])
+        assert (body["logit_bias"], body["grammar"], body["stream"]) == ([[9, 1000.0]], "", False)
+        others = scored(*range(1, 3), *(self.TOKENS if self._is_first or body["n_probs"] > 1000 else ()))
+        return json.dumps({"completion_probabilities": [{**scored(9)[0], "top_logprobs": others}]}).encode()
+
+
+async def log_probs_of(slots: LlamaSlots, held: HeldTokens) -> list[tuple[int, float]]:
+    """What the chunks of an answer have of each token."""
+    asked = read_generation(
+        {"token_ids": [1, 2], "stop_conditions": {"max_tokens": 9}, "output_options": {"logprobs": 2}},
+        GenerationLimits("llama.cpp", context_length=100, vocab_size=20_000),
+    )
+    answer, found = LlamaAnswer(asked), list[tuple[int, float]]()
+    body = completion_body(asked, None, 100)
+    async with slots.events("/completion", body, Context(), walk_tokens) as events:
+        async for event in events:
+            chunk = answer.chunk(event)
+            if chunk is not None and chunk["token_ids"]:
+                found += zip(chunk["token_ids"], chunk["log_probs"], strict=True)
+                assert [len(one) for one in chunk["top_logprobs"]] == [2] * len(chunk["token_ids"])
+    return found
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_each_token_within_a_character_has_a_log_probability(is_first: bool) -> None:
+    alternatives = {"top_logprobs": scored(1, 2)}
+    events = generated(
+        {"content": "a", "tokens": [7], "tokens_predicted": 1, "completion_probabilities": [scored(7)[0] | alternatives]},
+        {
+            "content": CAKE, "tokens": [220], "tokens_predicted": 4, "completion_probabilities": [scored(220)[0] | alternatives],
+        },
+        {"content": "", "tokens": [], "stop": True, "stop_type": "limit", "tokens_predicted": 6},
+    )  # fmt: skip
+    held = HeldTokens(is_first=is_first)
+    async with answering(events, plain=held.reply) as (socket, _):
+        found = await log_probs_of(slots_at(socket), held)
+    assert found == [(token, -token / 100) for token in (7, 10813, 232, 220, 10813, 232)]
+    before = [[1, 2, 7], [1, 2, 7, 10813], [1, 2, 7, 10813, 232, 220], [1, 2, 7, 10813, 232, 220, 10813]]
+    assert held.prompts == [prompt for prompt in before for _ in range(1 if is_first else 2)]
+
+
+def said(text: str, token: int) -> dict[str, Any]:
+    """One event of a chat. llama.cpp has the bytes of the whole text beside its last token."""
+    entry = {**scored(token)[0], "bytes": [*text.encode()], "top_logprobs": scored(1, 2)}
+    return {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": [entry]}}]}
+
+
+async def test_each_token_within_a_character_of_a_chat_has_an_entry_with_its_own_bytes() -> None:
+    held = HeldTokens(is_first=True)
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+    entries: list[Any] = []
+    async with (
+        answering(generated(said("a", 7), said(CAKE, 220), said("é", 8)), plain=held.reply) as (socket, _),
+        slots_at(socket).events("/v1/chat/completions", body, Context(), walk_chat) as events,
+    ):
+        async for event in events:
+            entries += event["choices"][0]["logprobs"]["content"]
+    assert [(entry["id"], entry["logprob"]) for entry in entries] == [
+        (token, -token / 100) for token in (7, 10813, 232, 220, 8)
+    ]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == f"a{CAKE}é"
+    assert [entry["token"] for entry in entries] == ["a", "\ufffd", "\ufffd", "\ufffd", "é"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [2] * 5
+    assert held.prompts == [["<user>hi", 7], ["<user>hi", 7, 10813]]
+
+
 async def tokens_of(slots: LlamaSlots) -> list[list[int]]:
     body = {"prompt": [1, 2], "n_predict": 9, "stream": True, "grammar": "root ::= [a-z]"}
     async with slots.events("/completion", body, Context(), walk_tokens) as events:
         return [event["tokens"] async for event in events if event["tokens"]]
 
 
-CAKE = "\U0001f382"
 CAKE_EVENTS = generated(
     {"content": "a", "tokens": [7], "stop": False, "tokens_predicted": 1},
     {"content": CAKE, "tokens": [220], "stop": False, "tokens_predicted": 4},

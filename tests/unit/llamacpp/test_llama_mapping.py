@@ -261,7 +261,7 @@ def test_recorded_events_become_chunks() -> None:
     )
     first, second, last = chunks(asked(output_options={"logprobs": 1}, eos_token_ids=[2]), *events)
     assert (first["token_ids"], first["log_probs"]) == ([33], [-0.1])
-    assert first["top_logprobs"] == [[{"rank": 1, "token_id": 33, "token": "x", "logprob": -0.1}]]
+    assert first["top_logprobs"] == [[{"rank": 1, "token_id": 33, "logprob": -0.1}]]
     assert second["token_ids"] == [2]
     assert (last["token_ids"], last["finish_reason"]) == ([], "stop")
     assert last["completion_usage"]["completion_tokens"] == 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import stat
 import tempfile
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
@@ -198,3 +201,36 @@ class Clock:
         self.now += seconds
         while self._plan and self._plan[0][0] <= self.now:
             self._plan.pop(0)[1]()
+
+
+@pytest.mark.parametrize("depth", [1, 20])
+def test_a_socket_in_a_private_directory_has_a_path_that_the_system_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    long = tmp_path.joinpath(*["a-long-name"] * depth)
+    long.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    directory = process_guard.private_directory("sglang")
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(directory / "inproc-kv-events-15"))
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_a_short_folder_of_temporary_files_is_used_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert process_guard.private_directory("llama").parent == Path(short)
+
+
+def test_where_no_folder_is_short_enough_the_error_names_tmpdir_and_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    monkeypatch.setattr(process_guard, "SHORT", ())
+    with pytest.raises(
+        OSError, match=r"TMPDIR is too long .* has \d+ bytes, and may have 47\. Set TMPDIR to a shorter"
+    ):
+        process_guard.private_directory("llama")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -13,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from dynamo.errors import InvalidArgument
+from dynamo.runtime.base import process_guard
 from dynamo.runtime.base.addresses import bound_socket
 from dynamo.vllm import starting
 from dynamo.vllm.arguments import Arguments
@@ -144,7 +144,7 @@ def test_vllm_is_started_with_the_batch_sizes_of_vllm_serve_and_without_a_profil
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     vllm = FakeVllm(monkeypatch)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process_guard, "_temporary", lambda: str(tmp_path))
     arguments = SimpleNamespace(vllm=vllm.args, model="demo", is_kv_routed=False, has_kv_events_config=False)
     started = starting._start(cast(Arguments, arguments), LoadReports())
     assert vllm.contexts == ["server", "server"]

@@ -27,6 +27,7 @@ from dynamo.engines.cache_scope import CacheScope
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
 from dynamo.llamacpp.operations import HOST_CACHE, LlamaOperations
+from dynamo.llamacpp.scores import GENERATION, HeldScores, divided
 from dynamo.llamacpp.slots import LlamaConnection, LlamaProcess, LlamaSlots, map_llama_error
 from dynamo.runtime.calls.context import Context
 
@@ -71,9 +72,6 @@ def completion_body(
     return body
 
 
-GENERATION: Final = "/completion"
-
-
 async def walk_tokens(
     connection: LlamaConnection, process: LlamaProcess, body: dict[str, Any]
 ) -> AsyncGenerator[Any, None]:
@@ -83,21 +81,23 @@ async def walk_tokens(
     comes as a whole, but of its tokens only the last one. The others are those into which llama.cpp itself divides that text.
     A model that wrote the character in other tokens keeps the text, and not the division. The tokens of an answer that its
     limit ends within a character are computed once more; where they are drawn at random, they are drawn anew.
+    llama.cpp drops the log probabilities of all these tokens, so they are computed by requests of their own.
     """
+    scores = HeldScores(process, body)
     sent: list[int] = []
     seen = 0
     while (event := await connection.next()) is not None:
         predicted = event.get("tokens_predicted", seen)
         if predicted - seen > 1 and event.get("content"):
-            question = {"content": event["content"], "parse_special": False}
-            *held, last = (await process.call("POST", "/tokenize", question))["tokens"]
+            *held, last = await divided(process, event["content"])
             event["tokens"] = [last]
+            yield {"tokens": held, "completion_probabilities": await scores.of(sent, held)}
             sent += held
-            yield {"tokens": held}
         elif predicted > seen and event.get("stop_type") == "limit":
             again = {"n_predict": predicted - seen, "stream": False, "n_probs": 0, "grammar": ""}
             again["prompt"] = [*body["prompt"], *sent]
             event["tokens"] = (await process.call("POST", GENERATION, {**body, **again}))["tokens"]
+            event["completion_probabilities"] = await scores.of(sent, event["tokens"])
         sent += event.get("tokens") or ()
         seen = predicted
         yield event
@@ -154,7 +154,8 @@ class LlamaAnswer:
 
 def _alternatives(entry: Mapping[str, Any], count: int) -> list[TopLogprob]:
     return [
-        {"rank": rank, "token_id": int(other["id"]), "token": other.get("token"), "logprob": float(other["logprob"])}
+        # Without its text, which llama.cpp leaves empty where it is a part of a character: the frontend has the tokenizer.
+        {"rank": rank, "token_id": int(other["id"]), "logprob": float(other["logprob"])}
         for rank, other in enumerate(entry.get("top_logprobs") or (), 1)
         if rank <= count
     ]

@@ -12,7 +12,8 @@ from dynamo.contract.health_check import build_raw_health_check_payload
 from dynamo.engines.cache_scope import CacheScope
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
-from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
+from dynamo.llamacpp.scores import walk_chat
+from dynamo.llamacpp.slots import LlamaSlots, map_llama_error, walk_events
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.calls.context import Context
 
@@ -52,7 +53,8 @@ class LlamaCppTextEngine(RawEngine):
     async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
         path, body = self._call(request)
         head = {"id": context.id(), "model": request.get("model") or self._arguments.served_name}
-        async with self._llama.events(path, body, context) as events:
+        walk = walk_chat if path == CHAT and body.get("logprobs") is True else walk_events
+        async with self._llama.events(path, body, context, walk) as events:
             async for event in events:
                 if context.is_stopped():
                     return

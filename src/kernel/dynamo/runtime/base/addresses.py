@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import stat
+import sys
 from contextlib import suppress
 from typing import Final
 
@@ -60,6 +61,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+SOCKET_PATH: Final = 103 if sys.platform == "darwin" else 107  # bytes
+
+
 class UnixListener(socket.socket):
     """A Unix socket at a path that only this user may use, bound and not listening yet. `close` takes the path away."""
 
@@ -75,6 +79,8 @@ class UnixListener(socket.socket):
         except (OSError, CannotConnect) as error:
             self.close()
             reason = error if isinstance(error, CannotConnect) else error.strerror or error
+            if (size := len(os.fsencode(path))) > SOCKET_PATH:
+                reason = f"too long for a Unix socket: the path has {size} bytes, and may have {SOCKET_PATH}"
             raise CannotConnect(f"--uds {path}: {reason}") from None
 
     def close(self) -> None:

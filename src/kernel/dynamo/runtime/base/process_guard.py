@@ -55,6 +55,9 @@ SHARED_NAMES: Final = ("psm_", "sem.mp-", "torch_", "nccl-", "sgl_shm_", "sglang
 SHARED_LIST: Final = "shared-memory"  # file of a private directory: names, a line each
 
 TEMPORARY: Final = "TMPDIR"
+SHORT: Final = ("/tmp", "/var/tmp", "/dev/shm")
+SOCKET_PATH: Final = 103  # bytes that every system takes of a Unix socket's path; Linux takes 107
+PRIVATE_BYTES: Final = 56  # of them behind the folder of temporary files: a private directory, and a socket's name
 COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -79,7 +82,7 @@ def guard_this_process() -> None:
     """
     global _keeper, _mark, _pipe
     if _mark is None or _mark.process != os.getpid():  # the first call, or one in a process that was forked
-        _mark, _keeper = _Mark(os.getpid(), secrets.token_hex(6), tempfile.gettempdir()), None
+        _mark, _keeper = _Mark(os.getpid(), secrets.token_hex(6), _temporary()), None
     elif _guard is not None and _guard.poll() is None:
         return
     if _pipe is None:
@@ -90,6 +93,21 @@ def guard_this_process() -> None:
         # A daemon: it waits for a process that outlives this one.
         _keeper = threading.Thread(target=_keep, args=(_mark, _pipe), name="process guard", daemon=True)
         _keeper.start()
+
+
+def _temporary() -> str:
+    """Return where private directories are: beside other temporary files, or where a socket's path is short enough.
+
+    Raises OSError where there is no such place.
+    """
+    chosen = tempfile.gettempdir()
+    for folder in (chosen, *SHORT):
+        if len(os.fsencode(folder)) + PRIVATE_BYTES <= SOCKET_PATH and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise OSError(
+        f"{TEMPORARY} is too long for the Unix sockets in it: {chosen} has {len(os.fsencode(chosen))} bytes, and may have "
+        f"{SOCKET_PATH - PRIVATE_BYTES}. Set {TEMPORARY} to a shorter folder"
+    )
 
 
 def _start_guard(mark: _Mark, pipe: int) -> None:
@@ -145,12 +163,12 @@ def descendants(of: int) -> Started:
 
 
 def private_directory(name: str) -> Path:
-    """Make a directory for temporary files and sockets; `name` becomes part of its own.
+    """Make a directory for temporary files and sockets; `name` becomes part of its own. Raises OSError.
 
     The caller removes it. Once this process is gone its guard removes it, if there is a guard.
     """
     is_guarded = _mark is not None and _mark.process == os.getpid()
-    mark, parent = (_mark.text, _mark.temporary) if _mark is not None and is_guarded else ("unguarded", None)
+    mark, parent = (_mark.text, _mark.temporary) if _mark is not None and is_guarded else ("unguarded", _temporary())
     return Path(tempfile.mkdtemp(prefix=f"dynamo-{name}-{mark}-", dir=parent))
 
 

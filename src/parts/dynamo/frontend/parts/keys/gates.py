@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from dynamo.frontend.parts.keys.identity import Identity
-from dynamo.frontend.parts.keys.limit_table import ELSEWHERE, GRANTED, PERIOD, REFUSED, UNDIVIDED, VALUE, LimitTable
+from dynamo.frontend.parts.keys.limit_table import (
+    ELSEWHERE,
+    GRANTED,
+    PERIOD,
+    REFUSED,
+    UNDIVIDED,
+    VALUE,
+    LimitTable,
+    Spent,
+)
+from dynamo.frontend.parts.keys.pledges import Pledges
 from dynamo.frontend.parts.keys.rules.rates import Rate
 from dynamo.frontend.parts.keys.rules.records import Budget, KeyRing, LimitSet, Period, Price
 from dynamo.frontend.parts.keys.rules.spending import cost_of, period_end, period_number, units_of
@@ -18,13 +28,6 @@ FRONTENDS: Final = "frontends of the cluster"
 
 _TOKENS: Final = ("tokens_per_minute", "input_tokens_per_minute", "output_tokens_per_minute")
 _SMALLEST_PART: Final = 1e-3  # of a rate of which nothing was granted: its waits are long, and finite
-
-
-class Spent(NamedTuple):
-    """What a budget has given in a period."""
-
-    period: int
-    units: int
 
 
 class RateGate:
@@ -121,14 +124,14 @@ class PlaceGate:
 class BudgetGate:
     """The budget of a scope, and its record. Its methods are called under the table's lock."""
 
-    __slots__ = ("_table", "at", "budget", "counts_money", "id", "name", "scope", "units")
+    __slots__ = ("_pledge", "_table", "at", "budget", "counts_money", "id", "name", "scope", "units")
 
-    def __init__(self, name: str, scope: str, budget: Budget, table: LimitTable, at: int) -> None:
+    def __init__(self, name: str, scope: str, budget: Budget, book: GateBook, at: int) -> None:
         """`name`: by which what it has given is stored."""
         self.name, self.scope, self.at, self.id = name, scope, at, f"{name} budget"
         self.budget, self.units = budget, units_of(budget)
         self.counts_money = budget.tokens is None
-        self._table = table
+        self._table, self._pledge = book.table, book.pledges.on(name)
 
     def left(self) -> int:
         """Return what is left of the budget for this frontend."""
@@ -150,13 +153,16 @@ class BudgetGate:
 
     def hold(self, units: int) -> None:
         """Reserve units; a negative number gives back."""
-        self._table.hold(self.at, units)
+        table, at = self._table, self.at
+        table.hold(at, units)
+        self._pledge(table.cells[at + PERIOD], units)
 
     def spend(self, reserved: int, units: int) -> None:
         """Give back what was reserved, and use what it was reserved for."""
         table, at = self._table, self.at
         table.hold(at, -reserved)
         table.cells[at + VALUE] += units
+        self._pledge(table.cells[at + PERIOD], units - reserved)
 
 
 class Gates:
@@ -221,10 +227,12 @@ class GateBook:
         table: LimitTable,
         *,
         spent: Mapping[str, Spent] | None = None,
+        pledges: Pledges | None = None,
         wall_clock: Callable[[], float] = steady_wall,
     ) -> None:
         """`ring` returns what the key file holds now; `spent`: what budgets had given when this process began, by name."""
         self.ring, self.table, self.wall_clock = ring, table, wall_clock
+        self.pledges = pledges or Pledges()
         self.frontends_at = table.record(FRONTENDS)
         self._spent = dict(spent or {})
         self._periods: dict[Period, tuple[float, float, int]] = {}
@@ -269,8 +277,8 @@ class GateBook:
         for at in set().union(*(each.records for each in over)) - still:
             self.table.release(at)
 
-    def _record(self, name: str, *, value: float = 0.0, period: int = 0, granted: float = UNDIVIDED) -> int:
-        at = self.table.record(name, value=value, period=period, granted=granted)
+    def _record(self, name: str, *, granted: float, budget: Spent | None = None) -> int:
+        at = self.table.record(name, granted=granted, budget=budget)
         self._made.generation.records.add(at)
         return at
 
@@ -331,8 +339,8 @@ class GateBook:
         now = period_number(budget.period, self.wall_clock())
         spent, units = self._spent.get(name, Spent(now, 0)), units_of(budget)
         part = spent.units + max(0, units - spent.units) / frontends if frontends else UNDIVIDED
-        at = self._record(f"{name} budget", value=float(spent.units), period=spent.period, granted=part)
-        return BudgetGate(name, scope, budget, self.table, at)
+        at = self._record(f"{name} budget", granted=part, budget=spent)
+        return BudgetGate(name, scope, budget, self, at)
 
     # -- budgets, under the lock -----------------------------------------------------------------------------------------
 

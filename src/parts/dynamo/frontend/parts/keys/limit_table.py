@@ -2,7 +2,7 @@
 
 Each limit has a record: a value, the period that it belongs to, and two columns for each process: what that process
 holds (requests in flight, or tokens that are reserved), and whether it uses the record at all. Both are forgotten with the
-process. A record that no process uses stays, with its value, until the table is nearly full and its place is needed.
+process, but for what it had reserved of a budget: that counts as used, as its requests may have made all of it. A record that no process uses stays, with its value, until the table is nearly full and its place is needed.
 Where frontends divide their limits (`cluster_limits.py`) a record also has what this frontend was granted of the limit,
 the most units that were refused since the last division, what the other frontends have spent, and what they know of this one:
 all of it is in the table, as another process of the group may go on with it at any moment.
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.parts.keys.shared_lock import LOCK_BYTES, SharedLock, create_lock, open_lock
@@ -31,11 +31,18 @@ RECLAIM_AFTER: Final = 1024  # records that are made between two attempts to fre
 UNDIVIDED: Final = float("inf")
 """What is granted of a limit that no other frontend shares."""
 
-_NAME, VALUE, PERIOD, GRANTED, REFUSED, ELSEWHERE, _BASE, _REPORTED, _COLUMNS = range(9)
+_NAME, VALUE, PERIOD, GRANTED, REFUSED, ELSEWHERE, _BASE, _REPORTED, _IS_BUDGET, _COLUMNS = range(10)
 """Where a record has what in `LimitTable.cells`, for code that reads and writes it for each request."""
 NOT_REPORTED: Final = -1.0
 _FREED: Final = 1.0  # in place of a name; no name has this value, as the lowest bit of each is set
 _LEADER_BYTE: Final = 1  # of the file: its lock is held by the process that divides limits with other frontends
+
+
+class Spent(NamedTuple):
+    """What a budget has given in a period."""
+
+    period: int
+    units: int
 
 
 class LimitTable:
@@ -98,10 +105,10 @@ class LimitTable:
             return False
         return True
 
-    def record(self, name: str, *, value: float = 0.0, period: int = 0, granted: float = UNDIVIDED) -> int:
+    def record(self, name: str, *, value: float = 0.0, granted: float = UNDIVIDED, budget: Spent | None = None) -> int:
         """Return the place of a limit's record, which is made with these numbers where there is none.
 
-        This process uses it from now on, until `release`. Raises InvalidArgument when too many limits are in use.
+        `budget`: what it has given, where the limit is a budget. This process uses it from now on, until `release`. Raises InvalidArgument when too many limits are in use.
         """
         wanted = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1
         packed = struct.unpack("d", struct.pack("Q", _finite(wanted)))[0]
@@ -118,7 +125,9 @@ class LimitTable:
                 for cell in range(at, at + self._width):
                     cells[cell] = 0.0
                 cells[at + _NAME] = packed
-                cells[at + VALUE], cells[at + PERIOD] = value, float(period)
+                cells[at + VALUE] = value
+                if budget is not None:
+                    cells[at + VALUE], cells[at + PERIOD], cells[at + _IS_BUDGET] = budget.units, budget.period, 1.0
                 cells[at + GRANTED], cells[at + _REPORTED] = granted, NOT_REPORTED
             cells[at + self._own + self._members] = 1.0  # it is in use here
         return at
@@ -224,10 +233,16 @@ class LimitTable:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def clear(self, member: int) -> None:
-        """Forget what a process held and used that has ended. Needs no lock: no other process writes its columns."""
+        """Forget what a process held and used that has ended, and count as used what it had reserved of budgets."""
+        cells = self.cells
         for at in range(0, SLOTS * self._width, self._width):
-            if self.cells[at + _NAME] != 0.0:
-                self.cells[at + _COLUMNS + member] = self.cells[at + _COLUMNS + self._members + member] = 0.0
+            if cells[at + _NAME] != 0.0:
+                held = at + _COLUMNS + member
+                if cells[at + _IS_BUDGET] and cells[held]:
+                    with self.locked():
+                        cells[at + VALUE] += cells[held]
+                        cells[held] = 0.0
+                cells[held] = cells[held + self._members] = 0.0  # no other process writes these columns
 
     def close(self) -> None:
         """Idempotent."""

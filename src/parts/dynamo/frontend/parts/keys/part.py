@@ -176,7 +176,10 @@ class KeyCharges(RequestListener):
             charge.close(TokenUse(), seconds)
         else:
             cached, reasoning = usage.cached_tokens or 0, usage.reasoning_tokens or 0
-            used = TokenUse(usage.prompt_tokens, cached, usage.output_tokens, reasoning, usage.images)
+            output, tally = usage.output_tokens, exchange.tally
+            if tally is not None and not tally.is_usage_known:
+                output = charge.at_most(output)  # bytes of text, of which there are more than tokens
+            used = TokenUse(usage.prompt_tokens, cached, output, reasoning, usage.images)
             charge.close(used, seconds)
 
     def _count_refused(self, identity: Caller | None) -> None:
@@ -279,8 +282,8 @@ def open_keys(settings: KeySettings, metrics: KeyMetrics, table: LimitTable | No
     """
     keys = KeyStore(settings.key_sources)
     store = None if settings.usage_db is None else UsageStore(Path(settings.usage_db).expanduser())
-    spent = {} if store is None else store.spent()
-    quotas = Quotas(lambda: keys.ring, table or LimitTable(), spent=spent)
+    spent, pledges = ({}, None) if store is None else (store.spent(), store.pledges())
+    quotas = Quotas(lambda: keys.ring, table or LimitTable(), spent=spent, pledges=pledges)
     budgets = [*[key.budget for key in keys.ring.keys], *[project.budget for project in keys.ring.projects.values()]]
     if store is None and any(budget is not None for budget in budgets):
         logger.warning("budgets of API keys begin anew with this process: DYN_USAGE_DB=FILE keeps what they have given")

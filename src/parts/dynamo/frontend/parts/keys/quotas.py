@@ -19,9 +19,10 @@ from typing import Final
 from msgspec import Struct
 
 from dynamo.frontend.base.asgi import HeaderPairs
-from dynamo.frontend.parts.keys.gates import BudgetGate, GateBook, Gates, Generation, PlaceGate, RateGate, Spent
+from dynamo.frontend.parts.keys.gates import BudgetGate, GateBook, Gates, Generation, PlaceGate, RateGate
 from dynamo.frontend.parts.keys.identity import Identity
-from dynamo.frontend.parts.keys.limit_table import LimitTable
+from dynamo.frontend.parts.keys.limit_table import LimitTable, Spent
+from dynamo.frontend.parts.keys.pledges import Pledges
 from dynamo.frontend.parts.keys.rules.records import KeyRing, Price
 from dynamo.frontend.parts.keys.rules.spending import period_end
 from dynamo.protocol.dialect import Dialect, RateStatus
@@ -65,6 +66,7 @@ class Quotas:
         table: LimitTable,
         *,
         spent: Mapping[str, Spent] | None = None,
+        pledges: Pledges | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = steady_wall,
     ) -> None:
@@ -72,7 +74,7 @@ class Quotas:
 
         `clock` is one that all processes of this machine share, and that never jumps; `wall_clock` has the day.
         """
-        self.book = GateBook(ring, table, spent=spent, wall_clock=wall_clock)
+        self.book = GateBook(ring, table, spent=spent, pledges=pledges, wall_clock=wall_clock)
         self.table = table
         self.clock, self.wall_clock = clock, wall_clock
         self.on_closed: Callable[[Charge, TokenUse, float], None] = lambda *_: None
@@ -118,6 +120,7 @@ class _Reserved(Struct, frozen=True, gc=False):
     output: int
     price: Price | None
     costs: Sequence[int]
+    is_bound: bool  # the request, or its key, names the most output
 
 
 class Charge:
@@ -231,8 +234,13 @@ class Charge:
                 budget.hold(costs[index])
         finally:
             table.unlock(lock)
-        self._reserved = _Reserved(input, output, price, costs)
+        self._reserved = _Reserved(input, output, price, costs, is_bound=cap is not None)
         return cap
+
+    def at_most(self, output: int) -> int:
+        """Return a number of output tokens, but no more than its answers could have."""
+        reserved = self._reserved
+        return output if reserved is None or not reserved.is_bound else min(output, reserved.output)
 
     def _checked_costs(self, price: Price | None, input: int, output: int) -> Sequence[int]:
         """Return what each budget has to reserve. Raises the 429 of the first that has not enough."""

@@ -21,6 +21,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.sqlite_file import open_database, writing
 from dynamo.frontend.parts.keys.identity import Identity
 from dynamo.frontend.parts.keys.metrics import KeyMetrics
+from dynamo.frontend.parts.keys.pledges import Pledges, left_behind
 from dynamo.frontend.parts.keys.quotas import Charge, Quotas, Spent, TokenUse
 from dynamo.runtime.base.tasks import Background
 
@@ -159,6 +160,8 @@ class UsageMeter:
                 logger.error("%s; what keys use is kept in memory until it can be written", error)
         else:
             self._is_failing = False
+            for (name, _), units in counted.spent.items():
+                self._quotas.book.pledges.wrote(name, units)
 
     def _put_back(self, counted: _Counted) -> None:
         rows, spent = counted.rows, counted.spent
@@ -185,6 +188,7 @@ class UsageMeter:
         await self._writes.wait()
         if self._store is not None:
             await self.write()
+            self._quotas.book.pledges.close()
             await self._store.aclose()
 
 
@@ -205,13 +209,21 @@ class UsageStore:
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidArgument when the file cannot be opened, or is not such a store."""
+        self._path = path
         self._database = open_database(path, "the usage of keys", VERSION, _TABLES, upgrades=_UPGRADES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamo-usage")
 
     def spent(self) -> dict[str, Spent]:
-        """Return what each budget has given. Blocks; for the start."""
-        rows = self._database.execute("SELECT name, period, units FROM spent").fetchall()
+        """Return what each budget has given, also to the requests of processes that were killed. Blocks; for the start."""
+        with left_behind(self._path) as left, writing(self._database) as database:
+            database.executemany(_SPEND, left)
+            rows = database.execute("SELECT name, period, units FROM spent").fetchall()
         return {name: Spent(period, units) for name, period, units in rows}
+
+    def pledges(self) -> Pledges:
+        """Open the file of what this process takes. Blocks; for the start. Raises InvalidArgument."""
+        with writing(self._database):  # meanwhile no other process takes it for one that was left behind
+            return Pledges(self._path)
 
     async def add(
         self, rows: Mapping[UsageKey, Sequence[float]], spent: Mapping[tuple[str, int], int], *, oldest: int
