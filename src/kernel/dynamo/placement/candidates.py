@@ -20,8 +20,7 @@ from dynamo.placement.kv_transfer import TransferRule
 WorkerKey = tuple[str, int]
 """(endpoint, instance id). One process may serve a model on several endpoints under one id."""
 
-MAX_PARTS: Final = 8
-"""Shapes of a list without some of its ids that are kept."""
+MAX_PARTS: Final = 8  # shapes of a list without some of its ids that are kept
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -84,15 +83,13 @@ class CandidateList(list[Candidate]):
 
     def without(self, ids: frozenset[int]) -> CandidateList:
         """Return the list without some of the ids. It costs little where the same ones were left out a moment ago."""
-        known = [each for each in ids if each in self.shape.positions]
+        known = frozenset([each for each in ids if each in self.shape.positions])
         if not known:
             return self
-        if len(known) < len(ids):
-            ids = frozenset(known)
-        left, shape = self.shape.without(ids)
+        left, shape = self.shape.without(known)
         found = CandidateList(())
         found.extend(compress(self, left))
-        found.in_flight, found.shape, found.unfit = [*compress(self.in_flight, left)], shape, self.unfit - ids
+        found.in_flight, found.shape, found.unfit = [*compress(self.in_flight, left)], shape, self.unfit - known
         return found
 
 

@@ -23,10 +23,7 @@ class RankPart:
     __slots__ = ("allowed", "excluded", "left", "positions", "ranks")
 
     def __init__(
-        self,
-        ranks: Sequence[WorkerRank],
-        excluded: tuple[RankExclusion, ...] = (),
-        every: Sequence[WorkerRank] = (),
+        self, ranks: Sequence[WorkerRank], excluded: tuple[RankExclusion, ...] = (), every: Sequence[WorkerRank] = ()
     ) -> None:
         """`every`: all ranks, of which these are some."""
         self.ranks, self.excluded = ranks, excluded

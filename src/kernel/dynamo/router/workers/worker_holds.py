@@ -69,15 +69,11 @@ class WorkerHolds:
         drained = frozenset([hold.instance_id for hold in holds if hold.kind == "drain"])
         failed = {hold.instance_id for hold in holds if hold.kind == "quarantine"}
         if isinstance(candidates, CandidateList):
-            left = candidates.without(drained)
-            positions = left.shape.positions
-            at = [positions[held] for held in failed if held in positions]
-            return CandidateList(left, {each: _failed(left[each]) for each in at}) if at else left
-        return [
-            _failed(each) if each.instance_id in failed else each
-            for each in candidates
-            if each.instance_id not in drained
-        ]
+            kept = candidates.without(drained)
+            at = [kept.shape.positions[held] for held in failed if held in kept.shape.positions]
+            return CandidateList(kept, {each: _failed(kept[each]) for each in at}) if at else kept
+        left = [each for each in candidates if each.instance_id not in drained]
+        return [_failed(each) if each.instance_id in failed else each for each in left]
 
 
 def _failed(candidate: Candidate) -> Candidate:

@@ -96,10 +96,7 @@ def guard_this_process() -> None:
 
 
 def _temporary() -> str:
-    """Return where private directories are: beside other temporary files, or where a socket's path is short enough.
-
-    Raises OSError where there is no such place.
-    """
+    """Return where private directories are: where the path of a socket is short enough. Raises OSError where it is nowhere."""
     chosen = tempfile.gettempdir()
     for folder in (chosen, *SHORT):
         if len(os.fsencode(folder)) + PRIVATE_BYTES <= SOCKET_PATH and os.access(folder, os.W_OK | os.X_OK):
