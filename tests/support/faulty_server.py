@@ -59,7 +59,8 @@ class FaultySite:
         try:
             lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         except asyncio.LimitOverrunError:
-            writer.write(b"HTTP/1.1 431 Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            status = 500 if self.fault == "large headers are 500" else 431
+            writer.write(b"HTTP/1.1 %d Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % status)
             await writer.drain()
             return False
         method, path, _ = lines[0].split(" ")
@@ -90,6 +91,8 @@ class FaultySite:
         if path == "/v1/models" and "anthropic-version" in headers:
             models = self.messages.listed()
             return self._raw(writer, models.status, models.body, models.headers)
+        if path == "/v1/models" and self.fault == f"{method} is 500":
+            return self._send(writer, 500, {}, is_head=method == "HEAD")
         if path == "/v1/models":
             listed: Any = {"object": "list", "data": [model]}
             if self.fault == "list without object":
@@ -97,7 +100,9 @@ class FaultySite:
             close = self.fault == "connection closed"
             return self._send(writer, 200, listed, is_head=method == "HEAD", close=close)
         if path == f"/v1/models/{MODEL}":
-            return self._send(writer, 200, model)
+            return self._send(writer, 200, {**model, "id": "another"} if self.fault == "another model" else model)
+        if path.startswith("/v1/models/") and self.fault == "any model found":
+            return self._send(writer, 200, {**model, "id": path.rpartition("/")[2]})
         if path == "/metrics":
             self.looks += 1
             if self.looks > LOOKS_BEFORE:
@@ -111,7 +116,8 @@ class FaultySite:
             if reply := api.reply(method, path, body):
                 return self._raw(writer, reply.status, reply.body, reply.headers)
         if path in ("/health", "/ready"):
-            return self._send(writer, 503 if self.fault == "not healthy" and path == "/health" else 200, {})
+            down = {"not healthy": "/health", "not ready": "/ready"}.get(self.fault) == path
+            return self._send(writer, 503 if down else 200, {})
         return self._refuse(writer, 404, "not here")
 
     def _refuse(self, writer: asyncio.StreamWriter, status: int, message: str, param: str | None = None) -> bool:
@@ -132,6 +138,10 @@ class FaultySite:
 
     def _raw(self, writer: asyncio.StreamWriter, status: int, data: bytes, more: dict[str, str], **how: bool) -> bool:
         lines = {"Content-Type": "application/json", "X-Request-Id": "1", **more, "Content-Length": str(len(data))}
+        if self.fault == "no request id":
+            del lines["X-Request-Id"]
+        if self.fault == "no length" and b'"choices"' in data:
+            how["close"] = bool(lines.pop("Content-Length"))
         if how.get("close"):
             lines["Connection"] = "close"
         head = f"HTTP/1.1 {status} Status\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())

@@ -16,6 +16,7 @@ def refused(fault: str, asked: dict[str, Any]) -> tuple[int, str, str | None] | 
         "long conversation refused": len(turns) > 20,
         "developer refused": any(turn.get("role") == "developer" for turn in turns),
         "metadata refused": "metadata" in asked,
+        "seed refused": "seed" in asked,
         "unknown member is 500": "referee_of_tests" in asked,
     }
     return (500, "not so", None) if is_refused.get(fault) else None

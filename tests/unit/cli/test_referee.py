@@ -83,13 +83,22 @@ FAULTS = {
     "developer refused": {"agent.developer-role"},
     "metadata refused": {"agent.known-members"},
     "unknown member is 500": {"agent.unknown-member"},
+    "seed refused": {"seed"},
+    "no request id": {"request-id"},
     "list without object": {"models.list"},
+    "another model": {"models.retrieve"},
+    "any model found": {"models.unknown"},
+    "no length": {"http.content-length"},
+    "HEAD is 500": {"http.head"},
+    "OPTIONS is 500": {"http.options"},
+    "large headers are 500": {"http.large-header"},
     "connection closed": {"http.keep-alive"},
     "connection closed after an error": {"http.keep-alive-after-error"},
     "chunked body refused": {"http.chunked-body"},
     "404 for a method": {"http.method"},
     "no 100": {"http.expect-continue"},
     "not healthy": {"operator.health"},
+    "not ready": {"operator.ready"},
     "metrics not Prometheus": {"operator.metrics"},
     "cancelled work goes on": {"cancel.frees-server"},
 }
@@ -134,6 +143,12 @@ async def test_a_fault_is_found_by_the_check_that_names_it_and_by_no_other(
         monkeypatch.setattr(f"dynamo.cli.referee.server_checks.{WAITS[fault]}", 0.3)
     found = {r.check.id for r in await _judged(fault) if r.outcome is CheckOutcome.FAILED}
     assert found == _ids(FAULTS[fault])
+
+
+def test_every_check_has_a_fault_that_it_finds() -> None:
+    others = tuple(f"{name}." for name in API_CHECKS if name not in ("chat", "completions"))
+    found = {name for names in FAULTS.values() for name in _ids(names)}
+    assert {name for name in NAMES if not name.startswith(others)} == found
 
 
 @pytest.mark.parametrize("allowed", ALLOWED)
