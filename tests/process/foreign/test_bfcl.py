@@ -15,7 +15,8 @@ import jsonschema
 import pytest
 
 from process.foreign.suites import package, served_demo
-from support.http_client import ask
+from support.http_client import exchange
+from support.patience import PATIENCE_SECONDS
 
 FILES: Final = ("simple_python", "multiple", "parallel", "live_simple", "live_multiple")
 WHOLE, CUT, TOO_LONG = OUTCOMES = ("whole", "cut at max_tokens", "longer than the context")
@@ -72,6 +73,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @pytest.mark.foreign
+@pytest.mark.timeout(10 * PATIENCE_SECONDS)
 @pytest.mark.parametrize("name", FILES)
 async def test_a_forced_call_is_one_that_the_document_of_its_function_allows(name: str, port: int) -> None:
     places = asyncio.Semaphore(AT_ONCE)
@@ -87,8 +89,11 @@ async def judge(port: int, item: dict[str, Any], places: asyncio.Semaphore) -> s
     parameters = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
     body = {"model": "demo", "messages": item["question"][0], "tools": tools, "tool_choice": "required"}
     body |= {"reasoning_effort": "none", "parallel_tool_calls": False}  # the small model seldom ends these by itself
-    async with places:
-        reply = await ask(port, "/v1/chat/completions", {**body, "max_tokens": 300, "temperature": 0})
+    body |= {"max_tokens": 300, "temperature": 0}
+    async with places, exchange(port, "/v1/chat/completions", body) as opened:
+        reply = await opened.reply(
+            patience=4 * PATIENCE_SECONDS
+        )  # the demonstration model is slow where others compute
     if reply.status == 400 and reply.json()["error"]["code"] == "context_length_exceeded":
         return TOO_LONG
     if reply.status != 200:

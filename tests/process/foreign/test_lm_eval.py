@@ -18,6 +18,8 @@ from support.real_models import LLAMA, bare_llama, located, served_llama
 CALLS: Final = Path(__file__).with_name("lm_eval_calls.py")
 SLOTS: Final = 4
 
+pytestmark = pytest.mark.timeout(10 * PATIENCE_SECONDS)  # above what the comparison may take
+
 
 def compared(directory: Path, *arguments: str) -> dict[str, Any]:
     """Run the comparison without the network; return what it printed."""
