@@ -19,6 +19,8 @@ def refused(fault: str, asked: dict[str, Any]) -> tuple[int, str, str | None] | 
         "seed refused": "seed" in asked,
         "unknown member is 500": "referee_of_tests" in asked,
     }
+    if fault == "unknown member named" and "referee_of_tests" in asked:
+        return 400, "referee_of_tests: unsupported", None
     return (500, "not so", None) if is_refused.get(fault) else None
 
 

@@ -107,6 +107,7 @@ ALLOWED = {
     "stream without Cache-Control": set(),
     "param not named": {"error.param"},
     "path named": set(),
+    "unknown member named": set(),
     "load counted after the headers": set(),
     "end announced after an error": {"http.keep-alive-after-error"},
     "no metrics": {"operator.metrics", "cancel.frees-server"},
