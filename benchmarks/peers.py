@@ -216,7 +216,7 @@ def native(model: Path, python: str) -> AbstractContextManager[Stack]:
 def vllm(python: str) -> AbstractContextManager[Stack]:
     """Start vLLM's own server with the demonstration model."""
     flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
-    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(FILES), "--served-model-name", MODEL]
     return served(
         lambda port, _: {"server": [*command, "--host", "127.0.0.1", "--port", str(port), *flags]},
