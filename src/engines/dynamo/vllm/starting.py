@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.base.addresses import WILDCARDS, bound_socket, detect_host
-from dynamo.runtime.base.process_guard import private_directory, temporary_files_in
+from dynamo.runtime.base.process_guard import SOCKET_PATH, private_directory, temporary_files_in
 from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.runtime.base.tasks import Background
 from dynamo.settings.foreign import OPENMP_THREADS
@@ -33,7 +33,6 @@ BIND: Final = "VLLM_CPU_OMP_THREADS_BIND"
 THREADS: Final = str(OPENMP_THREADS.variable)
 SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 SOCKET_NAME: Final = 36  # characters: vLLM names each by a UUID
-SOCKET_PATH: Final = 103  # characters; systems take no longer ones
 NIXL: Final = "NixlConnector"
 NIXL_HOST: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 NIXL_PORT: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"

@@ -184,7 +184,7 @@ class KvQuery(msgspec.Struct):
     queued_seconds: float = 0.0  # how long it has waited for its turn
     pinned_worker_id: int | None = None
     pinned_dp_rank: int | None = None
-    allowed: Collection[int] | None = None  # worker ids; None: all
+    allowed: Collection[int] | None = None  # worker ids, never changed in place; None: all
     excluded: Collection[WorkerRank | int] = ()  # ranks or workers that the request has failed on
     required_taints: Collection[str] = ()
     preferred_taints: Mapping[str, float] = {}  # taint to weight

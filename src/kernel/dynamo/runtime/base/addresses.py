@@ -61,7 +61,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-SOCKET_PATH: Final = 103 if sys.platform == "darwin" else 107  # bytes
+LONGEST_PATH: Final = 103 if sys.platform == "darwin" else 107  # bytes of a Unix socket's, on this system
 
 
 class UnixListener(socket.socket):
@@ -79,8 +79,8 @@ class UnixListener(socket.socket):
         except (OSError, CannotConnect) as error:
             self.close()
             reason = error if isinstance(error, CannotConnect) else error.strerror or error
-            if (size := len(os.fsencode(path))) > SOCKET_PATH:
-                reason = f"too long for a Unix socket: the path has {size} bytes, and may have {SOCKET_PATH}"
+            if (size := len(os.fsencode(path))) > LONGEST_PATH:
+                reason = f"too long for a Unix socket: the path has {size} bytes, and may have {LONGEST_PATH}"
             raise CannotConnect(f"--uds {path}: {reason}") from None
 
     def close(self) -> None:
