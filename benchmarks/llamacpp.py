@@ -6,6 +6,8 @@ Tokens per second are judged by the median of the ratios. First tokens are judge
 the same ones to each server in turn: by how much later they come in the mean of a burst, the median over the bursts.
 Their prompts are short (`--first-words`): what we add does not depend on the prompt, and the time of a long one in the engine varies by
 more than that from burst to burst. Loads are short, too, and many: a shared machine changes its speed from minute to minute.
+With `--without-model` a llama.cpp that answers at once stands in its place (`null_llama`): what is left is what we add, to a tenth of
+a millisecond. Requests that come together then wait for each other; beside a model they wait while it computes.
 """
 
 from __future__ import annotations
@@ -38,16 +40,18 @@ from support.real_models import BARE, CONTEXT, LLAMA, located
 START_SECONDS = 120.0
 ENGINES = {"text": "text_engine:LlamaCppTextEngine", "tokens": "engine:LlamaCppEngine"}
 RUN = "from dynamo.llamacpp.{} import {} as Engine; from dynamo.worker.run import run; run(Engine)"
+NULL_LLAMA = Path(__file__).parent / "null_llama"
 SLOTS = 8
 WORDS = 16
 REQUESTS_PER_STREAM = 1
 LEAST_REQUESTS = 4  # of a load
 RATIO_BAR = 0.98
 FIRST_TOKEN_BAR_MS = 2.0
+TOKENS_OF_BURST = 2
 
 
 @contextlib.contextmanager
-def stacks(python: str, file: Path, folder: Path) -> Iterator[dict[str, Stack]]:
+def stacks(python: str, file: Path, folder: Path, *, has_model: bool = True) -> Iterator[dict[str, Stack]]:
     """Start llama.cpp's own server, and ours in both modes."""
     with contextlib.ExitStack() as held:
         found = {}
@@ -61,6 +65,8 @@ def stacks(python: str, file: Path, folder: Path) -> Iterator[dict[str, Stack]]:
                 "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
                 "DYN_LOG": "info",
             }
+            if not has_model:
+                env["PYTHONPATH"] = str(NULL_LLAMA)
             commands = bare(python, file, port) if name == "bare" else ours(python, file, port, ENGINES[name])
             found[name] = held.enter_context(processes(commands, port, env, home, patience_seconds=START_SECONDS))
         yield found
@@ -124,7 +130,7 @@ def bursts(running: dict[str, Stack], streams: int, count: int, length: int) -> 
     """
     found: dict[str, list[float]] = {name: [] for name in running}
     for number in range(count):
-        sent = bodies(streams, 500_000 + 1_000 * streams + number, 2, length)
+        sent = bodies(streams, 500_000 + 1_000 * streams + number, TOKENS_OF_BURST, length)
         names = list(running)
         for name in names[number % 3 :] + names[: number % 3]:
             with ThreadPoolExecutor(streams) as pool:
@@ -152,6 +158,21 @@ def show(streams: int, rounds: list[dict[str, Any]], firsts: dict[str, list[floa
         )
 
 
+def show_added(running: dict[str, Stack], streams: int, count: int, length: int) -> None:
+    """Print what we add to the first token where the engine takes no time, and what of it is processor time."""
+    before = {name: each.cpu() for name, each in running.items()}
+    found = bursts(running, streams, count, length)
+    print(f"\n{streams} streams: a server that answers at once {statistics.median(found['bare']):.1f} ms")
+    for name in ("text", "tokens"):
+        later = sorted(mine - theirs for mine, theirs in zip(found[name], found["bare"], strict=True))
+        used = running[name].cpu()
+        shares = ", ".join(f"{who} {1e6 * (used[who] - before[name][who]) / count / streams:,.0f}" for who in used)
+        print(
+            f"  {name:7} first token {statistics.median(later):+.1f} ms ({later[len(later) // 4]:+.1f} .. "
+            f"{later[-1 - len(later) // 4]:+.1f}); CPU us per request of {TOKENS_OF_BURST} tokens: {shares}"
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="times that each load is put on each server (default: 5)")
@@ -161,17 +182,29 @@ def main() -> int:
         "--bursts", type=int, default=60, help="for the first tokens of each number of streams (default: 60)"
     )
     parser.add_argument("--first-words", type=int, default=2, help="of the prompts of these bursts (default: 2)")
+    parser.add_argument("--without-model", action="store_true", help="only what we add to the first token")
+    parser.add_argument(
+        "--file", type=Path, help="with --without-model: a GGUF file for its tokenizer (default: SmolLM2)"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="where models.json goes")
     arguments = parser.parse_args()
-    found = located(LLAMA, "smollm2")
+    if arguments.file is not None and not arguments.without_model:
+        parser.error("--file goes with --without-model: the other figures are those of SmolLM2")
+    found = located(LLAMA, "smollm2") if arguments.file is None else (sys.executable, arguments.file)
     if isinstance(found, str):
         parser.error(found)
+    python, file = found
     rounds: list[dict[str, Any]] = []
     firsts: dict[int, dict[str, list[float]]] = {}
     print(f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    with tempfile.TemporaryDirectory() as folder, stacks(*found, Path(folder)) as running:
+    has_model = not arguments.without_model
+    with tempfile.TemporaryDirectory() as folder, stacks(python, file, Path(folder), has_model=has_model) as running:
         for each in running.values():
             driven(load(each.port, prepared(each.port, bodies(2 * SLOTS, 1, 8)), SLOTS))
+        if not has_model:
+            for streams in arguments.streams:
+                show_added(running, streams, arguments.bursts, arguments.first_words)
+            return 0
         for streams in arguments.streams:
             firsts[streams] = bursts(running, streams, arguments.bursts, arguments.first_words)
         for number in range(arguments.rounds):

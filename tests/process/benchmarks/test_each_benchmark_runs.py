@@ -10,6 +10,9 @@ from typing import Final
 
 import pytest
 
+from support.demo_model import FILES
+from support.gguf_model import write_gguf
+
 FOLDER: Final = Path(__file__).parents[3] / "benchmarks"
 ENDED: Final = (0, 1)  # 1: a bar was missed
 
@@ -110,3 +113,15 @@ def test_a_benchmark_runs_to_its_end(tmp_path: Path, name: str) -> None:
 def test_a_benchmark_beside_another_system_shows_its_help(name: str) -> None:
     done = run(name, "--help")
     assert (done.returncode, "--out" in done.stdout) == (0, True), done.stderr
+
+
+def test_what_we_add_to_a_first_token_is_measured_without_a_model(tmp_path: Path) -> None:
+    file = write_gguf(FILES, tmp_path / "demo.gguf")
+    done = run("llamacpp", "--without-model", "--file", str(file), "--streams", "1", "2", "--bursts", "1")
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert done.stdout.count("text    first token ") == done.stdout.count("tokens  first token ") == 2, done.stdout
+
+
+def test_a_file_beside_a_model_is_a_mistake() -> None:
+    done = run("llamacpp", "--file", "demo.gguf")
+    assert (done.returncode, "--without-model" in done.stderr) == (2, True), done.stderr
