@@ -123,6 +123,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ),
         (["serve", "notes.txt"], "notes.txt is not a model; serve a directory in the HuggingFace layout"),
         (["conformance", "nope:Engine"], "there is no module 'nope'"),
+        (["conformance", "localhost:8000/v1"], "is no address of a server: that begins with http:// or https://"),
+        (["conformance", "ftp://localhost/v1"], "is no address of a server: that begins with http:// or https://"),
         (["conformance", "guide_engine.sub:Engine"], "there is no module 'guide_engine.sub'"),
         (["conformance", "needs_more:Engine"], "module 'needs_more' needs 'a_library_nobody_has'"),
         (["conformance", "guide_engine:Missing"], "has no 'Missing'; it has GuideEngine"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -214,6 +215,13 @@ async def test_a_reason_is_without_the_key_that_the_server_repeats() -> None:
 def test_an_error_of_use_is_one_sentence(argv: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         main(argv)
+
+
+async def test_a_server_that_never_answers_is_named_with_the_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system takes the connection
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UsageError, match="cannot be reached: no answer in time"):
+            await find_model(RefereeRun(Server(Target.of(url), 0.05), "", "/v1/chat/completions"))
 
 
 async def _result(raised: Exception | None, level: Level = Level.CORE) -> Result:

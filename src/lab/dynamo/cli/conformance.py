@@ -74,6 +74,8 @@ def main(argv: list[str]) -> int:
         return judge_server(argv)
     given = build_parser().parse_args(own)
     options = read_settings(ConformanceFlags, {}, vars(given))
+    if "://" in given.engine or given.engine.rpartition(":")[2].partition("/")[0].isdecimal():
+        raise UsageError(f"{given.engine!r} is no address of a server: that begins with http:// or https://")
     engine_cls = load_engine(given.engine)
 
     from dynamo.contract.conformance import (

@@ -39,7 +39,9 @@ async def find_model(shared: RefereeRun) -> str:
     try:
         answer = await Probe(shared).get("/v1/models")
     except (OSError, TimeoutError) as error:
-        raise UsageError(f"{shared.server.target.url} cannot be reached: {error or 'no answer in time'}") from error
+        raise UsageError(
+            f"{shared.server.target.url} cannot be reached: {str(error) or 'no answer in time'}"
+        ) from error
     if shared.model:
         return shared.model
     found = member(answer.json(), "data", 0, "id")
