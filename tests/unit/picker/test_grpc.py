@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from hypothesis import given, strategies
 
 from dynamo.picker.grpc.calls import CallTable, GrpcCall
 from dynamo.picker.grpc.connection import PREFACE, Http2Connection, frame
-from dynamo.picker.grpc.hpack import BadHeaders, HeaderReader, read_huffman, write_headers
+from dynamo.picker.grpc.hpack import _LENGTHS, BadHeaders, HeaderReader, read_huffman, write_headers
 from support.patience import PATIENCE_SECONDS
 
 SETTINGS = frame(4, 0, 0)
@@ -31,6 +32,35 @@ def test_headers_are_read_as_the_standard_has_them() -> None:
         assert found[0] == (b":method", b"GET")
         assert (found[2], found[3]) == ((b":path", path), (b":authority", b"www.example.com"))
         assert found[4:] == extra
+
+
+def huffman_codes() -> list[str]:
+    """The code of each symbol as bits, by appendix B: codes rise with their length, and within a length with the symbol."""
+    found, code, before = [""] * 257, 0, 0
+    for bits, symbol in sorted((ord(letter) - ord("a") + 5, symbol) for symbol, letter in enumerate(_LENGTHS)):
+        code <<= bits - before
+        found[symbol], code, before = f"{code:0{bits}b}", code + 1, bits
+    return found
+
+
+CODES = huffman_codes()
+
+
+def as_bytes(bits: str) -> bytes:
+    return int(bits or "0", 2).to_bytes(len(bits) // 8, "big")
+
+
+@given(strategies.binary(max_size=40))
+def test_each_text_comes_back_from_its_huffman_code(text: bytes) -> None:
+    bits = "".join(CODES[byte] for byte in text)
+    padding = -len(bits) % 8
+    assert read_huffman(as_bytes(bits + "1" * padding)) == text
+    for wrong in (bits + "1" * (padding + 8), bits + CODES[256] + "1" * (-len(bits + CODES[256]) % 8)):
+        with pytest.raises(BadHeaders):  # a whole byte of padding; the end of a text within it
+            read_huffman(as_bytes(wrong))
+    if padding:
+        with pytest.raises(BadHeaders):
+            read_huffman(as_bytes(bits + "1" * (padding - 1) + "0"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf import struct_pb2
+from hypothesis import given, strategies
 
 from dynamo.picker.messages import CHUNK_BYTES, MessagePhase, body_chunks, read_message
 from dynamo.picker.wire import MalformedMessage, of_bytes, of_number, read, read_struct, struct_of, text_value
@@ -44,6 +45,31 @@ def test_headers_are_read_raw_or_as_text() -> None:
     header = of_bytes(1, b"Name") + of_bytes(2, b"value")
     old = read_message(of_bytes(2, of_bytes(1, of_bytes(1, header))))
     assert old.headers == [(b"name", b"value")]
+
+
+TEXTS = strategies.binary(max_size=6) | strategies.sampled_from([b"x" * 125, b"x" * 127, b"x" * 128, b"x" * 300])
+FORMS = strategies.sampled_from(["raw", "text", "value first", "more", "no name"])
+
+
+@given(strategies.lists(strategies.tuples(TEXTS, TEXTS, FORMS), max_size=5))
+def test_headers_are_the_same_in_each_form_that_a_proxy_may_write(headers: list[tuple[bytes, bytes, str]]) -> None:
+    written, expected = b"", []
+    for name, value, form in headers:
+        fields = {
+            "raw": of_bytes(1, name) + of_bytes(3, value),
+            "text": of_bytes(1, name) + of_bytes(2, value),
+            "value first": of_bytes(3, value) + of_bytes(1, name),
+            "more": of_bytes(1, name) + of_bytes(3, value) + of_number(9, 7),
+            "no name": of_bytes(3, value),
+        }[form]
+        written += of_bytes(1, fields)
+        expected.append((b"" if form == "no name" else name.lower(), value))
+    message = of_bytes(2, of_bytes(1, written))
+    assert list(read_message(message).headers) == expected
+    cut = of_bytes(2, of_bytes(1, written[:-1]))
+    if written:
+        with pytest.raises(MalformedMessage):
+            read_message(cut)
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])

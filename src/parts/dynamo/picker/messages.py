@@ -28,6 +28,7 @@ CHUNK_BYTES: Final = 62_000  # some proxies refuse bodies of 64 KiB in one messa
 _OVERWRITE: Final = 2
 _CONFIGURATION: Final = 11
 _METADATA: Final = 8
+_HEADER, _NAME, _RAW_VALUE = 1 << 3 | 2, 1 << 3 | 2, 3 << 3 | 2  # how these fields begin on the wire
 
 
 class MessagePhase(IntEnum):
@@ -74,7 +75,7 @@ class Message(Struct, frozen=True):
     """One message of the proxy."""
 
     phase: MessagePhase
-    headers: Sequence[tuple[bytes, bytes]] = ()  # names in lower case
+    headers: Sequence[tuple[bytes, bytes]] = ()  # of a request; names in lower case
     body: bytes = b""
     is_last: bool = False  # nothing of this direction follows
     metadata: Mapping[str, Mapping[str, object]] = {}  # by namespace
@@ -93,15 +94,25 @@ def read_message(data: bytes) -> Message:
     if phase in (MessagePhase.REQUEST_BODY, MessagePhase.RESPONSE_BODY):
         body, is_last = last_bytes(inner, 1) or b"", bool(last_number(inner, 2))
     else:
-        headers = _read_headers(last_bytes(inner, 1) or b"")
+        if phase == MessagePhase.REQUEST_HEADERS:  # nothing is done with those of an answer
+            headers = _read_headers(last_bytes(inner, 1) or b"")
         is_trailers = phase in (MessagePhase.REQUEST_TRAILERS, MessagePhase.RESPONSE_TRAILERS)
         is_last = is_trailers or bool(last_number(inner, 3))
     return Message(phase, headers, body, is_last, _read_metadata(fields), _read_modes(fields))
 
 
 def _read_headers(data: bytes) -> list[tuple[bytes, bytes]]:
-    found = []
-    for header in every_bytes(read(data), 1):
+    """Return the headers of a HeaderMap. Nearly all are short: a name and a value of less than 128 bytes, each in its place."""
+    found, at, end = list[tuple[bytes, bytes]](), 0, len(data)
+    while at + 4 <= end and data[at] == _HEADER and (size := data[at + 1]) < 0x80 and data[at + 2] == _NAME:
+        stop, value_at = at + 2 + size, at + 4 + data[at + 3]
+        if stop > end or value_at + 2 > stop or value_at + 2 + data[value_at + 1] != stop:
+            break
+        if data[value_at] != _RAW_VALUE:
+            break
+        found.append((data[at + 4 : value_at].lower(), data[value_at + 2 : stop]))
+        at = stop
+    for header in every_bytes(read(data[at:]), 1):
         fields = read(header)
         value = last_bytes(fields, 3) or last_bytes(fields, 2) or b""  # `raw_value`, or `value` of older proxies
         found.append(((last_bytes(fields, 1) or b"").lower(), value))

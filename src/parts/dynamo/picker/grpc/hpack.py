@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 Headers = list[tuple[bytes, bytes]]
@@ -42,34 +43,53 @@ class BadHeaders(ValueError):
     """A block of headers that cannot be read: the connection cannot go on."""
 
 
-def _codes() -> Mapping[tuple[int, int], int]:
-    """Return the symbol of each (number of bits, code)."""
-    found, code, before = dict[tuple[int, int], int](), 0, 0
+@cache
+def _steps() -> tuple[Sequence[tuple[int, int]], frozenset[int]]:
+    """Return what half a byte leads to, by place in the tree * 16 + half byte: a place, and a symbol or -1; and where a text may end.
+
+    A text may end at the root, and within a code of up to 7 bits that are all ones. No code is so short that half a byte ends two.
+    """
+    tree, code, before = [[0, 0]], 0, 0
     for bits, symbol in sorted((ord(letter) - ord("a") + 5, symbol) for symbol, letter in enumerate(_LENGTHS)):
         code <<= bits - before
-        found[bits, code] = symbol
+        place = 0
+        for shift in range(bits - 1, 0, -1):
+            branch = code >> shift & 1
+            if not tree[place][branch]:
+                tree[place][branch] = len(tree)
+                tree.append([0, 0])
+            place = tree[place][branch]
+        tree[place][code & 1] = ~symbol
         code, before = code + 1, bits
-    return found
-
-
-_SYMBOLS: Final = _codes()
+    steps = []
+    for start in range(len(tree)):
+        for half in range(16):
+            place, symbol = start, -1
+            for shift in (3, 2, 1, 0):
+                place = tree[place][half >> shift & 1]
+                if place < 0:
+                    place, symbol = 0, ~place
+            steps.append((place, symbol))
+    ends = [0]
+    for _ in range(7):
+        ends.append(tree[ends[-1]][1])
+    return steps, frozenset(ends)
 
 
 def read_huffman(data: bytes) -> bytes:
     """Return the text of a Huffman code. Raises BadHeaders."""
-    found, code, bits = bytearray(), 0, 0
+    steps, ends = _steps()
+    found, place = list[int](), 0
     for byte in data:
-        for shift in range(7, -1, -1):
-            code, bits = code << 1 | byte >> shift & 1, bits + 1
-            symbol = _SYMBOLS.get((bits, code)) if bits >= 5 else None
-            if symbol is not None:
-                if symbol == _END_SYMBOL:
-                    raise BadHeaders("a Huffman code holds its end")
-                found.append(symbol)
-                code = bits = 0
-        if bits > 30:
-            raise BadHeaders("a Huffman code that does not exist")
-    if bits >= 8 or code != (1 << bits) - 1:
+        place, symbol = steps[place << 4 | byte >> 4]
+        if symbol >= 0:
+            found.append(symbol)
+        place, symbol = steps[place << 4 | byte & 15]
+        if symbol >= 0:
+            found.append(symbol)
+    if _END_SYMBOL in found:
+        raise BadHeaders("a Huffman code holds its end")
+    if place not in ends:
         raise BadHeaders("a Huffman code is cut off")
     return bytes(found)
 
