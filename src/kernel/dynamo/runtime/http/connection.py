@@ -272,7 +272,8 @@ class HttpConnection(asyncio.Protocol):
         """End the active cycle: its answer is complete."""
         if self.transport.is_closing() or self._watch.phase is _LEAVING:
             return
-        self._gate.resume_reading()
+        if self._gate.read_paused:
+            self._gate.resume_reading()
         if self._waiting:
             self._start(*self._waiting.popleft())
         elif self._watch.phase is _ANSWERING:
