@@ -201,7 +201,6 @@ class HttpConnection(asyncio.Protocol):
         if is_behind and len(self._waiting) >= limits.pipeline_limit:
             self._stop(limits.too_many_requests())
         self._watch.enter(_BODY)
-        request.raw_bytes = request.body_bytes = 0
         cycle = self._cycle = Cycle(
             self,
             self._gate,

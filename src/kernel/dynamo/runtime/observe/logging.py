@@ -362,11 +362,8 @@ def _level_name(level: int) -> str:
 def _time_text(created: float, *, local: bool) -> str:
     if local:
         return datetime.fromtimestamp(created).astimezone().isoformat(timespec="microseconds")
-    second = int(created)
-    micros = round((created - second) * 1e6)
-    if micros >= 1_000_000:
-        second, micros = second + 1, 0
-    return f"{_second_text(second)}.{micros:06d}Z"
+    micros = round((created - int(created)) * 1e6)
+    return f"{_second_text(int(created) + micros // 1_000_000)}.{micros % 1_000_000:06d}Z"
 
 
 @lru_cache(maxsize=4)
