@@ -5,6 +5,8 @@ A booking is released exactly once, however many paths release it, so a count ca
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 
 class LoadBook:
     """Open streams by worker id. Bounded by the streams in flight."""
@@ -42,14 +44,11 @@ class LoadBook:
             del self.by_worker[instance_id]
 
 
-class Booking:
+class Booking(Struct, eq=False):
     """One stream of a `LoadBook`."""
 
-    __slots__ = ("_book", "_instance_id")
-
-    def __init__(self, book: LoadBook, instance_id: int) -> None:
-        self._book: LoadBook | None = book
-        self._instance_id = instance_id
+    _book: LoadBook | None
+    _instance_id: int
 
     def release(self) -> bool:
         """Give the booking back; return whether this call did, as only the first one does."""

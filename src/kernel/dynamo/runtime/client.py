@@ -196,11 +196,12 @@ class Client:
         metrics.send_seconds.observe(sent - began)
 
         def first(error: DynamoException | None) -> None:
-            self._on_first_sign(instance_id, error)
+            if self._set.breaker.open:
+                self._on_first_sign(instance_id, error)
             if error is None:
                 metrics.roundtrip_ttft_seconds.observe(perf_counter() - sent)
 
-        stream.book(first=first, released=lambda: self._release(booking))
+        stream.book(first=first, released=partial(self._release, booking))
         if call is not None:
             _opened(call, context, stream)
         return stream

@@ -17,6 +17,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
+from msgspec import Struct
+
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
 from dynamo.text.tokenizer import JsonTokenizer, Tokenizer
@@ -34,7 +36,7 @@ _FOREIGN_ROLES: Final = frozenset({"tool", "function"})  # neither the user nor 
 _DOCUMENTS: Final = "documents"
 
 
-class RenderedPrompt(NamedTuple):
+class RenderedPrompt(Struct, frozen=True):
     """A prompt, and where it must be cut before it is encoded (usually nowhere)."""
 
     text: str

@@ -223,7 +223,8 @@ def render_within(
 ) -> str:
     """Render a template of a `BudgetedSandbox`. Raises BudgetExceeded, and whatever the template raises."""
     budget = RenderingBudget(spec, clock)
-    context = program.new_context({**variables, BUDGET_VARIABLE: budget})
+    values = {**program.globals, **variables, BUDGET_VARIABLE: budget}
+    context = _BudgetedContext(program.environment, values, program.name, program.blocks, program.globals)
     pieces: list[str] = []
     left = spec.sizes
     for piece in program.root_render_func(context):

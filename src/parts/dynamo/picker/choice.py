@@ -38,7 +38,7 @@ from dynamo.placement import PlacementRequest
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch.course import Choose
-from dynamo.router.dispatch.failover import DispatchRequest, Failover
+from dynamo.router.dispatch.failover import AnswerSoFar, DispatchRequest, Failover
 from dynamo.router.dispatch.stages import PrefillStage
 from dynamo.router.workers.pool import ChosenWorker, ModelPool
 from dynamo.runtime.calls.context import Context
@@ -200,7 +200,7 @@ class Picker:
         body, prompt = _first_body(plan)
         dispatch = DispatchRequest(
             body, prompt, record=plan.tally(), timer=timer, limits=plan.limits, pinned_instance_id=plan.pinned_instance_id,
-            takes_text=model.takes_text,
+            answer=AnswerSoFar(model.takes_text),
         )  # fmt: skip
         context = Context()
         if resolved.effects.metadata:

@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
+from msgspec import Struct
+
 from dynamo.errors import Overloaded
 from dynamo.frontend.base.shares import HELD_SHORTLY, SharedBound, Shares
 from dynamo.protocol.openai.requests import Request
@@ -311,14 +313,13 @@ class ModelAdmission:
         )
 
 
-class AdmissionSlot:
+class AdmissionSlot(Struct, eq=False):
     """One request's slot of its model, from its arrival to the end of its answer."""
 
-    __slots__ = ("_is_left", "_model", "owner", "since")
-
-    def __init__(self, model: ModelAdmission, since: float, owner: str | None) -> None:
-        self._model, self.since, self.owner = model, since, owner
-        self._is_left = False
+    _model: ModelAdmission
+    since: float
+    owner: str | None
+    _is_left: bool = False
 
     def begun(self, now: float) -> None:
         """Note the first token. Later calls do nothing."""

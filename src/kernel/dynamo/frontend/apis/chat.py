@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -39,15 +39,15 @@ class ChatApi(GenerationApi[ChatRequest]):
     def validate(self, request: ChatRequest) -> None:
         validate_chat(request)
 
-    async def prepare(
+    def prepare(
         self,
         preprocessor: Preprocessor,
         request: ChatRequest,
         effects: HeaderEffects,
         model: ServedModel,
         timer: StageTimer,
-    ) -> tuple[Plan, str | None]:
-        return await preprocessor.chat(request, effects, model, timer)
+    ) -> Coroutine[None, None, tuple[Plan, str | None]]:
+        return preprocessor.chat(request, effects, model, timer)
 
     def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
         return _ChatRenderer(answer, options)

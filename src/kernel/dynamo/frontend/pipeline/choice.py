@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from msgspec import Struct
+
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.pipeline.plain import PlainOutput, PlainTokens
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest, reported_count
@@ -28,31 +30,18 @@ _OPENAI_REASON: Final = {
 }
 
 
-class Delta:
+class Delta(Struct, eq=False):
     """What became visible of one choice since the last one."""
 
-    __slots__ = (
-        "choice",
-        "engine_data",
-        "finish_reason",
-        "log_probs",
-        "stop_reason",
-        "text",
-        "token_ids",
-        "tokens",
-        "top_logprobs",
-    )
-
-    def __init__(self, choice: int) -> None:
-        self.choice = choice
-        self.text = ""
-        self.token_ids: list[int] = []  # those that `text` (or what is still held back) came from
-        self.tokens = 0
-        self.finish_reason: str | None = None  # "stop", "length", "content_filter"; on the choice's last delta
-        self.stop_reason: str | int | None = None
-        self.log_probs: list[float | None] | None = None  # by position of `token_ids`
-        self.top_logprobs: list[list[dict[str, object]]] | None = None
-        self.engine_data: dict[str, object] | None = None
+    choice: int
+    text: str = ""
+    token_ids: list[int] = []  # those that `text` (or what is still held back) came from
+    tokens: int = 0
+    finish_reason: str | None = None  # "stop", "length", "content_filter"; on the choice's last delta
+    stop_reason: str | int | None = None
+    log_probs: list[float | None] | None = None  # by position of `token_ids`
+    top_logprobs: list[list[dict[str, object]]] | None = None
+    engine_data: dict[str, object] | None = None
 
 
 class Choice:

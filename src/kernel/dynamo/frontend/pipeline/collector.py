@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
+
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.text.output import Joined, joined
 
 
-class CollectedChoice:
+class CollectedChoice(Struct, eq=False):
     """One choice of the answer."""
 
-    __slots__ = ("engine_data", "finished", "logprobs", "outputs", "scores", "token_ids")
-
-    def __init__(self) -> None:
-        self.outputs: list[Sequence[Event]] = []  # of each wake-up, in the order in which they came
-        self.finished: Finished | None = None
-        self.logprobs: list[Logprobs] = []  # those that are not written yet
-        self.scores: list[Sequence[bytes]] = []
-        """Written log probabilities, in the pieces that their API makes of them."""
-        self.token_ids: list[int] = []
-        self.engine_data: dict[str, object] | None = None
+    outputs: list[Sequence[Event]] = []  # of each wake-up, in the order in which they came
+    finished: Finished | None = None
+    logprobs: list[Logprobs] = []  # those that are not written yet
+    scores: list[Sequence[bytes]] = []
+    """Written log probabilities, in the pieces that their API makes of them."""
+    token_ids: list[int] = []
+    engine_data: dict[str, object] | None = None
 
     def add(self, output: ChoiceOutput) -> None:
         self.token_ids += output.token_ids

@@ -60,13 +60,10 @@ class ChoiceOutput(Struct, frozen=True):
     engine_data: Mapping[str, Any] | None = None
 
 
-class TokenSource:
+class TokenSource(Struct, eq=False):
     """Events from the deltas of a model that takes token ids."""
 
-    __slots__ = ("_wants_logprobs",)
-
-    def __init__(self, *, wants_logprobs: bool) -> None:
-        self._wants_logprobs = wants_logprobs
+    wants_logprobs: bool
 
     def outputs(self, deltas: Sequence[Delta]) -> list[ChoiceOutput]:
         """Return one output for each delta."""
@@ -74,10 +71,10 @@ class TokenSource:
 
     def _output(self, delta: Delta) -> ChoiceOutput:
         from_text = (Content(delta.text),) if delta.text else ()
-        if delta.finish_reason is None and not self._wants_logprobs:  # nearly every delta
+        if delta.finish_reason is None and not self.wants_logprobs:  # nearly every delta
             return ChoiceOutput(delta.choice, from_text, delta.token_ids, delta.engine_data)
         events: list[Event] = [*from_text]
-        if self._wants_logprobs and (delta.log_probs is not None or delta.top_logprobs):
+        if self.wants_logprobs and (delta.log_probs is not None or delta.top_logprobs):
             events.append(Logprobs(delta.token_ids, delta.log_probs, delta.top_logprobs))
         if delta.finish_reason is not None:
             events.append(Finished(delta.finish_reason, delta.stop_reason))

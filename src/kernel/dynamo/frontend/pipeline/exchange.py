@@ -117,17 +117,14 @@ def tried_models(steps: Sequence[FallbackStep]) -> str:
     return ", ".join([f"{step.model}={step.reason}" for step in steps])
 
 
-class EarlyEnd:
+class EarlyEnd(Struct, eq=False):
     """What ends a request, or the attempt of one model at it, before its answer."""
 
-    __slots__ = ("fallbacks", "is_client_gone", "reason", "task", "was_interrupted")
-
-    def __init__(self) -> None:
-        self.fallbacks: tuple[FallbackStep, ...] = ()  # in order; as many as the chain of its model has further models
-        self.reason: DynamoException | None = None  # why we ended it ourselves
-        self.is_client_gone = False
-        self.task: asyncio.Task[object] | None = None  # that serves it
-        self.was_interrupted = False  # that task was cancelled, so that it answers with the reason at once
+    fallbacks: tuple[FallbackStep, ...] = ()  # in order; as many as the chain of its model has further models
+    reason: DynamoException | None = None  # why we ended it ourselves
+    is_client_gone: bool = False
+    task: asyncio.Task[object] | None = None  # that serves it
+    was_interrupted: bool = False  # that task was cancelled, so that it answers with the reason at once
 
 
 class Exchange:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.base.stage_timer import StageTimer
@@ -64,33 +64,17 @@ def reported_count(value: object) -> int | None:
     return value if type(value) is int and 0 <= value <= MAX_REPORTED_TOKENS else None
 
 
-class Tally(DispatchRecord):
+class Tally(DispatchRecord, eq=False):
     """What came of a request so far: its usage, and the workers that served it."""
 
-    __slots__ = (
-        "_cached",
-        "completion_tokens",
-        "finish_reason",
-        "image_tokens",
-        "images_made",
-        "prompt_tokens",
-        "reasoning_tokens",
-    )
-
-    def __init__(self, prompt_tokens: int) -> None:
-        super().__init__()
-        self.prompt_tokens = prompt_tokens
-        self.image_tokens = 0  # of `prompt_tokens`, those of images; 0 where they are not known
-        self.images_made = 0
-        self.completion_tokens = 0
-        self.reasoning_tokens: int | None = None  # of `completion_tokens`; None: nothing counts them
-        self.finish_reason: str | None = None  # of the choice that ended last
-        self._cached: dict[int, int] = {}  # prompt -> the most that was reported of it
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """How many of `prompt_tokens` the workers had cached; None when none of them reported it."""
-        return sum(self._cached.values()) if self._cached else None
+    prompt_tokens: int
+    image_tokens: int = 0  # of `prompt_tokens`, those of images; 0 where they are not known
+    images_made: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int | None = None  # of `completion_tokens`; None: nothing counts them
+    finish_reason: str | None = None  # of the choice that ended last
+    cached_tokens: int | None = None  # of `prompt_tokens`, what the workers had cached; None: none of them reported it
+    _cached: dict[int, int] = field(default_factory=dict)  # prompt -> the most that was reported of it
 
     @property
     def is_usage_known(self) -> bool:
@@ -105,6 +89,7 @@ class Tally(DispatchRecord):
     def note_cached(self, prompt_index: int, tokens: int) -> None:
         """Take over what a worker reports. Choices share their prompt and some engines repeat themselves: the most counts."""
         self._cached[prompt_index] = max(tokens, self._cached.get(prompt_index, 0))
+        self.cached_tokens = sum(self._cached.values())
 
 
 class Plan(Struct, frozen=True):

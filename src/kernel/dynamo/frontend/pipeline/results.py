@@ -24,7 +24,7 @@ from dynamo.frontend.pipeline.result_plan import ResultPlan
 from dynamo.frontend.pipeline.sink import OpenAnswer
 from dynamo.frontend.pipeline.tap import TAP
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.dispatch.failover import DispatchRequest
+from dynamo.router.dispatch.failover import AnswerSoFar, DispatchRequest
 from dynamo.router.dispatch.fan_out import FanOut
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
@@ -108,7 +108,7 @@ class _Part:
             timer=work.timer,
             limits=plan.limits,
             pinned_instance_id=plan.pinned_instance_id,
-            takes_text=True,  # there are no tokens from which another worker could go on
+            answer=AnswerSoFar(takes_text=True),  # there are no tokens from which another worker could go on
             stall_detector=work.stall_detector,
         )
         self._number, self._slots, self._is_over = number, slots, False

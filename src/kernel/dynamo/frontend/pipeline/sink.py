@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from msgspec import Struct
+
 from dynamo.frontend.base.asgi import HeaderPairs
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
@@ -93,15 +95,12 @@ class FailureRenderer(Protocol):
         """Return the last bytes of a stream that fails; None: use those of the dialect of the API."""
 
 
-class OpenAnswer:
+class OpenAnswer(Struct, eq=False):
     """Where one answer goes: its sink, its stream if it is streamed, and what writes the stream once that is known."""
 
-    __slots__ = ("renderer", "sink", "stream")
-
-    def __init__(self, sink: AnswerSink) -> None:
-        self.sink = sink
-        self.stream: AnswerStream | None = None
-        self.renderer: FailureRenderer | None = None  # None: the dialect of the API writes the end of a failed stream
+    sink: AnswerSink
+    stream: AnswerStream | None = None
+    renderer: FailureRenderer | None = None  # None: the dialect of the API writes the end of a failed stream
 
     async def reject(self, rejected: RequestRejected, dialect: Dialect, request_id: str) -> None:
         """Send the answer that `rejected` stands for: as an event where the status is on its way."""

@@ -22,7 +22,7 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
 from dynamo.protocol.worker_request import PlannedRequest, WorkerRequest
-from dynamo.router.dispatch.failover import DispatchRequest
+from dynamo.router.dispatch.failover import AnswerSoFar, DispatchRequest
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
@@ -37,16 +37,12 @@ _TOKEN_ONLY: Final = (
 )
 
 
-class TextTally(Tally):
+class TextTally(Tally, eq=False, kw_only=True):
     """Until the worker reports usage the counts are bytes of UTF-8: metrics need some count, clients never see it."""
 
-    __slots__ = ("_prompt_counts", "_reported", "worker_answer_id")
-
-    def __init__(self, bodies: Sequence[Mapping[str, object]]) -> None:
-        self._prompt_counts = [prompt_tokens(body) for body in bodies]
-        self._reported: set[int] = set()  # the prompts with a usage of the worker's own
-        self.worker_answer_id: str | None = None  # what the worker calls its answer
-        super().__init__(sum(self._prompt_counts))
+    _prompt_counts: list[int]
+    _reported: set[int] = msgspec.field(default_factory=set)  # the prompts with a usage of the worker's own
+    worker_answer_id: str | None = None  # what the worker calls its answer
 
     @property
     def is_usage_known(self) -> bool:
@@ -85,7 +81,8 @@ class TextPlan(Plan, frozen=True):
         return 1
 
     def tally(self) -> TextTally:
-        return TextTally(self.bodies)
+        counts = [prompt_tokens(body) for body in self.bodies]
+        return TextTally(sum(counts), _prompt_counts=counts)
 
 
 def _detail(usage: Mapping[str, object], group: str, name: str) -> object:
@@ -143,14 +140,10 @@ def _needs_tokens(field: str, verdict: str) -> RequestRejected:
     return RequestRejected(400, f"`{field}` {verdict}: this model takes and gives text, not token ids", param=field)
 
 
-class TextDeltas(Delta):
+class TextDeltas(Delta, eq=False):
     """What one wake-up brought of all choices of one prompt."""
 
-    __slots__ = ("outputs",)
-
-    def __init__(self, choice: int) -> None:
-        super().__init__(choice)
-        self.outputs: list[ChoiceOutput] = []
+    outputs: list[ChoiceOutput] = msgspec.field(default_factory=list)
 
 
 class TextSource:
@@ -234,7 +227,7 @@ class TextStream(Choice):
             timer=work.timer,
             limits=plan.limits,
             pinned_instance_id=plan.pinned_instance_id,
-            takes_text=True,
+            answer=AnswerSoFar(takes_text=True),
             stall_detector=work.stall_detector,
         )
         stops, include = plan.stops, plan.include_stop

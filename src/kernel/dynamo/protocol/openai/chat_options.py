@@ -34,6 +34,8 @@ class ChatOptions(Struct, frozen=True):
 
 def chat_options(request: ChatRequest, *, default_thinking_mode: str | None = None) -> ChatOptions:
     """Return what follows from the request and from the model's default. The request has been validated."""
+    if request.is_plain and default_thinking_mode is None:
+        return _PLAIN
     form, guidance, choice = request.response_format, request.guidance, request.forced_choice
     has_form = form is not None and form.type != "text"
     is_silent = request.thinking is None and request.reasoning_effort is None
@@ -51,6 +53,12 @@ def chat_options(request: ChatRequest, *, default_thinking_mode: str | None = No
         guidance_backend=request.guided_decoding_backend,
         template_variables=template_variables(request, mode),
     )
+
+
+_PLAIN: Final = ChatOptions(
+    forced_choice=None, thinking_mode=None, tools=(), only_first_call=False, fills_content=False, has_own_form=False,
+    guides_json=False, shape=None, guidance_backend=None, template_variables={},
+)  # fmt: skip
 
 
 def template_variables(request: ChatRequest, mode: str | None = None) -> JsonObject:

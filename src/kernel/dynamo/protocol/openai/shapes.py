@@ -328,6 +328,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     key_owner = cast("str | None", None)  # set on a request that came with a key: whose it is
     cache_owner = cast("str | None", None)  # of that key, unless all owners share the engines' caches
     is_large = False  # its body was long, or of many values: nothing of it is scanned on an event loop
+    is_plain = False  # of a validated chat: it has none of the members that `validation.SPECIAL` names
     media = cast("RequestMedia | None", None)  # of a chat: what validation took out of its messages
     clamps_output: ClassVar[bool] = (
         False  # of a subclass: an answer longer than the model's context is cut, not refused

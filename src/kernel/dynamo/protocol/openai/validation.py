@@ -9,6 +9,7 @@ from __future__ import annotations
 import binascii
 import re
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
@@ -59,6 +60,18 @@ _TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
 
 T = TypeVar("T")
 
+SPECIAL: Final = (
+    "functions", "function_call", "top_logprobs", "stop", "tools", "tool_choice", "parallel_tool_calls", "nvext", "priority",
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice",
+    "guided_whitespace_pattern", "guided_decoding_backend", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens",
+    "request_id", "chat_template_args", "chat_template_kwargs", "thinking", "thinking_token_budget", "reasoning_effort",
+    "verbosity", "documents", "add_generation_prompt", "continue_final_message", "media_io_kwargs", "mm_processor_kwargs",
+    "modalities", "audio", "web_search_options", "logit_bias", "detokenize", "allowed_token_ids", "logprob_token_ids",
+)  # fmt: skip
+"""Members that few chats have. Each has rules and uses of its own; one search for all of them spares a plain chat these."""
+_special: Final = attrgetter(*SPECIAL)
+_NONE: Final = (None,) * len(SPECIAL)
+
 
 # Judges of what a request keeps as the client's own dicts. Structs, because msgspec compiles a struct's type once and a
 # bare `list[...]` on every call; and so the path in an error starts at the field's name.
@@ -76,6 +89,7 @@ def validate_chat(request: ChatRequest) -> None:
     Raises:
         RequestRejected: 400, or 422 for what is deprecated or not built.
     """
+    request.is_plain = is_plain = _special(request) == _NONE
     if request.functions is not None:
         _deprecated("functions", "tools")
     if request.function_call is not None:
@@ -88,7 +102,8 @@ def validate_chat(request: ChatRequest) -> None:
         check_supported(request.unsupported)
     if request.store is True:
         _invalid(NOT_STORED, "store")
-    _check_vllm_members(request)
+    if not is_plain:
+        _check_vllm_members(request)
     _convert({"messages": request.messages}, _Messages)
     _check_model(request)
     if request.max_tokens is not None:
@@ -102,19 +117,16 @@ def validate_chat(request: ChatRequest) -> None:
             _invalid("The 'top_logprobs' field is only allowed when 'logprobs' is set to true.", "top_logprobs")
     if request.logprobs is True:
         _check_scores(request.requested_logprobs or 0, request.choices_per_prompt, request.output_limit)
-    if request.stop is not None:
+    if not is_plain:
         _check_stop(request, prefix="")
-    if request.tools is not None:
-        _check_tools(request.tools)
-    if request.response_format is not None:
+        if request.tools is not None:
+            _check_tools(request.tools)
         _check_response_format(request)
-    _check_guided(request)
-    _check_template_controls(request)
-    if request.nvext is not None:
+        _check_guided(request)
+        _check_template_controls(request)
         _check_nvext(request, prompts=1)
-    if request.tool_choice is not None:
         _check_tool_choice(request)
-    _check_not_built(request)
+        _check_not_built(request)
     if _has_media(request.messages):
         request.messages, request.media = take_media(request.messages)
 

@@ -70,7 +70,7 @@ def to_worker_fields(
             stop_token_ids_hidden=list(eos_token_ids) or None,
             min_tokens=request.min_tokens,
             ignore_eos=request.ignore_eos,
-            max_thinking_tokens=_thinking_budget(chat, nvext),
+            max_thinking_tokens=None if request.is_plain else _thinking_budget(chat, nvext),
         ),
         SamplingFields(
             request.n,
@@ -84,7 +84,7 @@ def to_worker_fields(
             request.min_p,
             seed=request.seed,
             include_stop_str_in_output=request.include_stop_str_in_output,
-            guided_decoding=None if asked is None else _guided_decoding(asked),
+            guided_decoding=None if asked is None or request.is_plain else _guided_decoding(asked),
         ),
         OutputFields(
             None if asked is None else asked.requested_logprobs,
@@ -93,12 +93,12 @@ def to_worker_fields(
             return_tokens_as_token_ids=request.return_tokens_as_token_ids,
         ),
         [] if nvext is None else _worker_annotations(request.annotations),
-        _routing(request, salt, lora_name),
+        {} if request.is_plain and salt is None and lora_name is None else _routing(request, salt, lora_name),
         msgspec.to_builtins(nvext.router) if nvext is not None and nvext.router is not None else None,
         completion.prompt_embeds if completion is not None else None,
         chat.mm_processor_kwargs if chat is not None else None,
         nvext.request_timestamp_ms if nvext is not None else None,
-        _extra_args(request, completion, salt),
+        None if request.is_plain and salt is None else _extra_args(request, completion, salt),
         chat.media_io_kwargs if chat is not None else None,
         list(eos_token_ids),
         request.model,
@@ -168,8 +168,6 @@ def _routing(request: CommonRequest, salt: str | None, lora_name: str | None) ->
     """Return the pins and hints for the router; `{}` for a request that may go anywhere."""
     nvext = request.nvext
     routing: dict[str, Any] = {}
-    if nvext is None and request.priority is None and salt is None and lora_name is None:
-        return cast(RoutingHints, routing)  # as nearly every request
     if nvext is None:
         if request.priority is not None:
             _set_priority(routing, request.priority)

@@ -295,10 +295,9 @@ class Course:
     # -- handlers, one or more for each kind of event --------------------------------------------------------------------
 
     def _chosen(self, event: Chosen) -> Instruction:
-        self.count += 1
         self.worker = worker = event.worker
+        self.count, self.state = self.count + 1, _OPENING
         self._tried[worker] = False
-        self.state = _OPENING
         return OpenStream(worker)
 
     def _found(self, event: WorkerFound) -> Instruction:

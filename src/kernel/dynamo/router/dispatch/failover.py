@@ -85,7 +85,7 @@ def pinned_instance(routing: RoutingHints) -> int | None:
 class AnswerSoFar(Struct):
     """How far the answer to a request has come, as the reader of its stream notes it."""
 
-    takes_text: bool  # the engine has no token ids to go on from
+    takes_text: bool = False  # the engine has no token ids to go on from
     generated: list[int] = field(default_factory=list)  # what was decoded: another worker goes on behind those tokens
     text_tokens: int = 0  # counted where the engine takes text
     is_complete: bool = False  # the answer is whole, so the stream may end at any time
@@ -96,43 +96,18 @@ class AnswerSoFar(Struct):
         return self.text_tokens if self.takes_text else len(self.generated)
 
 
-class DispatchRequest:
+class DispatchRequest(Struct, eq=False):
     """One request for one choice, and how far its answer has come."""
 
-    __slots__ = (
-        "answer",
-        "body",
-        "kv",
-        "limits",
-        "pinned_instance_id",
-        "prompt",
-        "record",
-        "stall_detector",
-        "timer",
-    )
-
-    def __init__(
-        self,
-        body: WorkerRequest,
-        prompt: Sequence[int],
-        *,
-        record: DispatchRecord,
-        timer: DispatchTimer,
-        limits: DispatchLimits,
-        pinned_instance_id: int | None = None,
-        takes_text: bool = False,
-        stall_detector: StallDetector | None = None,
-    ) -> None:
-        """`body`: the worker's request with its prompt. `takes_text`: the engine has no token ids to go on from."""
-        self.body = body
-        self.prompt = prompt
-        self.record = record
-        self.timer = timer
-        self.limits = limits
-        self.pinned_instance_id = pinned_instance_id
-        self.answer = AnswerSoFar(takes_text)
-        self.stall_detector = stall_detector
-        self.kv: KvQuery | None = None  # in the kv mode: the query to its router, for the next attempt
+    body: WorkerRequest  # with its prompt
+    prompt: Sequence[int]
+    record: DispatchRecord
+    timer: DispatchTimer
+    limits: DispatchLimits
+    pinned_instance_id: int | None = None
+    stall_detector: StallDetector | None = None
+    answer: AnswerSoFar = field(default_factory=AnswerSoFar)
+    kv: KvQuery | None = None  # in the kv mode: the query to its router, for the next attempt
 
     @property
     def first_token_seconds(self) -> float | None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
 
+from msgspec import Struct
+
 from dynamo.errors import DynamoException, ResponseTimeout
 
 logger = logging.getLogger(__name__)
@@ -71,18 +73,15 @@ class StallPolicy:
         return max(2, math.ceil(seconds / self.tick_seconds - 1e-6))
 
 
-class TokenCadence:
+class TokenCadence(Struct, eq=False):
     """The rhythm of one stream at the worker where it is."""
 
-    __slots__ = ("_attempt", "_first_gap", "_seen", "longest", "silence", "ticks_with_tokens")
-
-    def __init__(self) -> None:
-        self._attempt = -1
-        self._seen = 0
-        self._first_gap = 0
-        self.ticks_with_tokens = 0  # 0: this worker has not sent anything yet
-        self.longest = 0  # the longest gap of this stream so far, in ticks
-        self.silence = 0  # ticks since the last token, or since the request was sent
+    _attempt: int = -1
+    _seen: int = 0
+    _first_gap: int = 0
+    ticks_with_tokens: int = 0  # 0: this worker has not sent anything yet
+    longest: int = 0  # the longest gap of this stream so far, in ticks
+    silence: int = 0  # ticks since the last token, or since the request was sent
 
     def tick(self, tokens: int, attempt: int, is_reading: bool) -> bool:
         """Check the stream once; return whether there are new tokens.

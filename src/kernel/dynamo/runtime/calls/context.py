@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, ItemsView, Iterator, KeysView, MutableMapping, ValuesView
+from functools import partial
 from typing import Any, Final
 
 from dynamo.runtime.observe.tracing import NO_SPAN, SpanProxy, TraceContext
@@ -146,7 +147,7 @@ class Context:
         self._callbacks[token] = callback
         if self._stopped:
             callback(self._killed)
-        return lambda: self._forget(token)
+        return partial(self._forget, token)
 
     def _forget(self, token: object) -> None:
         self._callbacks.pop(token, None)

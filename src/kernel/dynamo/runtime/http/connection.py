@@ -201,7 +201,6 @@ class HttpConnection(asyncio.Protocol):
         if is_behind and len(self._waiting) >= limits.pipeline_limit:
             self._stop(limits.too_many_requests())
         self._watch.enter(_BODY)
-        request.raw_bytes = request.body_bytes = 0
         cycle = self._cycle = Cycle(
             self,
             self._gate,
@@ -272,7 +271,8 @@ class HttpConnection(asyncio.Protocol):
         """End the active cycle: its answer is complete."""
         if self.transport.is_closing() or self._watch.phase is _LEAVING:
             return
-        self._gate.resume_reading()
+        if self._gate.read_paused:
+            self._gate.resume_reading()
         if self._waiting:
             self._start(*self._waiting.popleft())
         elif self._watch.phase is _ANSWERING:

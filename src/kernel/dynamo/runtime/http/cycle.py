@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import Struct
+
 from dynamo.runtime.base.write_batch import WriteBatch
 from dynamo.runtime.http.head import CHUNKED, TO_THE_END, status_line, write_head
 
@@ -19,28 +21,18 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_BYTES: Final = 64 * 1024  # of a body that the application has not received yet; then the socket is not read
 
 
-class RequestBody:
+class RequestBody(Struct, eq=False):
     """What has arrived of a body, until its request is answered or its client has left."""
 
-    __slots__ = (
-        "_arrived",
-        "_gate",
-        "_has_news",
-        "_is_closed",
-        "_is_complete",
-        "_news",
-        "_transport",
-        "expects_continue",
-    )
-
-    def __init__(self, transport: asyncio.Transport, gate: Gate, *, expects_continue: bool) -> None:
-        self._transport, self._gate = transport, gate
-        self._arrived = b""  # and not received yet
-        self._is_complete = self._is_closed = False
-        self._has_news = False  # more of the body came, or its end, or it was closed: `receive` need not wait
-        self._news: asyncio.Event | None = None  # made by a `receive` that waits; few have to
-        self.expects_continue = expects_continue
-        """Whether the client waits for a word before it sends the body. Once an answer has begun, it gets none."""
+    _transport: asyncio.Transport
+    _gate: Gate
+    expects_continue: bool
+    """Whether the client waits for a word before it sends the body. Once an answer has begun, it gets none."""
+    _arrived: bytes = b""  # and not received yet
+    _is_complete: bool = False
+    _is_closed: bool = False
+    _has_news: bool = False  # more of the body came, or its end, or it was closed: `receive` need not wait
+    _news: asyncio.Event | None = None  # made by a `receive` that waits; few have to
 
     async def receive(self) -> MutableMapping[str, object]:
         """Wait for more of the body, or for its end, or the client's: ASGI's `receive`."""
@@ -49,7 +41,8 @@ class RequestBody:
             if not self._transport.is_closing():
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not self._is_closed:
-            self._gate.resume_reading()
+            if self._gate.read_paused:
+                self._gate.resume_reading()
             if not self._has_news:
                 if self._news is None:
                     self._news = asyncio.Event()
@@ -306,7 +299,8 @@ class Cycle:
             callback()
         elif not self.response_complete:
             self._leave = callback
-            self._gate.resume_reading()  # the end of the connection is read, too
+            if self._gate.read_paused:
+                self._gate.resume_reading()  # the end of the connection is read, too
 
     def disconnect(self) -> None:
         """Handle a client that is gone, or whose further data is not read any more."""

@@ -24,11 +24,6 @@ _NAMES: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _COLOUR: Final = re.compile("\x1b\\[[0-9;]*m")
 
 
-def is_safe(text: str) -> bool:
-    """Return whether a text has nothing to escape."""
-    return _UNSAFE.search(text) is None
-
-
 def one_line(text: str, limit: int = MAX_MESSAGE_CHARACTERS) -> str:
     """Escape what is not printable and cut the text at `limit` characters; the end then names how many are missing."""
     if len(text) <= limit and _UNSAFE.search(text) is None:

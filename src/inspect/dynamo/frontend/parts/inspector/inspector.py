@@ -206,9 +206,9 @@ class Inspector(RequestListener):
             return
         self.tables.streams.forget(exchange)
         ended = self.tables.recent.add(exchange, outcome)
-        if exchange.tally is not None:
-            self.tables.routing.ended(ended.exchange_id, exchange.model, exchange.tally, outcome.at)
-            self.tables.caches.ended(exchange.tally)
+        if (tally := exchange.tally) is not None:
+            self.tables.routing.ended(ended.exchange_id, exchange.model, tally, outcome.at)
+            self.tables.caches.ended(tally)
         if ended.moves or ended.outcome == "failed":
             self._note_trouble(ended.exchange_id, ended.model, ended.moves, ended.status)
 

@@ -27,7 +27,7 @@ from dynamo.frontend.pipeline.results import object_of
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs, OpenAnswer
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.dispatch.failover import DispatchRequest
+from dynamo.router.dispatch.failover import AnswerSoFar, DispatchRequest
 from dynamo.router.dispatch.stream import RoutedStream
 from dynamo.runtime.calls.context import Context
 
@@ -163,7 +163,7 @@ class RelayCall(Call):
             timer=timer,
             limits=plan.limits,
             pinned_instance_id=plan.pinned_instance_id,
-            takes_text=True,
+            answer=AnswerSoFar(takes_text=True),
             stall_detector=work.stall_detector,
         )
         stream = model.dispatcher.open(dispatch, exchange.context)

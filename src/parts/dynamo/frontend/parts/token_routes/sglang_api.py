@@ -30,7 +30,7 @@ from dynamo.frontend.pipeline.sink import OpenAnswer
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.sse import DONE
-from dynamo.router.dispatch.failover import DispatchRequest
+from dynamo.router.dispatch.failover import AnswerSoFar, DispatchRequest
 from dynamo.runtime.calls.request_plane.base import StreamItem
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class _Relayed:
             timer=work.timer,
             limits=plan.limits,
             pinned_instance_id=plan.pinned_instance_id,
-            takes_text=True,  # its objects count on from the first one, which no other worker would
+            answer=AnswerSoFar(takes_text=True),  # its objects count on from the first one, which no other worker would
             stall_detector=work.stall_detector,
         )
         self._stream = model.dispatcher.open(dispatched, exchange.context)
