@@ -8,7 +8,7 @@ and what comes of batches is judged in test_at_once.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -102,9 +102,14 @@ async def test_log_probabilities_are_those_of_llama_cpp(servers: dict[str, Serve
                 assert [text for text, _, _ in ours] == [text for text, _, _ in theirs]
                 for (_, value, top), (_, their_value, their_top) in zip(ours, theirs, strict=True):
                     assert value == pytest.approx(their_value, abs=1e-6)
-                    assert top == pytest.approx(their_top, abs=1e-6)
+                    assert ended(top) == pytest.approx(ended(their_top), abs=1e-6)
                     compared += 1
     assert compared > 100
+
+
+def ended(top: Mapping[str, float]) -> dict[str, float]:
+    """The alternatives, with the end token under one name: llama.cpp's is empty, ours is that of the vocabulary."""
+    return {END[1] if text in END else text: value for text, value in top.items()}
 
 
 async def test_a_repeated_prompt_is_read_from_the_cache(servers: dict[str, Server]) -> None:
