@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 
 from support.http_client import CHAT, COMPLETIONS, Reply
-from support.real_models import PROMPTS, Answer, Server, bare_llama, served_llama
+from support.real_models import PROMPTS, UNFINISHED, Answer, Server, bare_llama, served_llama
 from support.real_prompts import greedy_requests
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(3600)]
@@ -102,14 +102,14 @@ async def test_log_probabilities_are_those_of_llama_cpp(servers: dict[str, Serve
                 assert [text for text, _, _ in ours] == [text for text, _, _ in theirs]
                 for (_, value, top), (_, their_value, their_top) in zip(ours, theirs, strict=True):
                     assert value == pytest.approx(their_value, abs=1e-6)
-                    assert ended(top) == pytest.approx(ended(their_top), abs=1e-6)
+                    assert named(top) == pytest.approx(named(their_top), abs=1e-6)
                     compared += 1
     assert compared > 100
 
 
-def ended(top: Mapping[str, float]) -> dict[str, float]:
-    """The alternatives, with the end token under one name: llama.cpp's is empty, ours is that of the vocabulary."""
-    return {END[1] if text in END else text: value for text, value in top.items()}
+def named(top: Mapping[str, float]) -> dict[str, float]:
+    """The alternatives: llama.cpp gives the end token and parts of characters an empty text, we give them names."""
+    return {"" if text in (*END, UNFINISHED) else text: value for text, value in top.items()}
 
 
 async def test_a_repeated_prompt_is_read_from_the_cache(servers: dict[str, Server]) -> None:
