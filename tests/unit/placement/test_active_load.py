@@ -49,6 +49,16 @@ def test_prefill_tokens_leave_with_the_first_token_and_blocks_with_the_end() -> 
     assert (load.prefill_tokens(A), load.decode_blocks(A), load.requests(A), len(load)) == (0, 0, 0, 0)
 
 
+def test_prompts_that_come_in_one_step_of_the_streams_are_of_one_pass() -> None:
+    load = ActiveLoad(BLOCK)
+    load.add("stream", A, (), prompt_tokens=10, cached_tokens=0, now=0.0)
+    load.prefill_completed("stream", 1.0)  # a step takes 6.05 ms from now on
+    for name, now in (("short", 1.001), ("long", 1.006), ("late", 1.007)):
+        load.add(name, A, (), prompt_tokens=100, cached_tokens=0, now=now)
+    assert [*load.of(A).prefill_pass.running] == ["short", "long"]
+    assert [*load.of(A).prefill_pass.waiting] == ["late"]
+
+
 def test_blocks_of_several_requests_count_once() -> None:
     load = ActiveLoad(BLOCK)
     load.add("r", A, chain(1, 2, 3), prompt_tokens=48, cached_tokens=0, now=0.0)
@@ -213,7 +223,7 @@ def test_the_account_is_what_a_recount_gives(steps: list[tuple[str, str, WorkerR
             assert account.clock.streams == sum(r.rank == each and r.streams for r in plain.requests.values())
             waiting = account.prefill_pass
             assert waiting.running_tokens == sum(waiting.running.values())
-            assert waiting.waiting_tokens == sum(waiting.waiting.values())
+            assert waiting.waiting_tokens == sum(tokens for tokens, _ in waiting.waiting.values())
             assert bool(waiting.running) or not waiting.waiting
         heads: dict[int, Counter[WorkerRank]] = {}
         for request in plain.requests.values():
