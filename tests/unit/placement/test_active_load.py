@@ -49,14 +49,14 @@ def test_prefill_tokens_leave_with_the_first_token_and_blocks_with_the_end() -> 
     assert (load.prefill_tokens(A), load.decode_blocks(A), load.requests(A), len(load)) == (0, 0, 0, 0)
 
 
-def test_prompts_that_come_in_one_step_of_the_streams_are_of_one_pass() -> None:
+def test_a_long_prompt_that_comes_in_the_step_of_a_short_one_is_begun_with_it() -> None:
     load = ActiveLoad(BLOCK)
     load.add("stream", A, (), prompt_tokens=10, cached_tokens=0, now=0.0)
     load.prefill_completed("stream", 1.0)  # a step takes 6.05 ms from now on
-    for name, now in (("short", 1.001), ("long", 1.006), ("late", 1.007)):
-        load.add(name, A, (), prompt_tokens=100, cached_tokens=0, now=now)
-    assert [*load.of(A).prefill_pass.running] == ["short", "long"]
-    assert [*load.of(A).prefill_pass.waiting] == ["late"]
+    for name, tokens, now in (("short", 100, 1.001), ("long", 10_000, 1.006), ("late", 100, 1.007)):
+        load.add(name, A, (), prompt_tokens=tokens, cached_tokens=0, now=now)
+    load.prefill_completed("short", 1.2)
+    assert dict(load.of(A).prefill_pass.running) == {"long": 10_100 - 8192, "late": 100}
 
 
 def test_blocks_of_several_requests_count_once() -> None:

@@ -75,12 +75,9 @@ class PrefillPass:
     def join(self, request_id: str, tokens: int, now: float, begins_at: float = 0.0) -> None:
         """Count a request with `tokens` uncached tokens that is sent to the rank at `now`.
 
-        `begins_at`: when its pass begins at a rank that computes no prompt; what comes until then is in the same pass.
+        `begins_at`: when its pass begins at a rank that computes no prompt; what comes until then may be in the same pass.
         """
-        if self.running and self._begins_at is not None and now < self._begins_at:
-            self.running[request_id] = tokens
-            self.running_tokens += tokens
-        elif self.running:
+        if self.running:
             self.waiting[request_id] = tokens, now
             self.waiting_tokens += tokens
         else:
@@ -100,7 +97,8 @@ class PrefillPass:
         if self._correct_last(request_id, at, now):
             return None
         passes = max(1, pass_count(at, self.budget))
-        self._fill(passes, self.started_at + (now - self.started_at) * (passes - 1) / passes)
+        began = max(self.started_at, self._begins_at or 0.0)
+        self._fill(passes * self.budget, began + (now - began) * (passes - 1) / passes)
         done = min(passes * self.budget, self.running_tokens)
         self._finished = self._last = FinishedPasses(
             passes, done, pass_squares(done, self.budget), now - self.started_at, self._begins_at is not None
@@ -142,16 +140,22 @@ class PrefillPass:
             self._begins_at = now
         return True
 
-    def _fill(self, passes: int, begun_at: float) -> None:
-        """Count what waited when the last of some passes began, at `begun_at`, with them, as far as there was room in it."""
-        while self.waiting and self.running_tokens < passes * self.budget:
-            request_id, (tokens, joined_at) = next(iter(self.waiting.items()))
-            if joined_at >= begun_at:
+    def _fill(self, room: int, begun_at: float) -> None:
+        """Count prompts that waited when a pass began, at `begun_at`, with it, where they filled it and one goes on in the next.
+
+        Those that fitted into it whole need not be guessed: their first tokens come with that of the pass.
+        """
+        filled, inside = self.running_tokens, 0
+        for tokens, joined_at in self.waiting.values():
+            if filled > room or joined_at >= begun_at:
                 break
-            del self.waiting[request_id]
-            self.running[request_id] = tokens
-            self.waiting_tokens -= tokens
-            self.running_tokens += tokens
+            filled, inside = filled + tokens, inside + 1
+        if filled > room:
+            for _ in range(inside):
+                request_id, (tokens, _) = self.waiting.popitem(last=False)
+                self.running[request_id] = tokens
+                self.waiting_tokens -= tokens
+            self.running_tokens = filled
 
     def _start_next(self, done: int, now: float) -> None:
         """Begin the pass after one that computed the first `done` tokens of those that ran."""
