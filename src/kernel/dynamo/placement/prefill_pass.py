@@ -97,8 +97,7 @@ class PrefillPass:
         if self._correct_last(request_id, at, now):
             return None
         passes = max(1, pass_count(at, self.budget))
-        began = max(self.started_at, self._begins_at or 0.0)
-        self._fill(passes * self.budget, began + (now - began) * (passes - 1) / passes)
+        self._fill(passes, now)
         done = min(passes * self.budget, self.running_tokens)
         self._finished = self._last = FinishedPasses(
             passes, done, pass_squares(done, self.budget), now - self.started_at, self._begins_at is not None
@@ -140,12 +139,14 @@ class PrefillPass:
             self._begins_at = now
         return True
 
-    def _fill(self, room: int, begun_at: float) -> None:
-        """Count prompts that waited when a pass began, at `begun_at`, with it, where they filled it and one goes on in the next.
+    def _fill(self, passes: int, now: float) -> None:
+        """Count what waited when the last of some passes began with it, where that filled it and a prompt goes on in the next.
 
-        Those that fitted into it whole need not be guessed: their first tokens come with that of the pass.
+        What fitted into it whole need not be guessed: its first tokens come with that of the pass.
         """
-        filled, inside = self.running_tokens, 0
+        began = max(self.started_at, self._begins_at or 0.0)
+        begun_at = began + (now - began) * (passes - 1) / passes
+        filled, inside, room = self.running_tokens, 0, passes * self.budget
         for tokens, joined_at in self.waiting.values():
             if filled > room or joined_at >= begun_at:
                 break

@@ -77,7 +77,7 @@ MOST_IDLE_RATIO: Final = 4.0
 class TimeParameters(msgspec.Struct, frozen=True, gc=False):
     """How much a millisecond of others counts beside one of the request's own time to first token."""
 
-    stall_weight: Weight = 0.05
+    stall_weight: Weight = 0.08
     future_weight: Weight = 0.2
     decode_weight: Weight = 0.8
     eviction_weight: Weight = 0.5
@@ -395,15 +395,8 @@ class TimeCost:
             parts = self._parts(state, prompt, view, match)
             if state.request.has_preferences and not state.request.is_pinned:
                 parts["preference"] = total - sum(parts.values())
-            described.append(
-                CandidateCost(
-                    view.record.rank,
-                    total,
-                    view.record.trust,
-                    match.overlap.device,
-                    tuple(CostTerm(name, value) for name, value in parts.items()),
-                )
-            )
+            terms, rank = tuple(CostTerm(name, value) for name, value in parts.items()), view.record
+            described.append(CandidateCost(rank.rank, total, rank.trust, match.overlap.device, terms))
         return tuple(described)
 
     def _parts(self, state: KvState, prompt: _Prompt, view: _View, match: RankMatch) -> dict[str, float]:
