@@ -68,6 +68,7 @@ PARTS: Final = frozenset(
         "budgeted",
         "cases",
         "engine",
+        "envoy_calls",
         "fault_table",
         "fleet_workers",
         "floor",

@@ -6,7 +6,16 @@ import pytest
 from google.protobuf import struct_pb2
 
 from dynamo.picker.messages import CHUNK_BYTES, MessagePhase, body_chunks, read_message
-from dynamo.picker.wire import MalformedMessage, of_bytes, of_number, read, read_struct, struct_of, text_value
+from dynamo.picker.wire import (
+    MalformedMessage,
+    of_bytes,
+    of_number,
+    read,
+    read_struct,
+    short_pair,
+    struct_of,
+    text_value,
+)
 from support.gateway import body_message, read_answer, request_headers
 
 
@@ -36,6 +45,15 @@ def test_a_message_that_is_cut_off_is_refused(cut: int) -> None:
 def test_a_message_without_a_phase_is_refused() -> None:
     with pytest.raises(MalformedMessage, match="without a phase"):
         read_message(of_bytes(99, b""))
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 0), (0, 1), (127, 127), (128, 1), (1, 128), (3, 200)])
+def test_a_short_pair_is_what_the_whole_message_says(sizes: tuple[int, int]) -> None:
+    name, value = (b"\x1a" * size for size in sizes)
+    written = of_bytes(1, name) + of_bytes(3, value)
+    assert short_pair(written) == ((name, value) if max(sizes) < 128 else None)
+    for other in (written[:-1], written + b"\0", of_bytes(3, value) + of_bytes(1, name), of_bytes(1, name)):
+        assert short_pair(other) is None or read(other) == {1: [name], 3: [value]}
 
 
 def test_headers_are_read_raw_or_as_text() -> None:

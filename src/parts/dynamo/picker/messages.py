@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final
 
 from msgspec import Struct
@@ -18,6 +19,7 @@ from dynamo.picker.wire import (
     of_number,
     read,
     read_struct,
+    short_pair,
     struct_of,
     struct_value,
     text_of,
@@ -28,6 +30,7 @@ CHUNK_BYTES: Final = 62_000  # some proxies refuse bodies of 64 KiB in one messa
 _OVERWRITE: Final = 2
 _CONFIGURATION: Final = 11
 _METADATA: Final = 8
+_KEPT_BYTES: Final = 1024  # of metadata that are kept as read: nearly all messages have those of others
 
 
 class MessagePhase(IntEnum):
@@ -41,6 +44,7 @@ class MessagePhase(IntEnum):
     RESPONSE_TRAILERS = 7
 
 
+_PHASES: Final = [(int(phase), phase) for phase in MessagePhase]
 # The field number of the answer to each phase, in a ProcessingResponse.
 _ANSWER: Final = {
     MessagePhase.REQUEST_HEADERS: 1,
@@ -74,7 +78,7 @@ class Message(Struct, frozen=True):
     """One message of the proxy."""
 
     phase: MessagePhase
-    headers: Sequence[tuple[bytes, bytes]] = ()  # names in lower case
+    headers: Sequence[tuple[bytes, bytes]] = ()  # of a request; names in lower case
     body: bytes = b""
     is_last: bool = False  # nothing of this direction follows
     metadata: Mapping[str, Mapping[str, object]] = {}  # by namespace
@@ -84,7 +88,7 @@ class Message(Struct, frozen=True):
 def read_message(data: bytes) -> Message:
     """Read one message of the proxy. Raises MalformedMessage."""
     fields = read(data)
-    phase = next((each for each in MessagePhase if each in fields), None)
+    phase = next((phase for number, phase in _PHASES if number in fields), None)
     if phase is None:
         raise MalformedMessage("a message without a phase")
     inner = read(last_bytes(fields, phase) or b"")
@@ -93,7 +97,8 @@ def read_message(data: bytes) -> Message:
     if phase in (MessagePhase.REQUEST_BODY, MessagePhase.RESPONSE_BODY):
         body, is_last = last_bytes(inner, 1) or b"", bool(last_number(inner, 2))
     else:
-        headers = _read_headers(last_bytes(inner, 1) or b"")
+        if phase == MessagePhase.REQUEST_HEADERS:
+            headers = _read_headers(last_bytes(inner, 1) or b"")
         is_trailers = phase in (MessagePhase.REQUEST_TRAILERS, MessagePhase.RESPONSE_TRAILERS)
         is_last = is_trailers or bool(last_number(inner, 3))
     return Message(phase, headers, body, is_last, _read_metadata(fields), _read_modes(fields))
@@ -102,16 +107,24 @@ def read_message(data: bytes) -> Message:
 def _read_headers(data: bytes) -> list[tuple[bytes, bytes]]:
     found = []
     for header in every_bytes(read(data), 1):
+        if (short := short_pair(header)) is not None:
+            found.append((short[0].lower(), short[1]))
+            continue
         fields = read(header)
         value = last_bytes(fields, 3) or last_bytes(fields, 2) or b""  # `raw_value`, or `value` of older proxies
         found.append(((last_bytes(fields, 1) or b"").lower(), value))
     return found
 
 
-def _read_metadata(fields: Fields) -> dict[str, dict[str, object]]:
+def _read_metadata(fields: Fields) -> Mapping[str, Mapping[str, object]]:
     context = last_bytes(fields, _METADATA)
-    if context is None:
+    if not context:
         return {}
+    return _metadata_of(context) if len(context) <= _KEPT_BYTES else _metadata_of.__wrapped__(context)
+
+
+@lru_cache(1024)
+def _metadata_of(context: bytes) -> Mapping[str, Mapping[str, object]]:
     found = {}
     for entry in every_bytes(read(context), 1):
         pair = read(entry)
@@ -121,8 +134,11 @@ def _read_metadata(fields: Fields) -> dict[str, dict[str, object]]:
 
 def _read_modes(fields: Fields) -> Modes | None:
     configuration = last_bytes(fields, _CONFIGURATION)
-    if configuration is None:
-        return None
+    return None if configuration is None else _modes_of(configuration)
+
+
+@lru_cache(64)
+def _modes_of(configuration: bytes) -> Modes:
     modes = read(configuration)
     return Modes(last_number(modes, 1), last_number(modes, 2))
 
@@ -130,14 +146,15 @@ def _read_modes(fields: Fields) -> Modes | None:
 class Mutation(Struct, frozen=True):
     """What is changed of a request's headers, and the metadata beside it."""
 
-    set_headers: Sequence[tuple[str, str]] = ()
-    removed: Sequence[str] = ()
+    set_headers: tuple[tuple[str, str], ...] = ()
+    removed: tuple[str, ...] = ()
     metadata: tuple[str, str, str] | None = None  # namespace, key, text
 
 
 _NOTHING: Final = Mutation()
 
 
+@lru_cache(4096)  # few workers, and the same few phases: nearly every answer was written before
 def answer(phase: MessagePhase, mutation: Mutation = _NOTHING, *, reroutes: bool = False) -> bytes:
     """Answer one phase. `reroutes`: the proxy chooses its route anew, by the changed headers."""
     headers = _header_mutation(mutation.set_headers, mutation.removed)

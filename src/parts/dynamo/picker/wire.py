@@ -69,6 +69,15 @@ def read(data: bytes) -> Fields:
     return found
 
 
+def short_pair(data: bytes) -> tuple[bytes, bytes] | None:
+    """Return the texts of a message of the fields 1 and 3, both shorter than 128 bytes, as nearly all headers are; None: it is another."""
+    size = len(data)
+    if size < 4 or data[0] != 0x0A or (end := data[1] + 2) > size - 2 or data[end] != 0x1A or data[1] >= 0x80:
+        return None
+    value = data[end + 1]
+    return (data[2:end], data[end + 2 :]) if value < 0x80 and end + 2 + value == size else None
+
+
 def last_bytes(fields: Fields, number: int) -> bytes | None:
     """Return the last value of a field of bytes, text or a message; None: it is absent. Raises MalformedMessage."""
     values = fields.get(number)
