@@ -5,6 +5,11 @@
 Needs Envoy (`make test-gateway` fetches it, or ENVOY names it). Envoy runs deploy/gateway/envoy.yaml, and beside its listener
 another one without the picker. The load is open: requests leave at their time, whatever became of those before. Times are from
 then to the last byte of an answer of one token. Processor time is that of each process over its own rounds.
+
+    python benchmarks/picker.py --no-envoy --rate 200 --seconds 5 --rounds 5 [--duplex] [--split]
+
+sends the picker what Envoy sends it. The time is then that of the choice. `--split` runs the picker under cProfile, which makes it
+two to three times slower, and prints the share of each part.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import asyncio
 import copy
 import json
 import os
+import pstats
 import re
 import shutil
 import signal
@@ -24,12 +30,13 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, socket
 from typing import Any, Final, cast
 
 import msgspec
+from envoy_calls import EnvoyCalls
 
 import dynamo.reference.demo
 from dynamo.frontend.http.loops import event_loop_factory
@@ -38,6 +45,7 @@ REPOSITORY: Final = Path(__file__).parent.parent
 BAR_MS: Final = 2.0  # that the picker may add to the 99th percentile
 CONNECTIONS: Final = 64
 WORDS: Final = 300  # of a prompt: 2 kB
+PODS: Final = 4
 _TICK: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -124,10 +132,15 @@ class Caller(asyncio.Protocol):
             self._transport.close()
 
 
-def request_of(number: int) -> bytes:
+def body_of(number: int) -> bytes:
     """One of a hundred prompts that begin alike, so that the choice has something to find."""
     prompt = f"{number % 100} " + "words " * WORDS + str(number)
-    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 1}).encode()
+    return json.dumps({"model": "m", "prompt": prompt, "max_tokens": 1}).encode()
+
+
+def request_of(number: int) -> bytes:
+    """Return the request of a number."""
+    body = body_of(number)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -222,14 +235,27 @@ def process(argv: list[str], **variables: str) -> Iterator[subprocess.Popen[byte
             made.wait()
 
 
-def histogram(port: int) -> str:
+def metrics(port: int) -> str:
+    """Return the metrics of the picker; nothing: it has not started."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
+
+
+def choices(text: str) -> int:
+    """Return how many choices the picker has made."""
+    found = re.search(r"dynamo_picker_choice_seconds_count\S* ([0-9.e+]+)", text)
+    return 0 if found is None else int(float(found[1]))
+
+
+def histogram(text: str) -> str:
     """Return the picker's own account of its choices."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        text = answer.read().decode()
     buckets = [(float(bound), int(float(count))) for bound, count in re.findall(
         r'dynamo_picker_choice_seconds_bucket\{.*?le="([^"+]+)".*?\} ([0-9.e+]+)', text
     )]  # fmt: skip
-    total = int(float(re.search(r"dynamo_picker_choice_seconds_count\S* ([0-9.e+]+)", text)[1]))  # type: ignore[index]
+    total = max(choices(text), 1)
     shares = "  ".join(f"<={bound * 1000:g} ms {count / total:.1%}" for bound, count in buckets if bound <= 0.01)
     return f"the picker's own histogram of {total} choices: {shares}"
 
@@ -245,7 +271,7 @@ async def measure(options: argparse.Namespace, ports: list[int], pids: dict[str,
     found: dict[str, list[list[float]]] = {"without": [], "with": []}
     cpu: dict[tuple[str, str], list[float]] = {}
     async with asyncio.timeout(60):
-        while not await answers(with_picker):
+        while not (await answers(with_picker) and choices(metrics(system))):  # Envoy serves without a picker, too
             await asyncio.sleep(0.2)
     await offer(with_picker, options.rate / 2, 1, 0)
     for number in range(options.rounds):
@@ -266,7 +292,7 @@ async def measure(options: argparse.Namespace, ports: list[int], pids: dict[str,
     for name in pids:
         text = ", ".join(f"{which} {statistics.median(cpu[name, which]):.0f}" for which in ("without", "with"))
         print(f"processor time of {name}, us a request: {text}")
-    print(histogram(system))
+    print(histogram(metrics(system)))
     p50, p99 = statistics.median(added[0.5]), statistics.median(added[0.99])
     print(
         f"added at {options.rate:g} requests/s, median of {options.rounds} pairs: p50 {p50:+.2f} ms, p99 {p99:+.2f} ms "
@@ -275,12 +301,88 @@ async def measure(options: argparse.Namespace, ports: list[int], pids: dict[str,
     return int(p99 > BAR_MS)
 
 
+# -- without Envoy -----------------------------------------------------------------------------------------------------
+
+
+async def offer_calls(calls: EnvoyCalls, options: argparse.Namespace, seconds: float, first: int) -> list[float]:
+    """Send calls at a rate; return how long each choice took in ms."""
+    count, began = int(options.rate * seconds), time.perf_counter() + 0.1
+
+    async def one(number: int) -> float:
+        await asyncio.sleep(began + number / options.rate - time.perf_counter())
+        call = await calls.send(number, body_of(first + number), duplex=options.duplex)
+        return 0.0 if call is None else call.chosen_after * 1000
+
+    return [each for each in await asyncio.gather(*(one(number) for number in range(count))) if each]
+
+
+async def measure_calls(options: argparse.Namespace, port: int, pid: int) -> int:
+    """Offer calls in rounds, and print what each cost the picker."""
+    loop, found = asyncio.get_running_loop(), list[float]()
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(OSError):
+                _, calls = await loop.create_connection(EnvoyCalls, "127.0.0.1", port)
+                if await calls.send(0, body_of(0), duplex=options.duplex) is not None:
+                    break
+                calls.close()
+            await asyncio.sleep(0.2)
+    await offer_calls(calls, options, 1, 0)
+    began = cpu_seconds(pid)
+    await asyncio.sleep(options.seconds)
+    idle = (cpu_seconds(pid) - began) / options.seconds
+    for number in range(options.rounds):
+        began = cpu_seconds(pid)
+        times = await offer_calls(calls, options, options.seconds, number * 10_000)
+        found.append(((cpu_seconds(pid) - began) - idle * options.seconds) / len(times) * 1e6)
+        print(
+            f"round {number + 1}: {len(times)} choices, p50 {quantile(times, 0.5):6.2f} ms, p99 {quantile(times, 0.99):7.2f} ms, "
+            f"{found[-1]:.0f} us of processor time each"
+        )
+    calls.close()
+    print(
+        f"processor time of the picker at {options.rate:g} requests/s: best {min(found):.0f}, median {statistics.median(found):.0f} us "
+        f"a request; beside them {idle * 1000:.0f} ms a second for its pods"
+    )
+    return 0
+
+
+# Where the time of a request goes, by the files of the package; the first that matches.
+PARTS: Final = (
+    ("HPACK", "picker/grpc/hpack"), ("HTTP/2 and gRPC", "picker/grpc/"), ("messages", "picker/messages|picker/wire"),
+    ("exchange, booking", "picker/exchange|picker/bookings|picker/server"), ("pods", "picker/pods|runtime/http|httptools|aiohttp"),
+    ("addresses and choice of the picker", "picker/"), ("reading and checks", "frontend/pipeline|protocol/|frontend/apis|msgspec"),
+    ("template and tokenizer", "dynamo/text/|tokenizers"), ("router and policies", "dynamo/router|dynamo/placement|dynamo/kv/"),
+    ("the rest of the frontend", "dynamo/frontend"), ("runtime and metrics", "dynamo/runtime"), ("asyncio", "asyncio/|uvloop"),
+)  # fmt: skip
+
+
+def print_split(file: str, requests: int) -> None:
+    """Print the time of each part, under the profiler."""
+    parts = dict[str, float]()
+    for (path, _, name), (_, _, own, _, callers) in pstats.Stats(file).stats.items():  # type: ignore[attr-defined]
+        if path != "~":
+            shares = [(path, own)]
+        else:  # a function in C counts for those that call it
+            shares = [(caller[0], each[2]) for caller, each in callers.items()] or [(name, own)]
+        for where, seconds in shares:
+            part = next((part for part, pattern in PARTS if re.search(pattern, where)), "other")
+            parts[part] = parts.get(part, 0.0) + seconds
+    for part, seconds in sorted(parts.items(), key=lambda each: -each[1]):
+        print(f"{part:36} {seconds / requests * 1e6:7.0f} us a request, profiled")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=500.0)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--duplex", action="store_true", help="full duplex in place of buffered bodies")
+    parser.add_argument(
+        "--no-envoy", action="store_true", help="send the picker what Envoy sends, and measure it alone"
+    )
+    parser.add_argument("--split", action="store_true", help="with --no-envoy: where the time goes")
+    parser.add_argument("--pods", type=int, default=PODS)
     parser.add_argument("--serve-pods", help=argparse.SUPPRESS)
     options = parser.parse_args()
     root = str(dynamo.reference.demo.DIRECTORY)
@@ -289,32 +391,32 @@ def main() -> int:
             runner.run(serve_pods([int(port) for port in options.serve_pods.split(",")], root))
         own = REPOSITORY / ".clients" / "gateway" / "bin" / "envoy"
         envoy = os.environ.get("ENVOY") or (str(own) if own.exists() else shutil.which("envoy"))
-        if envoy is None:
+        if envoy is None and not options.no_envoy:
             print("Envoy is not here: make test-gateway fetches it")
             return 0
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            with_picker, without, port, system, *pods = free_ports(8)
-            file = Path(folder) / "envoy.json"
+            with_picker, without, port, system, *pods = free_ports(4 + options.pods)
+            file, profile = Path(folder) / "envoy.json", Path(folder) / "profile"
             file.write_text(envoy_configuration(with_picker, without, port, pods, duplex=options.duplex))
             listed = ",".join(map(str, pods))
             stack.enter_context(process([sys.executable, __file__, "--serve-pods", listed]))
             argv = [
                 sys.executable,
+                *(["-m", "cProfile", "-o", str(profile)] if options.split else []),
                 "-m",
                 "dynamo.picker",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-                "--pod-event-port",
-                "0",
             ]
+            argv += ["--host", "127.0.0.1", "--port", str(port), "--pod-event-port", "0"]
             argv += ["--pods", ",".join(f"127.0.0.1:{each}" for each in pods)]
-            picker = stack.enter_context(process(argv, DYN_SYSTEM_PORT=str(system)))
-            argv = [envoy, "-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "-l", "error"]
-            proxy = stack.enter_context(process(argv))
-            pids = {"the picker": picker.pid, "Envoy": proxy.pid}
-            return runner.run(measure(options, [with_picker, without, port, system], pids))
+            with process(argv, DYN_SYSTEM_PORT=str(system)) as picker:
+                if envoy is not None and not options.no_envoy:
+                    argv = [envoy, "-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "-l", "error"]
+                    pids = {"the picker": picker.pid, "Envoy": stack.enter_context(process(argv)).pid}
+                    return runner.run(measure(options, [with_picker, without, port, system], pids))
+                ended = runner.run(measure_calls(options, port, picker.pid))
+            if options.split:
+                print_split(str(profile), int(options.rate * (options.rounds * options.seconds + 1)))
+            return ended
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class NumberedAddresses(Addresses):
         """Give these workers an address each, and return the addresses."""
         for each in instance_ids:
             self.by_id.setdefault(each, f"10.0.0.{len(self.by_id) + 1}:8000")
+        self.changes += 1
         return [self.by_id[each] for each in instance_ids]
 
 

@@ -71,6 +71,7 @@ PARTS: Final = frozenset(
         "budgeted",
         "cases",
         "engine",
+        "envoy_calls",
         "fault_table",
         "fleet_workers",
         "floor",

@@ -63,6 +63,16 @@ def test_each_text_comes_back_from_its_huffman_code(text: bytes) -> None:
             read_huffman(as_bytes(bits + "1" * (padding - 1) + "0"))
 
 
+def test_a_block_that_came_before_means_what_the_table_says_now() -> None:
+    reader, newest = HeaderReader(), b"\xbe"
+    for value in (b"one", b"two", b"two"):
+        reader.read(b"\x40" + write_headers([(b"name", value)])[1:])
+        assert reader.read(newest) == reader.read(newest) == [(b"name", value)]
+    reader.read(b"\x20")  # a table of no bytes
+    with pytest.raises(BadHeaders):
+        reader.read(newest)
+
+
 @pytest.mark.parametrize(
     "block", ["c0", "40", "4005", "ff", "ffffffffffff", "3fe2ff0f", "80", "0085ff", "4083ffffffff"]
 )

@@ -56,7 +56,8 @@ class House:
     async def send(self, exchange: GatewayExchange, *messages: bytes) -> list[Answer]:
         found = []
         for message in messages:
-            found += [read_answer(each) for each in await exchange.take(read_message(message))]
+            answers = exchange.take(read_message(message))
+            found += [read_answer(each) for each in (answers if isinstance(answers, list) else await answers)]
         return found
 
     async def ask(self, body: bytes | None = None, *, modes: tuple[int, int] = BUFFERED, **head: Any) -> Answer:

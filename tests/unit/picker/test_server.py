@@ -16,6 +16,8 @@ from dynamo.errors import CannotConnect
 from dynamo.picker.choice import Picker
 from dynamo.picker.exchange import GatewayExchange
 from dynamo.picker.grpc.calls import GrpcCall
+from dynamo.picker.grpc.connection import PREFACE, frame
+from dynamo.picker.grpc.hpack import write_headers
 from dynamo.picker.server import EXT_PROC, HEALTH, PickerServer
 from dynamo.picker.settings import PickerSettings
 from dynamo.picker.wire import of_bytes, of_number
@@ -120,6 +122,24 @@ async def test_a_client_that_leaves_while_its_request_waits_in_the_queue_takes_n
         await until(lambda: held(models) == 1)
         streams[0].cancel()
         await until(lambda: held(models) == server.streams == 0)
+
+
+async def test_a_stream_that_is_reset_with_its_body_takes_no_worker(tmp_path: Path) -> None:
+    """The choice has a task by then, and the task has not begun."""
+    async with picker(tmp_path) as (models, server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        block = write_headers([
+            (b":method", b"POST"), (b":path", f"/{EXT_PROC}/Process".encode()), (b"content-type", b"application/grpc"),
+        ])  # fmt: skip
+        messages = (request_headers(), body_message(4, completion([1, 2, 3, 4]), is_last=True))
+        data = b"".join(frame(0, 0, 1, b"\0" + len(each).to_bytes(4, "big") + each) for each in messages)
+        writer.write(PREFACE + frame(4, 0, 0) + frame(1, 4, 1, block) + data + frame(3, 0, 1, b"\0\0\0\x08"))
+        writer.write(frame(6, 0, 0, b"8 bytes."))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while b"8 bytes." not in await reader.read(65536):
+                pass
+        await until(lambda: held(models) == server.streams == 0)
+        writer.close()
 
 
 async def test_what_is_no_message_ends_the_stream_with_an_error(tmp_path: Path) -> None:

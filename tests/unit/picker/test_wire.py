@@ -7,7 +7,15 @@ from google.protobuf import struct_pb2
 from hypothesis import given, strategies
 
 from dynamo.picker.messages import CHUNK_BYTES, MessagePhase, body_chunks, read_message
-from dynamo.picker.wire import MalformedMessage, of_bytes, of_number, read, read_struct, struct_of, text_value
+from dynamo.picker.wire import (
+    MalformedMessage,
+    of_bytes,
+    of_number,
+    read,
+    read_struct,
+    struct_of,
+    text_value,
+)
 from support.gateway import body_message, read_answer, request_headers
 
 

@@ -105,6 +105,18 @@ def test_added_tokens_that_see_their_neighbours_do_not_spoil_the_ids(
 
 
 @pytest.mark.usefixtures("tiny_chunks")
+def test_a_token_with_a_space_inside_leaves_the_cuts_behind_other_characters(hf_copy: Family) -> None:
+    for content, is_normalized, has_cuts in (('": "', False, True), ("é the", False, True), ("é the", True, False)):
+        tokenizer = hf_copy("qwen")
+        tokenizer.add_tokens([AddedToken(content, normalized=is_normalized)])
+        plain, cuts = JsonTokenizer(tokenizer), exact_cuts(tokenizer)
+        assert cuts is not None
+        assert (cuts.next("one two", 1) == 3) == has_cuts
+        for text in ('{"one": "two two", "x": 1}', "caf\u00e9 the one", "cafe\u0301 the one"):
+            assert CachedTokenizer(plain).encode(text) == plain.encode(text)
+
+
+@pytest.mark.usefixtures("tiny_chunks")
 def test_no_cut_is_made_behind_an_added_token_that_ends_a_word(hf_copy: Family) -> None:
     tokenizer = hf_copy("llama2")
     tokenizer.add_tokens([AddedToken("answer", normalized=False)])

@@ -23,8 +23,8 @@ ever join what stands on both sides of such a place, and merges on one side do n
 **Before a special token, for every pipeline.** Special tokens are cut out of the raw text first, leftmost longest; each
 piece between them is then normalised, split and encoded on its own.
 
-Added tokens themselves can spoil both: they may contain such a place, swallow the white space beside them (`lstrip`,
-`rstrip`), or depend on their neighbours (`single_word`). Each of these turns off exactly the cuts it endangers.
+Added tokens can spoil both: they may contain such a place, swallow white space beside them (`lstrip`, `rstrip`), or depend on
+their neighbours (`single_word`). Each of these turns off the cuts it endangers; a space within, those behind the same character.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -75,8 +76,9 @@ _SAFE_ALTERNATIVES: Final = _CONTRACTIONS | {
     r"\s*[\r\n]",
     r"\s+(?!\S)",
     r"\s+",
+    r"\s",
 }
-_COVERS_WHITE_SPACE: Final = r"\s+"
+_COVERS_WHITE_SPACE: Final = frozenset({r"\s+", r"\s"})
 _COVERS_PUNCTUATION: Final = frozenset(
     alternative for alternative in _SAFE_ALTERNATIVES if alternative.startswith((r" ?[^\s", r" ?[\p{P}"))
 )
@@ -135,15 +137,17 @@ def _cuts_inside_text(tokenizer: HfTokenizer, added: list[Any]) -> list[str]:
     allowed = _pipeline_allows(flatten_steps(json.loads(pre_tokenizer.__getstate__()), "pretokenizers"))
     if not allowed:
         return []
-    # A token that swallows the white space behind it hides a cut right behind its last character.
+    # A token that swallows the white space behind it hides a cut right behind its last character; one with a space, before it.
     greedy_ends = {form[-1] for token in added if token.rstrip for form in _forms(token.content) if form}
-    not_behind = re.escape("".join(sorted(greedy_ends)))
+    raw = [token.content for token in added if normalizer is None or not token.normalized]  # others have many spellings
+    before_spaces = {before for content in raw for before, behind in pairwise(content) if behind == " " != before}
+    not_behind = re.escape("".join(sorted(greedy_ends | before_spaces)))
+    contents = {form for token in added for form in _forms(token.content)}
     cuts = [_BEFORE_SPACE.format(not_behind=not_behind)]
     if allowed == "anywhere":
         if not any(token.lstrip for token in added):
             cuts.append(_BEHIND_NEWLINE.format(not_behind=not_behind))
         cuts.append(_BEFORE_CHINESE_PUNCTUATION)
-    contents = {form for token in added for form in _forms(token.content)}
     return [cut for cut in cuts if not any(_cuts_through(re.compile(cut), content) for content in contents)]
 
 
@@ -172,7 +176,7 @@ def _pipeline_allows(steps: list[Mapping[str, object]]) -> str:
                 alternatives = split_alternatives(pattern)
                 if not alternatives <= _SAFE_ALTERNATIVES:
                     return ""
-                covers = _COVERS_WHITE_SPACE in alternatives and not alternatives.isdisjoint(_COVERS_PUNCTUATION)
+                covers = not any(map(alternatives.isdisjoint, (_COVERS_WHITE_SPACE, _COVERS_PUNCTUATION)))
                 # "Removed" + invert (converted tiktoken files) drops what does not match: with a pattern that
                 # matches every visible character this is the same cut.
                 if not (behavior == "Isolated" and not invert) and not (behavior == "Removed" and invert and covers):

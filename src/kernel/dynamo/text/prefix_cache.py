@@ -1,10 +1,10 @@
 """Tokenising long shared prompts once: a cache of encoded chunks in front of a tokenizer.
 
-A text is cut, from its start, at the first exact cut (see `cutpoints`) behind every `CHUNK_CHARS` characters, and each
-chunk is encoded on its own and remembered under its own text. Two texts with a common beginning get the same cuts up
-to where they part, also in the middle of a message, so all but the last shared chunk is found again. Because a cut
-is exact the ids are those of the uncached tokenizer, whatever was or was not in the cache. The key is the text
-itself, not a hash of it: no collision can put one user's tokens into another user's prompt.
+A text is cut, from its start, at the first exact cut (see `cutpoints`) behind a quarter of what stands before it, but at
+least `SHORT_CHARS` and at most `CHUNK_CHARS` characters, and each chunk is encoded on its own and remembered. Two texts with
+a common beginning get the same cuts up to where they part, also in the middle of a message, so all but the last shared chunk is
+found again. Because a cut is exact the ids are those of the uncached tokenizer, whatever was or was not in the cache. The key
+is the text itself, not a hash of it: no collision can put one user's tokens into another user's prompt.
 
 What was not used for longest goes first, by generations: new and used chunks gather in a young one; when that holds half
 the bytes it becomes the old one, and the old one of before is dropped. This needs no lock (every step is one dict
@@ -24,6 +24,9 @@ from dynamo.text.pieces import PieceTable
 from dynamo.text.tokenizer import BatchTokenizer, ByteTokenizer, JsonTokenizer, TextInput
 
 CHUNK_CHARS: Final = 1024  # what parts two prompts costs encoding up to this much again; smaller means more entries
+SHORT_CHARS: Final = (
+    256  # of the first chunks: a short prompt is nearly all found again, at the price of six entries more
+)
 MIN_TEXT_CHARS: Final = 256  # a shorter text is encoded faster than it is looked up and stored
 ENTRY_OVERHEAD_BYTES: Final = 300  # key object, list object and dict slot, beside their contents
 BYTES_PER_ID: Final = 8  # a reference: see `_ints`
@@ -130,16 +133,14 @@ class CachedTokenizer:
             return [text]
         chunks: list[str] = []
         start = 0
-        while (end := cuts.next(text, start + CHUNK_CHARS)) >= 0:
+        while (end := cuts.next(text, start + min(max(start // 4, SHORT_CHARS), CHUNK_CHARS))) >= 0:
             chunks.append(text[start:end])
             start = end + cuts.skip
         chunks.append(text[start:])
         return chunks
 
     def _look_up(self, chunks: list[str]) -> tuple[dict[str, Sequence[int]], list[str]]:
-        found: dict[str, Sequence[int]] = {}
-        missing: dict[str, None] = {}
-        cached_tokens = 0
+        found, missing, cached_tokens = dict[str, Sequence[int]](), dict[str, None](), 0
         for chunk in chunks:
             ids = self._young.get(chunk)
             if ids is None and (ids := self._old.pop(chunk, None)) is not None:

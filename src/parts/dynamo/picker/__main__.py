@@ -107,7 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_dynamo_logging()
     settings, of_frontend = parse_picker_args(argv)
     try:
-        spare_the_collector()
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(_serve(settings, of_frontend))
     except (DynamoException, OSError) as error:
@@ -135,6 +134,7 @@ async def _serve(settings: PickerSettings, of_frontend: FrontendSettings) -> Non
             if settings.pods.are_followed:
                 addresses = await stack.enter_async_context(follow_pods(settings, of_frontend, runtime))
             picker = Picker(frontend, addresses, fallbacks=settings.fallbacks, seconds=settings.choice_seconds)
+            spare_the_collector()  # what pods need has been imported now, too
             server = await stack.enter_async_context(PickerServer(picker, settings))
             logger.info("picking endpoints for gateways on %s:%d", settings.host, server.port)
             await asked.wait()

@@ -18,6 +18,8 @@ class Addresses:
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
+        self.changes = 0
+        """Another number after each change of what this returns for a worker whose record stays the same."""
 
     def of(self, instance: Instance | None) -> str | None:
         """Return `ip:port`; None: the record names no TCP address, so that no gateway can reach its worker."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import NamedTuple, cast
 
 from dynamo.errors import DynamoException
@@ -71,17 +70,16 @@ class RequestHold:
         self._answer: AnswerElsewhere | None = None
         self._prompt: AnswerElsewhere | None = None  # of the prefill worker, while it computes the prompt
         self._slot: AdmissionSlot | None = None
-        self._stack = ExitStack()
-        self.is_open = True
+        self._releases: list[Callable[[], None]] = []
 
     def add_slot(self, slot: AdmissionSlot) -> None:
         """Hold a place of the model."""
         self._slot = slot
-        self._stack.callback(slot.leave)
+        self._releases.append(slot.leave)
 
     def add(self, release: Callable[[], None]) -> None:
         """Call `release` at the end."""
-        self._stack.callback(release)
+        self._releases.append(release)
 
     async def book(self, worker: ChosenWorker, body: WorkerRequest, context: Context) -> None:
         """Count the request for its worker, and for no other from now on. Only the kv mode keeps such an account."""
@@ -114,11 +112,15 @@ class RequestHold:
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        self.is_open = False
         self._end_prefill()
         if self._answer is not None:
             self._answer.close()
-        self._stack.close()
+        try:
+            while self._releases:
+                self._releases.pop()()
+        finally:
+            if self._releases:  # one has failed: the others follow
+                self.close()
 
     def _end_prefill(self) -> None:
         prompt, self._prompt = self._prompt, None

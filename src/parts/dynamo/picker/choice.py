@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 from msgspec import Struct
 
@@ -34,7 +35,7 @@ from dynamo.picker.addresses import Addresses
 from dynamo.picker.bookings import RequestHold
 from dynamo.picker.metrics import PickerMetrics
 from dynamo.picker.prefill import choose_prefill
-from dynamo.placement import PlacementRequest
+from dynamo.placement import Candidate, PlacementRequest
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.dispatch.course import Choose
@@ -82,6 +83,14 @@ class _Booked(Struct, frozen=True):
     failover: Failover
 
 
+class _Unreachable(NamedTuple):
+    """The workers of a pool that a gateway cannot reach, for as long as its candidates and the addresses stay as they are."""
+
+    candidates: Sequence[Candidate]
+    changes: int
+    found: frozenset[tuple[str, int]]
+
+
 class PickedWorker:
     """The choice for one HTTP request, and what is held for it. Close it on every path."""
 
@@ -120,6 +129,7 @@ class Picker:
         """`fallbacks`: how many more workers a choice names. `seconds`: how long a choice may take."""
         self._frontend, self._addresses = frontend, addresses
         self._fallbacks, self._seconds = fallbacks, seconds
+        self._unreachable = WeakKeyDictionary[ModelPool, _Unreachable]()
         settings, pipeline = frontend.settings, frontend.pipeline
         offload = pipeline.preprocessor.offload
         apis: dict[str, GenerationApi[Any]] = {
@@ -267,13 +277,21 @@ class Picker:
 
     def _excluded(self, pool: ModelPool, allowed: frozenset[str] | None) -> frozenset[tuple[str, int]]:
         """Return the workers that a gateway cannot reach or does not allow."""
+        candidates, changes = pool.candidates(), self._addresses.changes
+        if allowed is None:
+            known = self._unreachable.get(pool)
+            if known is not None and known.candidates is candidates and known.changes == changes:
+                return known.found
         found = set()
-        for candidate in pool.candidates():
+        for candidate in candidates:
             address = self._address_in(pool, candidate.instance_id)
             is_allowed = allowed is None or address in allowed
             if address is None or not is_allowed or self._addresses.is_full(candidate.instance_id):
                 found.add(candidate.key)
-        return frozenset(found)
+        excluded = frozenset(found)
+        if allowed is None:
+            self._unreachable[pool] = _Unreachable(candidates, changes, excluded)
+        return excluded
 
     def _address_in(self, pool: ModelPool, instance_id: int) -> str | None:
         return self._addresses.of(pool.instance(instance_id))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Final
 
 from dynamo.picker.addresses import member_of, read_hint
@@ -23,6 +23,9 @@ SENDABLE: Final = frozenset({*range(400, 430), 431, *range(500, 509), 510, 511})
 _REMOVED: Final = (SUBSET, SERVED)
 _EVENT: Final = b"data:"  # one of them is about one token of a stream
 
+Answers = list[bytes] | Coroutine[None, None, list[bytes]]
+"""What is sent for a message: at once, or after a wait."""
+
 
 class GatewayExchange:
     """Answers the messages of one stream. Close it on every path: a gateway ends the stream without a word."""
@@ -37,25 +40,24 @@ class GatewayExchange:
         self.is_choosing = False  # the choice takes its time, maybe in the router's queue
         self._is_sent = False  # the request is on its way to its worker
 
-    async def take(self, message: Message) -> list[bytes]:
-        """Return the answers to one message, in order."""
+    def take(self, message: Message) -> Answers:
+        """Return the answers to one message, in order, or what gives them once it is awaited."""
         if message.modes is not None:
             self._modes = message.modes
         match message.phase:
             case MessagePhase.REQUEST_HEADERS:
-                return await self._request_headers(message)
+                return self._request_headers(message)
             case MessagePhase.REQUEST_BODY:
-                return await self._request_body(message)
+                return self._request_body(message)
             case MessagePhase.RESPONSE_HEADERS:
-                return await self._response_headers(message)
+                return self._response_headers(message)
             case MessagePhase.RESPONSE_BODY:
                 return self._response_body(message)
             case MessagePhase.RESPONSE_TRAILERS:
                 self.close()
                 return [answer(message.phase)]
             case _:  # the trailers of a request: a body that no message ended ends here
-                waiting = [] if self._is_sent else await self._choose(is_ended_by_trailers=True)
-                return waiting if self.is_over else [*waiting, answer(message.phase)]
+                return [answer(message.phase)] if self._is_sent else self._request_trailers(message)
 
     def close(self) -> None:
         """Give back what is held for the request. Idempotent."""
@@ -64,10 +66,10 @@ class GatewayExchange:
 
     # -- the request ---------------------------------------------------------------------------------------------------
 
-    async def _request_headers(self, message: Message) -> list[bytes]:
+    def _request_headers(self, message: Message) -> Answers:
         self._head = message
         if message.is_last or self._modes.request == BodyMode.NONE:
-            return await self._choose()
+            return self._choose()
         if self._modes.request in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
             return [answer(MessagePhase.REQUEST_HEADERS)]  # the choice comes with the body
         if self._modes.request == BodyMode.STREAMED:
@@ -76,7 +78,7 @@ class GatewayExchange:
             )
         return []
 
-    async def _request_body(self, message: Message) -> list[bytes]:
+    def _request_body(self, message: Message) -> Answers:
         if self._is_sent:
             return []  # a second end of the body, which Envoy has sent at times
         self._body += message.body
@@ -85,7 +87,11 @@ class GatewayExchange:
             return self._refuse(RequestRejected(413, f"The body is longer than {limit} bytes"))
         if not message.is_last and self._modes.request == BodyMode.FULL_DUPLEX:
             return []
-        return await self._choose()
+        return self._choose()
+
+    async def _request_trailers(self, message: Message) -> list[bytes]:
+        answers = await self._choose(is_ended_by_trailers=True)
+        return answers if self.is_over else [*answers, answer(message.phase)]
 
     async def _choose(self, *, is_ended_by_trailers: bool = False) -> list[bytes]:
         """Choose the worker, and send the request there."""
@@ -123,7 +129,7 @@ class GatewayExchange:
     def _mutation(self, choice: Destination) -> Mutation:
         destination = ",".join(choice.addresses)
         return Mutation(
-            [(DESTINATION, destination), *choice.headers],
+            ((DESTINATION, destination), *choice.headers),
             _REMOVED,
             (self._settings.destination_namespace, DESTINATION, destination),
         )
@@ -134,16 +140,24 @@ class GatewayExchange:
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
-    async def _response_headers(self, message: Message) -> list[bytes]:
+    def _response_headers(self, message: Message) -> Answers:
         selection = self._selection
-        if selection is not None:
-            served = member_of(message.metadata, self._settings.destination_namespace, SERVED)
-            if isinstance(served, str):
-                await selection.served_by(served)
-            if self._modes.response == BodyMode.NONE:  # nothing else of the answer is seen
-                selection.hold.first_output(asyncio.get_running_loop().time())
-            if message.is_last:
-                selection.close()
+        if selection is None:
+            return [answer(message.phase)]
+        served = member_of(message.metadata, self._settings.destination_namespace, SERVED)
+        if isinstance(served, str) and served != selection.choice.addresses[0]:
+            return self._moved(message, selection, served)
+        return self._begun(message, selection)
+
+    async def _moved(self, message: Message, selection: PickedWorker, served: str) -> list[bytes]:
+        await selection.served_by(served)
+        return self._begun(message, selection)
+
+    def _begun(self, message: Message, selection: PickedWorker) -> list[bytes]:
+        if self._modes.response == BodyMode.NONE:  # nothing else of the answer is seen
+            selection.hold.first_output(asyncio.get_running_loop().time())
+        if message.is_last:
+            selection.close()
         return [answer(message.phase)]
 
     def _response_body(self, message: Message) -> list[bytes]:

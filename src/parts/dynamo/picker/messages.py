@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final
 
 from msgspec import Struct
@@ -29,6 +30,7 @@ _OVERWRITE: Final = 2
 _CONFIGURATION: Final = 11
 _METADATA: Final = 8
 _HEADER, _NAME, _RAW_VALUE = 1 << 3 | 2, 1 << 3 | 2, 3 << 3 | 2  # how these fields begin on the wire
+_KEPT_BYTES: Final = 1024  # of metadata that are kept as read: nearly all messages have those of others
 
 
 class MessagePhase(IntEnum):
@@ -42,6 +44,7 @@ class MessagePhase(IntEnum):
     RESPONSE_TRAILERS = 7
 
 
+_PHASES: Final = [(int(phase), phase) for phase in MessagePhase]
 # The field number of the answer to each phase, in a ProcessingResponse.
 _ANSWER: Final = {
     MessagePhase.REQUEST_HEADERS: 1,
@@ -85,7 +88,7 @@ class Message(Struct, frozen=True):
 def read_message(data: bytes) -> Message:
     """Read one message of the proxy. Raises MalformedMessage."""
     fields = read(data)
-    phase = next((each for each in MessagePhase if each in fields), None)
+    phase = next((phase for number, phase in _PHASES if number in fields), None)
     if phase is None:
         raise MalformedMessage("a message without a phase")
     inner = read(last_bytes(fields, phase) or b"")
@@ -119,10 +122,15 @@ def _read_headers(data: bytes) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def _read_metadata(fields: Fields) -> dict[str, dict[str, object]]:
+def _read_metadata(fields: Fields) -> Mapping[str, Mapping[str, object]]:
     context = last_bytes(fields, _METADATA)
-    if context is None:
+    if not context:
         return {}
+    return _metadata_of(context) if len(context) <= _KEPT_BYTES else _metadata_of.__wrapped__(context)
+
+
+@lru_cache(1024)
+def _metadata_of(context: bytes) -> Mapping[str, Mapping[str, object]]:
     found = {}
     for entry in every_bytes(read(context), 1):
         pair = read(entry)
@@ -132,8 +140,11 @@ def _read_metadata(fields: Fields) -> dict[str, dict[str, object]]:
 
 def _read_modes(fields: Fields) -> Modes | None:
     configuration = last_bytes(fields, _CONFIGURATION)
-    if configuration is None:
-        return None
+    return None if configuration is None else _modes_of(configuration)
+
+
+@lru_cache(64)
+def _modes_of(configuration: bytes) -> Modes:
     modes = read(configuration)
     return Modes(last_number(modes, 1), last_number(modes, 2))
 
@@ -141,14 +152,15 @@ def _read_modes(fields: Fields) -> Modes | None:
 class Mutation(Struct, frozen=True):
     """What is changed of a request's headers, and the metadata beside it."""
 
-    set_headers: Sequence[tuple[str, str]] = ()
-    removed: Sequence[str] = ()
+    set_headers: tuple[tuple[str, str], ...] = ()
+    removed: tuple[str, ...] = ()
     metadata: tuple[str, str, str] | None = None  # namespace, key, text
 
 
 _NOTHING: Final = Mutation()
 
 
+@lru_cache(4096)  # few workers, and the same few phases: nearly every answer was written before
 def answer(phase: MessagePhase, mutation: Mutation = _NOTHING, *, reroutes: bool = False) -> bytes:
     """Answer one phase. `reroutes`: the proxy chooses its route anew, by the changed headers."""
     headers = _header_mutation(mutation.set_headers, mutation.removed)

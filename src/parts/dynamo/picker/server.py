@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.picker.choice import Picker
 from dynamo.picker.exchange import GatewayExchange
-from dynamo.picker.grpc.calls import INVALID_ARGUMENT, CallFailed, CallTable, GrpcCall
+from dynamo.picker.grpc.calls import INVALID_ARGUMENT, CallFailed, CallTable, GrpcCall, failure_of
 from dynamo.picker.grpc.connection import Http2Connection
 from dynamo.picker.messages import Message, read_message
 from dynamo.picker.settings import PickerSettings
@@ -48,8 +49,7 @@ class PickerServer:
         self._server: asyncio.Server | None = None
         self.port = 0
         self.is_draining = False
-        self.streams = 0
-        """How many streams of gateways are open."""
+        self._streams: set[_GatewayStream] = set()
 
     async def __aenter__(self) -> PickerServer:
         settings, loop = self._settings, asyncio.get_running_loop()
@@ -72,6 +72,8 @@ class PickerServer:
         if self._server is not None:
             self._server.close()
         await self._calls.aclose()
+        for stream in list(self._streams):
+            stream.break_off()
         for connection in list(self._connections):
             connection.close()
 
@@ -96,22 +98,19 @@ class PickerServer:
 
     # -- external processing -------------------------------------------------------------------------------------------
 
-    async def _process(self, call: GrpcCall) -> None:
-        exchange = GatewayExchange(self._picker, self._settings)
-        call.on_half_close = lambda: call.cancel() if exchange.is_choosing else None  # its client has gone
-        self._count(1)
-        try:
-            while not exchange.is_over and (data := await call.read()) is not None:
-                answers = await exchange.take(_readable(data))
-                if answers:
-                    await call.write(*answers)
-        finally:
-            self._count(-1)
-            exchange.close()
+    @property
+    def streams(self) -> int:
+        """How many streams of gateways are open."""
+        return len(self._streams)
 
-    def _count(self, change: int) -> None:
-        self.streams += change
-        self._picker.metrics.streams.set(self.streams)
+    def _process(self, call: GrpcCall) -> None:
+        stream = _GatewayStream(call, GatewayExchange(self._picker, self._settings), self._calls, self._ended)
+        self._streams.add(stream)
+        self._picker.metrics.streams.set(len(self._streams))
+
+    def _ended(self, stream: _GatewayStream) -> None:
+        self._streams.discard(stream)
+        self._picker.metrics.streams.set(len(self._streams))
 
     # -- health --------------------------------------------------------------------------------------------------------
 
@@ -138,6 +137,73 @@ class PickerServer:
                 last = status
                 await call.write(of_number(1, status))
             await asyncio.sleep(_POLL_SECONDS)
+
+
+class _GatewayStream:
+    """Takes the messages of one stream, each after the last. Most are answered at once; a task is begun for a choice only."""
+
+    __slots__ = ("_call", "_calls", "_ended", "_exchange", "_is_busy")
+
+    def __init__(
+        self, call: GrpcCall, exchange: GatewayExchange, calls: CallTable, ended: Callable[[_GatewayStream], None]
+    ) -> None:
+        self._call, self._exchange, self._calls, self._ended = call, exchange, calls, ended
+        self._is_busy = False
+        call.on_event = self._go_on
+
+    def break_off(self) -> None:
+        """End the stream, as this process ends."""
+        self._end(asyncio.CancelledError())
+
+    def _go_on(self) -> None:
+        call = self._call
+        if self._is_busy:
+            if call.is_ended and self._exchange.is_choosing:
+                call.cancel()  # its client has gone
+            return
+        self._is_busy = True
+        try:
+            call.task = work = self._take_messages()
+        except Exception as error:  # the boundary: the call ends with it, and no other one
+            self._end(error)
+            return
+        if work is not None:
+            work.add_done_callback(self._chosen)
+        elif self._exchange.is_over or call.is_ended:
+            self._end(asyncio.CancelledError() if call.is_gone else None)
+        else:
+            self._is_busy = False
+
+    def _take_messages(self) -> asyncio.Task[list[bytes]] | None:
+        """Answer what is here, and return the task that answers the last of it; None: all is answered, or waits for the peer."""
+        call, exchange = self._call, self._exchange
+        while not (exchange.is_over or call.unsent or call.is_gone) and (data := call.next_message()) is not None:
+            answers = exchange.take(_readable(data))
+            if not isinstance(answers, list):
+                return self._calls.start(answers, "the choice for a request")
+            if answers:
+                call.send(answers)
+        return None
+
+    def _chosen(self, task: asyncio.Task[list[bytes]]) -> None:
+        self._call.task = None
+        if (error := failure_of(task)) is not None:
+            self._end(error)
+            return
+        if answers := task.result():
+            self._call.send(answers)
+        self._is_busy = False
+        self._go_on()
+
+    def _end(self, error: BaseException | None) -> None:
+        call = self._call
+        call.let_go()
+        if error is None:
+            call.finish()
+        else:
+            call.fail(error)
+        self._exchange.close()
+        self._ended(self)
 
 
 async def _service_of(call: GrpcCall) -> str:

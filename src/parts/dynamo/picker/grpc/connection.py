@@ -105,8 +105,7 @@ class Http2Stream:
             connection.send(frame(DATA, 0, self.number, part))
         if parts:
             connection.waiting[self.number] = self
-        else:
-            connection.waiting.pop(self.number, None)
+        elif connection.waiting.pop(self.number, None) is not None:
             self.on_room()
 
     def grant(self, size: int) -> None:
@@ -126,7 +125,6 @@ class Http2Stream:
             self.is_closed = True
             self._parts.clear()
             self.connection.forget(self)
-            self.on_room()
             self.on_end(True)
             self.let_go()
 
@@ -154,7 +152,7 @@ class Http2Connection(asyncio.Protocol):
         self.waiting: dict[int, Http2Stream] = {}  # those with data that waits for a window
         self.window, self.frame_bytes = WINDOW, FRAME_BYTES
         self._peer = _Peer()
-        self._buffer = bytearray()
+        self._rest = b""  # of a frame that has not come whole
         self._out: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -229,43 +227,43 @@ class Http2Connection(asyncio.Protocol):
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
         try:
-            self._take_frames()
+            self._take_frames(self._rest + data if self._rest else data)
         except ConnectionBroken as broken:
             logger.warning("the connection of a gateway is closed: %s", broken)
-            self._buffer.clear()
+            self._rest = b""
             self.go_away(broken.code)
             self.close()
 
-    def _take_frames(self) -> None:
-        buffer, at = self._buffer, 0
+    def _take_frames(self, data: bytes) -> None:
+        self._rest, at, end = data, 0, len(data)
         if self._timer is not None:
-            if len(buffer) < len(PREFACE) and PREFACE.startswith(buffer):
+            if end < len(PREFACE) and PREFACE.startswith(data):
                 return
-            if not buffer.startswith(PREFACE):
+            if not data.startswith(PREFACE):
                 raise ConnectionBroken(PROTOCOL_ERROR, "it does not begin as HTTP/2 does")
             self._timer.cancel()
             self._timer, at = None, len(PREFACE)
-        while len(buffer) - at >= 9:
-            high, low, kind, flags, number = _HEAD.unpack_from(buffer, at)
+        while end - at >= 9:
+            high, low, kind, flags, number = _HEAD.unpack_from(data, at)
             size = high << 8 | low
             if size > FRAME_BYTES:
                 raise ConnectionBroken(FRAME_SIZE_ERROR, f"a frame of {size} bytes")
-            if len(buffer) - at - 9 < size:
+            begin, at = at + 9, at + 9 + size
+            if at > end:
+                at = begin - 9
                 break
-            payload = bytes(buffer[at + 9 : at + 9 + size])
-            at += 9 + size
-            self._take(kind, flags, number & MAX_WINDOW, payload)
-        del buffer[:at]
+            self._take(kind, flags, number & MAX_WINDOW, data[begin:at])
+        self._rest = data[at:]
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         block = self._peer.block
+        if not kind and block is None:
+            self._take_data(flags, number, payload)
+            return
         if block is not None and (kind != CONTINUATION or number != block.number):
             raise ConnectionBroken(PROTOCOL_ERROR, "a block of headers is interrupted")
         match kind:
-            case 0:
-                self._take_data(flags, number, payload)
             case 1:
                 payload = _unpadded(flags, payload)
                 self._take_block(flags, number, payload[5:] if flags & HAS_PRIORITY else payload)
@@ -299,7 +297,7 @@ class Http2Connection(asyncio.Protocol):
             if number > self._peer.last_stream or not number:
                 raise ConnectionBroken(PROTOCOL_ERROR, "data for a stream that was not opened")
             return  # it has just been reset
-        stream.on_data(_unpadded(flags, payload))
+        stream.on_data(_unpadded(flags, payload) if flags & PADDED else payload)
         if flags & END_STREAM:
             stream.end_input()
 

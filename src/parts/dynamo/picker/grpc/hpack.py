@@ -12,6 +12,8 @@ Headers = list[tuple[bytes, bytes]]
 MAX_HEADER_BYTES: Final = 64 * 1024  # of one block, as it is after decompression
 TABLE_BYTES: Final = 4096  # the default of the protocol, which is never raised here
 _ENTRY_BYTES: Final = 32  # what each entry counts beside its text
+_KEPT_BLOCKS: Final = 64
+_KEPT_BYTES: Final = 512  # of a block that is kept
 
 # Appendix A: the entries from 1 on, as name=value.
 _STATIC_TEXT: Final = (
@@ -100,10 +102,14 @@ class HeaderReader:
     def __init__(self) -> None:
         self._dynamic: deque[tuple[bytes, bytes]] = deque()  # the newest first
         self._size, self._limit = 0, TABLE_BYTES
+        # A gateway sends the same block for each call. It means the same for as long as the table stays as it is.
+        self._known: dict[bytes, Headers] = {}
 
     def read(self, block: bytes) -> Headers:
-        """Return the headers of a block. Raises BadHeaders."""
-        found, at, total = Headers(), 0, 0
+        """Return the headers of a block, which the caller leaves as they are. Raises BadHeaders."""
+        if (known := self._known.get(block)) is not None:
+            return known
+        found, at, total, is_lasting = Headers(), 0, 0, len(block) <= _KEPT_BYTES
         while at < len(block):
             byte = block[at]
             if byte & 0x80:
@@ -113,7 +119,7 @@ class HeaderReader:
                 size, at = _integer(block, at, 5)
                 if size > TABLE_BYTES:
                     raise BadHeaders(f"a table of {size} bytes was not offered")
-                self._limit = size
+                self._limit, is_lasting = size, False
                 self._evict()
                 continue
             else:
@@ -123,6 +129,7 @@ class HeaderReader:
                 value, at = _text(block, at)
                 header = name, value
                 if is_kept:
+                    is_lasting = False
                     self._dynamic.appendleft(header)
                     self._size += len(name) + len(value) + _ENTRY_BYTES
                     self._evict()
@@ -130,6 +137,10 @@ class HeaderReader:
             if total > MAX_HEADER_BYTES:
                 raise BadHeaders(f"more than {MAX_HEADER_BYTES} bytes of headers")
             found.append(header)
+        if is_lasting:
+            if len(self._known) >= _KEPT_BLOCKS:
+                self._known.clear()
+            self._known[block] = found
         return found
 
     def _entry(self, index: int) -> tuple[bytes, bytes]:
@@ -141,6 +152,7 @@ class HeaderReader:
         return self._dynamic[at]
 
     def _evict(self) -> None:
+        self._known.clear()
         while self._size > self._limit and self._dynamic:
             name, value = self._dynamic.pop()
             self._size -= len(name) + len(value) + _ENTRY_BYTES

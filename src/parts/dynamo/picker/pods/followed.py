@@ -59,11 +59,15 @@ class FollowedPods(Addresses):
                 task.cancel()
         added = [record for instance_id, record in wanted.items() if instance_id not in self._followed]
         for record in added:
-            worker = PodWorker(record, self._tools)
+            worker = PodWorker(record, self._tools, self._changed)
             task = self._background.start(_follow(worker, former.get(record.instance_id)), f"pod {record.address}")
             self._followed[record.instance_id] = worker, task
+        self.changes += 1
         if former or added:
             logger.info("%d pod(s) are followed", len(self._followed))
+
+    def _changed(self) -> None:
+        self.changes += 1
 
     def of(self, instance: Instance | None) -> str | None:
         """Return the address of a pod by its record as a worker."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -106,20 +107,17 @@ async def _elsewhere(_body: object, _context: Context, _sink: ResponseSink) -> N
 class PodWorker:
     """Follows one pod: a worker while it is well, and none while it is not."""
 
-    def __init__(self, record: PodRecord, tools: PodTools) -> None:
-        self.record, self._tools = record, tools
+    def __init__(self, record: PodRecord, tools: PodTools, changed: Callable[[], None]) -> None:
+        """`changed` is called when the pod becomes full, and when it no longer is."""
+        self.record, self._tools, self._changed = record, tools, changed
         self.load: PodLoad | None = None
         """Its last figures; None: it is not ready."""
+        self.is_full = False
+        """Whether it gets no further request."""
         self._failures = 0
         self._said: str | None = None  # why it is not ready, as the log has it
         self._stack: AsyncExitStack | None = None  # of what it publishes
         self._reports: WorkerMetricsPublisher | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it gets no further request."""
-        limit = self._tools.settings.waiting_limit
-        return limit is not None and self.load is not None and self.load.waiting > limit
 
     async def run(self) -> None:
         """Follow the pod until this is cancelled."""
@@ -146,9 +144,16 @@ class PodWorker:
                 await self._leave()
                 self._say(text_of(error))
             return
-        self._failures, self.load = 0, load
+        self._failures = 0
+        self._take_load(load)
         if self._reports is not None and load.total_blocks:
             self._reports.update(0, kv_used_blocks=round(load.cache_usage * load.total_blocks))
+
+    def _take_load(self, load: PodLoad | None) -> None:
+        self.load, limit, was_full = load, self._tools.settings.waiting_limit, self.is_full
+        self.is_full = limit is not None and load is not None and load.waiting > limit
+        if self.is_full != was_full:
+            self._changed()
 
     def _say(self, why: str) -> None:
         if why != self._said:
@@ -193,6 +198,7 @@ class PodWorker:
     async def _leave(self) -> None:
         """Publish it no more. Idempotent."""
         stack, self._stack = self._stack, None
-        self.load = self._reports = None
+        self._reports = None
+        self._take_load(None)
         if stack is not None:
             await stack.aclose()
