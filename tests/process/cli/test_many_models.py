@@ -46,7 +46,7 @@ class BallastEngine(SampleLLMEngine):
         await asyncio.sleep(float(os.environ.get("LOAD_SECONDS", "0")))
         grown = []
         while os.path.exists(os.path.join(path, "grows")):
-            grown.append(b"x" * 4_000_000)
+            grown.append(b"x" * 1_000_000)  # so slowly that a busy machine sees it in time
             await asyncio.sleep(0.02)
         if os.path.exists(os.path.join(path, "broken")):
             raise SystemExit("the weights have a hole")
