@@ -49,12 +49,12 @@ STARTED: Final = {
                 vllm:self._remove_when_unused worker:_once_serving worker:body worker:self._drain
             """),
             (CALLER, """
-                cli:work frontend/models:work runtime/base:each runtime/base:make runtime/base:work
+                cli:work frontend/models:work picker/grpc:work runtime/base:each runtime/base:make runtime/base:work
             """),
             (REQUEST, """
                 engines/callable:pump frontend/http:self._comment frontend/http:watch_client
                 frontend/parts/batches:self._metered frontend/parts/group:self._ask frontend/parts/group:self._connect
-                frontend/parts/group:self._gather frontend/parts/inspector:_leaves frontend/parts/media:each picker/grpc:self._run
+                frontend/parts/group:self._gather frontend/parts/inspector:_leaves frontend/parts/media:each picker:answers
                 router/dispatch:_take_over router/dispatch:first_items router/dispatch:self._read router/dispatch:work
                 runtime/base:self._shake runtime/calls/request_plane/native:self._dial runtime/calls/request_plane:request.run
                 runtime/calls:_serve runtime/http:cycle.run sglang:vector_of vllm:vector worker:self._call_abort worker:write

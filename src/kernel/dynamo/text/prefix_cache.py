@@ -91,6 +91,7 @@ class CachedTokenizer:
         ids = []
         for chunk in chunks:
             ids.extend(found[chunk])
+        self.stats.cached_tokens += len(ids) - sum([len(found[chunk]) for chunk in missing])  # a chunk may come twice
         return ids
 
     encode_unlocked = encode
@@ -140,7 +141,7 @@ class CachedTokenizer:
         return chunks
 
     def _look_up(self, chunks: list[str]) -> tuple[dict[str, Sequence[int]], list[str]]:
-        found, missing, cached_tokens = dict[str, Sequence[int]](), dict[str, None](), 0
+        found, missing = dict[str, Sequence[int]](), dict[str, None]()
         for chunk in chunks:
             ids = self._young.get(chunk)
             if ids is None and (ids := self._old.pop(chunk, None)) is not None:
@@ -150,11 +151,9 @@ class CachedTokenizer:
                 missing[chunk] = None
             else:
                 found[chunk] = ids
-                cached_tokens += len(ids)
         stats = self.stats
         stats.hits += len(found)
         stats.misses += len(missing)
-        stats.cached_tokens += cached_tokens
         return found, list(missing)
 
     def _store(self, missing: list[str], encoded: list[list[int]], found: dict[str, Sequence[int]]) -> None:
