@@ -124,20 +124,59 @@ async def test_a_client_that_leaves_while_its_request_waits_in_the_queue_takes_n
         await until(lambda: held(models) == server.streams == 0)
 
 
+PROCESS = write_headers([
+    (b":method", b"POST"), (b":path", f"/{EXT_PROC}/Process".encode()), (b"content-type", b"application/grpc"),
+])  # fmt: skip
+MESSAGES = b"".join(
+    frame(0, 0, 1, b"\0" + len(each).to_bytes(4, "big") + each)
+    for each in (request_headers(), body_message(4, completion([1, 2, 3, 4]), is_last=True))
+)
+
+
 async def test_a_stream_that_is_reset_with_its_body_takes_no_worker(tmp_path: Path) -> None:
     """The choice has a task by then, and the task has not begun."""
     async with picker(tmp_path) as (models, server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        block = write_headers([
-            (b":method", b"POST"), (b":path", f"/{EXT_PROC}/Process".encode()), (b"content-type", b"application/grpc"),
-        ])  # fmt: skip
-        messages = (request_headers(), body_message(4, completion([1, 2, 3, 4]), is_last=True))
-        data = b"".join(frame(0, 0, 1, b"\0" + len(each).to_bytes(4, "big") + each) for each in messages)
-        writer.write(PREFACE + frame(4, 0, 0) + frame(1, 4, 1, block) + data + frame(3, 0, 1, b"\0\0\0\x08"))
+        writer.write(PREFACE + frame(4, 0, 0) + frame(1, 4, 1, PROCESS) + MESSAGES + frame(3, 0, 1, b"\0\0\0\x08"))
         writer.write(frame(6, 0, 0, b"8 bytes."))
         async with asyncio.timeout(PATIENCE_SECONDS):
             while b"8 bytes." not in await reader.read(65536):
                 pass
+        await until(lambda: held(models) == server.streams == 0)
+        writer.close()
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
+    """Return the kind of a frame, its flags and its payload."""
+    head = await reader.readexactly(9)
+    return head[3], head[4], await reader.readexactly(int.from_bytes(head[:3], "big"))
+
+
+async def test_answers_that_wait_for_the_peers_window_come_before_the_end_of_the_stream(tmp_path: Path) -> None:
+    async with picker(tmp_path) as (models, server, _), asyncio.timeout(PATIENCE_SECONDS):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(
+            PREFACE + frame(4, 0, 0, b"\0\4\0\0\0\7") + frame(1, 4, 1, PROCESS) + MESSAGES
+        )  # a window of 7 bytes
+        found = b""
+        while len(found) < 7:
+            kind, _, payload = await read_frame(reader)
+            found += payload if kind == 0 else b""
+        writer.write(frame(0, 1, 1) + frame(6, 0, 0, b"8 bytes."))  # the end of what the peer sends
+        while (await read_frame(reader))[::2] != (6, b"8 bytes."):
+            pass
+        writer.write(frame(8, 0, 1, (1 << 20).to_bytes(4, "big")))
+        flags = 0
+        while not flags & 1:
+            kind, flags, payload = await read_frame(reader)
+            found += payload if kind == 0 else b""
+        sizes = []
+        while found:
+            size = int.from_bytes(found[1:5], "big")
+            sizes.append((size, len(found[5 : 5 + size])))
+            found = found[5 + size :]
+        assert len(sizes) == 2  # the choice, and the body
+        assert all(announced == came for announced, came in sizes)
         await until(lambda: held(models) == server.streams == 0)
         writer.close()
 

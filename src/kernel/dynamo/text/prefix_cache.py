@@ -24,9 +24,7 @@ from dynamo.text.pieces import PieceTable
 from dynamo.text.tokenizer import BatchTokenizer, ByteTokenizer, JsonTokenizer, TextInput
 
 CHUNK_CHARS: Final = 1024  # what parts two prompts costs encoding up to this much again; smaller means more entries
-SHORT_CHARS: Final = (
-    256  # of the first chunks: a short prompt is nearly all found again, at the price of six entries more
-)
+SHORT_CHARS: Final = 256  # of the first chunks: a short prompt is nearly all found again, for six entries more
 MIN_TEXT_CHARS: Final = 256  # a shorter text is encoded faster than it is looked up and stored
 ENTRY_OVERHEAD_BYTES: Final = 300  # key object, list object and dict slot, beside their contents
 BYTES_PER_ID: Final = 8  # a reference: see `_ints`

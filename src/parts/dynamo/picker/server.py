@@ -169,8 +169,12 @@ class _GatewayStream:
             return
         if work is not None:
             work.add_done_callback(self._chosen)
-        elif self._exchange.is_over or call.is_ended:
-            self._end(asyncio.CancelledError() if call.is_gone else None)
+        elif call.is_gone:
+            self._end(asyncio.CancelledError())
+        elif (
+            self._exchange.is_over or call.is_ended
+        ) and not call.unsent:  # the end waits for what the peer has no room for
+            self._end(None)
         else:
             self._is_busy = False
 
