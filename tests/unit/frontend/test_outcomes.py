@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -106,6 +107,21 @@ async def test_a_broken_rule_and_an_unknown_model_are_one_outcome_each(house: Cl
     await house.client.chat(temperature=9)
     await house.client.chat(model="other")
     assert notes.ends == [(Reached.READ, 400, "validation"), (Reached.READ, 404, "not_found")]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_answer_is_recorded_also_where_its_task_is_cancelled_behind_its_last_bytes(
+    house: Cluster, notes: Notes, streams: bool
+) -> None:
+    await house.worker(say("hel", "lo"))
+    call = house.client.begin_chat(stream=streams)
+    await call.until(lambda call: call.is_complete)
+    recorded_at_the_end = len(notes.ends)
+    call.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call.done()
+    assert (recorded_at_the_end, notes.ends) == (0, [(Reached.ADMITTED, 200, "")])
+    assert house.frontend.admission.in_flight == 0
 
 
 @pytest.mark.parametrize("after", [(), ("some",)])

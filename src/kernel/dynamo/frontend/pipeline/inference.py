@@ -109,7 +109,12 @@ class Call:
             await self._close(exchange, self._failed(exchange, error), opened)
         else:
             exchange.timer.ended()
-            self._report(exchange, self._ended(exchange, 200, ""))
+            exchange.end()
+            try:
+                # The loop writes at the end of its turn: where many answers end in one, none waits for the others' records.
+                await asyncio.sleep(0)
+            finally:
+                self._report(exchange, self._ended(exchange, 200, ""))
         finally:
             self._give_back(exchange, opened)
             if is_large or (exchange.work is not None and exchange.work.tally.completion_tokens >= LARGE_ANSWER_TOKENS):
