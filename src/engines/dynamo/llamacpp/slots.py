@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import httptools
+import msgspec
 
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument, Unknown
 from dynamo.llamacpp.arguments import LlamaArguments
 from dynamo.runtime.base.process_guard import private_directory
 from dynamo.runtime.calls.context import Context, on_loop
 
-# HTTP to llama.cpp's own server over a socket: one connection per request, whose end ends the request.
+# HTTP to llama.cpp's own server over a socket: one connection per request, whose end ends the request. It closes the connection
+# of a stream at its end, whatever its header says of keeping it alive (seen with xllamacpp 2026.10).
 
 PAUSE_BYTES: Final = 256 * 1024  # answers that wait for their reader; beyond, the socket is not read
 DATA: Final = b"data: "
@@ -84,12 +86,12 @@ class LlamaConnection(asyncio.Protocol):
             del self._body[: end + 2]
             for line in event.split(b"\n"):
                 if line.startswith(DATA) and line[len(DATA) :] != DONE:
-                    self._events.append(json.loads(line[len(DATA) :]))
+                    self._events.append(msgspec.json.decode(line[len(DATA) :]))
                     self._waiting_bytes += len(line)
 
     def on_message_complete(self) -> None:
         if not self._is_stream and self._body:
-            self._events.append(json.loads(self._body))
+            self._events.append(msgspec.json.decode(self._body))
         self._is_complete = True
 
     def _notify(self) -> None:
@@ -101,7 +103,7 @@ class LlamaConnection(asyncio.Protocol):
     def send(self, method: str, path: str, key: str, body: Any = None) -> None:
         """Send the one request of this connection."""
         assert self._transport is not None
-        content = b"" if body is None else json.dumps(body).encode()
+        content = b"" if body is None else msgspec.json.encode(body)
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
