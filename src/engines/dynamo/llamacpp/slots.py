@@ -26,7 +26,7 @@ from dynamo.runtime.base.process_guard import private_directory
 from dynamo.runtime.calls.context import Context, on_loop
 
 # HTTP to llama.cpp's own server over a socket: one connection per request, whose end ends the request. It closes the connection
-# of a stream at its end, whatever its header says of keeping it alive (seen with xllamacpp 2026.10).
+# of a stream at its end, also where its headers announce the contrary (xllamacpp 2026.10).
 
 PAUSE_BYTES: Final = 256 * 1024  # answers that wait for their reader; beyond, the socket is not read
 DATA: Final = b"data: "
