@@ -62,10 +62,9 @@ class TimeArrays:
         self._table = np.array(rows, dtype=np.float64).T.copy()
         self.stale: set[int] = set()  # positions of ranks that have changed
 
-    def reorder(self, kept: Sequence[int]) -> None:
-        """Take other ranks: where each was before. Those of -1 are any, and stale."""
-        self._table = self._table[:, kept]
-        self.stale = {new for new, at in enumerate(kept) if at < 0 or at in self.stale}
+    def reorder(self, gone: Sequence[int], new: Sequence[int]) -> None:
+        """Take other ranks, see `reordered`. The new ones are stale."""
+        self._table = reordered(self.np, self._table, gone, new)
 
     def change(self, at: int, row: Sequence[float]) -> None:
         """Take the figures of a rank that has changed."""
@@ -118,6 +117,13 @@ class TimeArrays:
         beyond = over - room
         found: NDArray[float64] = where(beyond > 0.0, cost + beyond * room_ms * one.output, cost)
         return found
+
+
+def reordered(np: ModuleType, table: NDArray[float64], gone: Sequence[int], new: Sequence[int]) -> NDArray[float64]:
+    """Return a table of ranks without the columns at the positions `gone`, and with columns of zeros at the positions `new`."""
+    left = np.delete(table, gone, axis=1) if gone else table
+    found: NDArray[float64] = np.insert(left, [at - before for before, at in enumerate(new)], 0.0, axis=1) if new else left
+    return found
 
 
 def lowest_of(np: ModuleType, costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
