@@ -30,6 +30,15 @@ class Gaps:
             del left[at]
         return left
 
+    def left_bytes(self, items: bytearray) -> bytearray:
+        """Return the bytes that are left."""
+        if self._kept is not None:
+            return bytearray([items[at] for at in self._kept])
+        left = items.copy()
+        for at in reversed(self.at):
+            del left[at]
+        return left
+
     def place(self, at: int) -> int:
         """Return where the item of a position is among those that are left; -1: it is not."""
         before = bisect_left(self.at, at)
