@@ -8,6 +8,7 @@ from itertools import compress, count
 from operator import attrgetter, is_not, itemgetter
 from typing import Final
 
+from msgspec import structs
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
@@ -151,7 +152,9 @@ class RankStates:
         """Take other ranks than before: `new` ones, in order, and not all of the others."""
         before, order = self.ranks, [*self.ranks]
         loads, states = [*self.loads], [*self._states]
-        gone = [] if len(before) + len(new) == len(ranks) else [at for at, rank in enumerate(before) if rank not in ranks]
+        gone = (
+            [] if len(before) + len(new) == len(ranks) else [at for at, rank in enumerate(before) if rank not in ranks]
+        )
         for at in reversed(gone):
             del order[at], loads[at], states[at]
         places = list[int]()
@@ -178,15 +181,17 @@ class RankStates:
 
     def current(self) -> Records:
         """Return the record of every rank as it is now."""
-        changed, moved = self._load.changed, self.timing.moved
-        for _ in range(min(len(moved), MOVED_AT_ONCE)):
-            changed.add(moved.pop())
-        if changed:
+        changed, moved, known = self._load.changed, self.timing.moved, self.known.positions
+        if changed or moved:
             former, states = self._states, list(self._states)
-            known = self.known.positions
             positions = [known[rank] for rank in changed if rank in known]
             for at in positions:
                 states[at] = self._state(self.ranks[at], self.loads[at])
+            for rank in [moved.pop() for _ in range(min(len(moved), MOVED_AT_ONCE))]:
+                if rank in known and rank not in changed:  # of its record only this can be another
+                    positions.append(at := known[rank])
+                    figures = {"timing": self.timing.timing(rank), "held_blocks": self._held(rank)}
+                    states[at] = structs.replace(states[at], **figures)
             changed.clear()
             self._states = Records.after(former, states, positions)
             if not self._is_read:  # for those who have the records before: in one step

@@ -176,17 +176,7 @@ class ModelAdmission:
     `enter` returns an `AdmissionSlot` or raises; the holder of a slot gives it back with `leave`, on every path.
     """
 
-    __slots__ = (
-        "_capacity",
-        "_limit",
-        "_model",
-        "_policy",
-        "_said_at",
-        "_starts",
-        "_waiting",
-        "in_flight",
-        "owners",
-    )
+    __slots__ = ("_capacity", "_limit", "_model", "_policy", "_said_at", "_starts", "_waiting", "in_flight", "owners")
 
     def __init__(self, model: str, policy: AdmissionPolicy) -> None:
         self._model, self._policy = model, policy

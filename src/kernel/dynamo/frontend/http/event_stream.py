@@ -32,19 +32,9 @@ class EventStream:
     """Used by one task; its own timer is the only other sender and the two never interleave."""
 
     __slots__ = (
-        "_headers",
-        "_keep_alive",
-        "_keep_alive_seconds",
-        "_last_write",
-        "_loop",
-        "_push",
-        "_send",
-        "_sending",
-        "_splice",
-        "_spliced",
-        "_timer",
-        "is_committed",
-    )
+        "_headers", "_keep_alive", "_keep_alive_seconds", "_last_write", "_loop", "_push", "_send", "_sending",
+        "_splice", "_spliced", "_timer", "is_committed",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -101,18 +101,9 @@ class ServedModel(ModelPool):
     """A model that can answer: its text side and its workers. One per (model, namespace, role)."""
 
     __slots__ = (
-        "admission",
-        "card",
-        "created",
-        "dispatcher",
-        "length_limits",
-        "mdc_sum",
-        "namespace",
-        "ranks",
-        "surface_bits",
-        "takes_text",
-        "text",
-    )
+        "admission", "card", "created", "dispatcher", "length_limits", "mdc_sum", "namespace", "ranks",
+        "surface_bits", "takes_text", "text",
+    )  # fmt: skip
 
     def __init__(
         self,

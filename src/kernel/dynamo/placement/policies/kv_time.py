@@ -155,16 +155,8 @@ class TimeCost:
     """The policy `time`."""
 
     __slots__ = (
-        "_arrays",
-        "_block_size",
-        "_oldest",
-        "_parameters",
-        "_requests",
-        "_rows",
-        "_seen",
-        "_streams",
-        "_views",
-    )
+        "_arrays", "_block_size", "_oldest", "_parameters", "_requests", "_rows", "_seen", "_streams", "_views",
+    )  # fmt: skip
 
     name: Final = "time"
 
@@ -322,9 +314,7 @@ class TimeCost:
     def _prompt(self, state: KvState, gaps: Gaps) -> _Prompt:
         request, weights, now, count = state.request, self._parameters, state.now, len(state.ranks)
         oldest = gaps.left(self._oldest) if gaps.at else self._oldest
-        requests, streams = (
-            sum(each) - sum([each[at] for at in gaps.at]) for each in (self._requests, self._streams)
-        )
+        requests, streams = (sum(each) - sum([each[at] for at in gaps.at]) for each in (self._requests, self._streams))
         known = len(oldest) - oldest.count(0.0)
         idle = known * now - sum(oldest)
         output = state.ranks[0].timing.output_tokens if request.expected_output is None else request.expected_output

@@ -93,9 +93,10 @@ class TimeArrays:
             (boundary_at != 0.0) & (step != 0.0) & (since < limits.most_steps * step), step - since % step, idle_wait
         )
         wait = where(ends_at != 0.0, np.maximum((ends_at - now) * 1000.0, 0.0), wait)
-        wait = where(begins_later, (begins_at - now) * 1000.0, wait)
-        computed = where(begins_later, computed + pass_tokens, computed)
-        waiting_ms = where(begins_later, waiting_with_pass_ms, waiting_ms)
+        if begins_later.any():
+            wait = where(begins_later, (begins_at - now) * 1000.0, wait)
+            computed = where(begins_later, computed + pass_tokens, computed)
+            waiting_ms = where(begins_later, waiting_with_pass_ms, waiting_ms)
         cost = wait + seat + one.decoded * (decode + growth * one.added)
         if one.is_computed:
             work = base + (linear + square * computed) * computed
@@ -114,15 +115,17 @@ class TimeArrays:
                 ratio = one.mean_idle / np.maximum(limits.least_idle_seconds, now - oldest)
                 price = price * where(oldest != 0.0, np.minimum(limits.most_idle_ratio, ratio * ratio), 1.0)
             cost = where(lost > 0.0, cost + price, cost)
-        beyond = over - room
-        found: NDArray[float64] = where(beyond > 0.0, cost + beyond * room_ms * one.output, cost)
+        is_over = (beyond := over - room) > 0.0
+        found: NDArray[float64] = where(is_over, cost + beyond * room_ms * one.output, cost) if is_over.any() else cost
         return found
 
 
 def reordered(np: ModuleType, table: NDArray[float64], gone: Sequence[int], new: Sequence[int]) -> NDArray[float64]:
     """Return a table of ranks without the columns at the positions `gone`, and with columns of zeros at the positions `new`."""
     left = np.delete(table, gone, axis=1) if gone else table
-    found: NDArray[float64] = np.insert(left, [at - before for before, at in enumerate(new)], 0.0, axis=1) if new else left
+    found: NDArray[float64] = (
+        np.insert(left, [at - before for before, at in enumerate(new)], 0.0, axis=1) if new else left
+    )
     return found
 
 

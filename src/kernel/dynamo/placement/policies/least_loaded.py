@@ -5,7 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from dynamo.placement.candidates import MOST_LOAD, Candidate, CandidateList, Placement, PlacementReason, PlacementRequest
+from dynamo.placement.candidates import (
+    MOST_LOAD,
+    Candidate,
+    CandidateList,
+    Placement,
+    PlacementReason,
+    PlacementRequest,
+)
 
 
 class LeastLoaded:
@@ -21,22 +28,22 @@ class LeastLoaded:
         return fewest_in_flight(candidates, self._rng, "least-loaded")
 
 
-def lowest_load(loads: bytes | bytearray) -> int:
-    """Return the lowest of some loads: by searches for 0, 1 and so on, as a search among a thousand takes less than a look at ten."""
+def lowest_load(loads: Sequence[int]) -> int:
+    """Return the lowest of some loads, of `MOST_LOAD` at most: a search among a thousand bytes takes less than a look at ten."""
     return next(load for load in range(MOST_LOAD + 1) if load in loads)
 
 
-def nth(loads: bytes | bytearray, load: int, skip: int) -> int:
+def nth(loads: Sequence[int], load: int, skip: int) -> int:
     """Return where a load is that comes after `skip` others of the same number."""
     low, high = 0, len(loads)
     while skip:
         middle = (low + high) // 2
-        before = loads.count(load, low, middle)
+        before = loads[low:middle].count(load)
         if skip < before:
             high = middle
         else:
             low, skip = middle, skip - before
-    return loads.index(load, low)
+    return low + loads[low:high].index(load)
 
 
 def fewest_in_flight(candidates: Sequence[Candidate], rng: random.Random, policy: str) -> Placement:
@@ -44,13 +51,11 @@ def fewest_in_flight(candidates: Sequence[Candidate], rng: random.Random, policy
 
     Without chance the lowest id would get every burst.
     """
-    loads = candidates.loads if isinstance(candidates, CandidateList) else None
-    if loads is not None and (lowest := lowest_load(loads)) < MOST_LOAD:
-        equals = loads.count(lowest)
-        at = nth(loads, lowest, rng.randrange(equals) if equals > 1 else 0)
-    else:
-        exact = [each.in_flight for each in candidates]
-        lowest, equals = min(exact), exact.count(min(exact))
-        at = [each for each, load in enumerate(exact) if load == lowest][rng.randrange(equals) if equals > 1 else 0]
-    chosen = candidates[at]
+    loads: Sequence[int] = candidates.loads if isinstance(candidates, CandidateList) else (MOST_LOAD,)
+    lowest = lowest_load(loads)
+    if lowest == MOST_LOAD:
+        loads = [each.in_flight for each in candidates]
+        lowest = min(loads)
+    equals = loads.count(lowest)
+    chosen = candidates[nth(loads, lowest, rng.randrange(equals) if equals > 1 else 0)]
     return Placement(chosen, policy, (PlacementReason("in_flight", lowest),))

@@ -195,7 +195,9 @@ class InstanceSet:
     def _keep(self, members: Container[int] | None) -> _KeptCandidates:
         """Take the candidates of a group of workers from those of all, and keep them for the next choice."""
         every, find = self._all, self._all.found.shape.find
-        found = every.renew({at: self._candidate(every.instances[at]) for each in every.changed if (at := find(each)) >= 0})
+        found = every.renew(
+            {at: self._candidate(every.instances[at]) for each in every.changed if (at := find(each)) >= 0}
+        )
         if members is not None:
             ids = found.shape.known
             is_set = isinstance(members, Set)
