@@ -33,7 +33,7 @@ class _RankBlocks:
     def __init__(self, bit: RankMask) -> None:
         self.bit = bit
         self.blocks: OrderedDict[int, int] = OrderedDict()  # sequence hash -> tick of its end; 0: stays
-        self.is_due = False  # it is among those that are looked at when their time has come
+        self.is_due = False  # it is among those with a time of their next check
 
 
 class ApproximateIndex:
@@ -54,7 +54,7 @@ class ApproximateIndex:
         self._holders = BlockHolders()
         self._ranks: dict[WorkerRank, _RankBlocks] = {}
         self._capacities: dict[WorkerRank, int] = {}
-        self._due: list[tuple[int, int, _RankBlocks]] = []  # a heap, by the tick of the next look at each rank
+        self._due: list[tuple[int, int, _RankBlocks]] = []  # a heap, by the tick of the next check of each rank
         self._serials = count()
         self._swept = 0  # the tick up to which nothing is left that has ended
 
@@ -67,7 +67,7 @@ class ApproximateIndex:
                 end = self._swept + self._ttl_ticks  # what had no end gets one
                 held.blocks.update({block: end for block, known in held.blocks.items() if not known})
                 if held.blocks and not held.is_due:
-                    self._look_again(held, self._swept + 1)
+                    self._check_at(held, self._swept + 1)
             return
         if blocks < 0:
             raise ValueError(f"blocks must be at least 0, got {blocks}")
@@ -92,7 +92,7 @@ class ApproximateIndex:
             blocks[block] = end
             blocks.move_to_end(block)
         if end and not held.is_due and blocks:
-            self._look_again(held, end)
+            self._check_at(held, end)
         if len(blocks) > before:
             self._holders.add(held.bit, sequence)
             self._shrink(rank, held)
@@ -170,8 +170,8 @@ class ApproximateIndex:
                 self._holders.discard(held.bit, ended)
             held.is_due = False
             if blocks:  # with `is_lru`, blocks that have ended may stand behind one that stays
-                self._look_again(held, tick + 1 if self._is_lru else next(iter(blocks.values())))
+                self._check_at(held, tick + 1 if self._is_lru else next(iter(blocks.values())))
 
-    def _look_again(self, held: _RankBlocks, tick: int) -> None:
+    def _check_at(self, held: _RankBlocks, tick: int) -> None:
         held.is_due = True
         heappush(self._due, (tick, next(self._serials), held))

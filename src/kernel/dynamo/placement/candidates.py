@@ -22,7 +22,7 @@ WorkerKey = tuple[str, int]
 """(endpoint, instance id). One process may serve a model on several endpoints under one id."""
 
 MAX_PARTS: Final = 8  # shapes of a list without some of its ids that are kept
-MOST_LOAD: Final = 255  # streams of one worker; more are not told apart in `loads`
+MOST_LOAD: Final = 255  # streams of one worker; in `loads` more count as so many
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -45,7 +45,7 @@ class _Shape:
 
     __slots__ = ("_known", "_parts", "ids")
 
-    def __init__(self, ids: Sequence[int]) -> None:
+    def __init__(self, ids: list[int]) -> None:
         """`ids`: in order."""
         self.ids = ids
         self._known: frozenset[int] | None = None
@@ -103,7 +103,7 @@ class CandidateList(list[Candidate]):
         if not known:
             return self
         gaps, shape = self.shape.without(known)
-        return _list_of(gaps.left(self), gaps.left_bytes(self.loads), shape, self.unfit - known)
+        return _list_of(gaps.left(self), gaps.left(self.loads), shape, self.unfit - known)
 
     def joined_by(self, candidate: Candidate) -> CandidateList:
         """Return the list with one more, which is fit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, overload
 
 _Item = TypeVar("_Item")
 
@@ -21,20 +21,19 @@ class Gaps:
         self._kept = [*sorted({*range(length)}.difference(at))] if 2 * len(at) > length else None
         self._shifted = [gap - before for before, gap in enumerate(at)]
 
-    def left(self, items: Sequence[_Item]) -> list[_Item]:
-        """Return the items that are left."""
+    @overload
+    def left(self, items: bytearray) -> bytearray: ...
+    @overload
+    def left(self, items: list[_Item]) -> list[_Item]: ...
+    def left(self, items: list[_Item] | bytearray) -> list[_Item] | bytearray:
+        """Return the items that are left: a new list, or bytes."""
         if self._kept is not None:
-            return [items[at] for at in self._kept]
-        left = [*items]
-        for at in reversed(self.at):
-            del left[at]
-        return left
-
-    def left_bytes(self, items: bytearray) -> bytearray:
-        """Return the bytes that are left."""
-        if self._kept is not None:
-            return bytearray([items[at] for at in self._kept])
-        left = items.copy()
+            return (
+                bytearray([items[at] for at in self._kept])
+                if isinstance(items, bytearray)
+                else [items[at] for at in self._kept]
+            )
+        left = items[:]
         for at in reversed(self.at):
             del left[at]
         return left

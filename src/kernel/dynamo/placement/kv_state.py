@@ -8,8 +8,7 @@ of it (`RankMatch`). So a choice among many ranks costs little more than its cos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress, count
-from operator import is_not
+from itertools import count
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -49,9 +48,7 @@ class RankState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     pass_tokens: int = 0  # uncached tokens of the requests that it computes
     waiting_tokens: int = 0  # uncached tokens of the requests behind it
     waiting_requests: int = 0
-    oldest_use_at: float | None = (
-        None  # when the block that would be evicted next was last used; None: nothing is evicted
-    )
+    oldest_use_at: float | None = None  # the last use of the block that is evicted next; None: nothing is evicted
     held_blocks: int = 0  # blocks in the rank's cache, as far as the index knows
     total_kv_blocks: int | None = None
     max_num_batched_tokens: int | None = None
@@ -84,8 +81,6 @@ class RecordChanges(NamedTuple):
 _SAME: Final = RecordChanges()
 _SERIALS: Final = count(1)
 
-REORDERED_FROM: Final = 32  # so many records that differ are taken for other ranks, or another order of them
-
 
 class Records(tuple[RankState, ...]):
     """The records of all ranks, and where they differ from the records before them; or those of some ranks."""
@@ -113,7 +108,7 @@ class Records(tuple[RankState, ...]):
 
     def without(self, gaps: Gaps) -> Records:
         """Return the records without those of some ranks."""
-        made = Records(gaps.left(self))
+        made = Records(gaps.left([*self]))
         made.whole, made.gaps = self, gaps
         return made
 
@@ -128,8 +123,7 @@ class SeenRecords:
 
     def take(self, ranks: Sequence[RankState]) -> tuple[Sequence[RankState], Gaps, RecordChanges]:
         """Take the records of a state: return those of all ranks, which of them the state is without, and what has changed."""
-        is_known = isinstance(ranks, Records)
-        records, gaps = (ranks.whole or ranks, ranks.gaps) if is_known else (ranks, NO_GAPS)
+        records, gaps = (ranks.whole or ranks, ranks.gaps) if isinstance(ranks, Records) else (ranks, NO_GAPS)
         seen, self._records = self._records, records
         if records is seen:
             return records, gaps, _SAME
@@ -140,26 +134,18 @@ class SeenRecords:
 
 def _difference(seen: Sequence[RankState], records: Sequence[RankState]) -> RecordChanges:
     """Compare two lists of records. Where both are in order, it names the ranks that have gone, come or changed, and no other."""
-    if len(seen) == len(records):
-        changed = [*compress(range(len(records)), map(is_not, records, seen))]
-        if len(changed) < REORDERED_FROM:
-            return RecordChanges((), (), changed)
     gone, new, changed = list[int](), list[int](), list[int]()
     before = now = 0
     while before < len(seen) and now < len(records):
         former, latter = seen[before], records[now]
         if former is not latter:
-            if former.rank < latter.rank:
-                gone.append(before)
-                before += 1
-                continue
-            if former.rank > latter.rank:
-                new.append(now)
-                now += 1
-                continue
-            changed.append(now)
-        before += 1
-        now += 1
+            order = (former.rank > latter.rank) - (former.rank < latter.rank)
+            (gone, changed, new)[order + 1].append(before if order < 0 else now)
+            before += order <= 0
+            now += order >= 0
+        else:
+            before += 1
+            now += 1
     return RecordChanges([*gone, *range(before, len(seen))], [*new, *range(now, len(records))], changed)
 
 

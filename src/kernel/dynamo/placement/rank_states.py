@@ -22,7 +22,6 @@ MOVED_AT_ONCE: Final = 8
 """How many records one choice makes anew because the speed of the whole fleet is believed to be another. Among many ranks the others
 follow with the next choices: all of them at once would hold up the event loop."""
 
-
 MAX_PARTS: Final = 8  # of the ranks that are kept: the models of a domain take turns
 
 _WORKER: Final = itemgetter(0)
@@ -38,7 +37,7 @@ class RankPart:
         """`excluded`: those of all ranks that are not of this part, by position, in order."""
         self.excluded = (*excluded.values(),)
         self.gaps = Gaps([*excluded], len(every)) if excluded else NO_GAPS
-        self.ranks = self.gaps.left(every) if excluded else every
+        self.ranks: Sequence[WorkerRank] = self.gaps.left([*every]) if excluded else every
         self.allowed: Collection[int] | None = None  # of the query, by identity
 
 
@@ -54,23 +53,20 @@ class RankSet:
         self._parts: dict[int, RankPart] = {}  # of queries that had no more than allowed workers, by identity
         # Of each rank, for a query that names another worker; empty: none has come.
         self._pinned: Sequence[RankExclusion] = () if former is None else former._pinned
-        if former is not None:
-            self.every, self.positions, self.workers = former.every, former.positions, former.workers
-        else:
-            self.every = RankPart((*infos,), {})
-            self.positions: Mapping[WorkerRank, int] = dict(zip(infos, count()))
-            self.workers = frozenset(map(_WORKER, infos))
+        self.every: RankPart = former.every if former else RankPart((*infos,), {})
+        self.positions: Mapping[WorkerRank, int] = former.positions if former else dict(zip(infos, count()))
+        self.workers: frozenset[int] = former.workers if former else frozenset(map(_WORKER, infos))
 
     def part(self, query: KvQuery) -> RankPart:
         """Return the ranks that may serve a query; kept while the same workers are allowed. Raises what `eligible_ranks` raises."""
-        part, is_plain = self._parts.get(id(query.allowed)), not names_ranks(query)
-        if part is None or not is_plain:
-            part = self._part(query)
-            if is_plain:
-                if len(self._parts) >= MAX_PARTS:
-                    del self._parts[next(iter(self._parts))]
-                part.allowed = query.allowed  # so that no other object gets its identity
-                self._parts[id(query.allowed)] = part
+        if names_ranks(query):
+            return self._part(query)
+        part = self._parts.get(id(query.allowed))
+        if part is None:
+            if len(self._parts) >= MAX_PARTS:
+                del self._parts[next(iter(self._parts))]
+            part = self._parts[id(query.allowed)] = self._part(query)
+            part.allowed = query.allowed  # so that no other object gets its identity
         return part
 
     def _part(self, query: KvQuery) -> RankPart:
@@ -127,7 +123,7 @@ class RankStates:
         self.known = RankSet({})
         self.loads: Sequence[LoadOfRank] = ()  # in the order of `ranks`
         self._states = Records.after(None, (), ())
-        self._is_read = True  # somebody has these records
+        self._is_read = True  # these records were handed out
 
     def set(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
         """Take the ranks there are and what is known of each; the load of every other rank is forgotten."""
@@ -194,7 +190,7 @@ class RankStates:
                     states[at] = structs.replace(states[at], **figures)
             changed.clear()
             self._states = Records.after(former, states, positions)
-            if not self._is_read:  # for those who have the records before: in one step
+            if not self._is_read:  # what differs from those that were handed out
                 self._states.former, self._states.changes = former.former, former.changes._replace(changed=positions)
         self._is_read = True
         return self._states

@@ -139,9 +139,8 @@ class EventStream:
                 return
         self.is_committed = True
         if self._sending is None or self._sending.done():  # else the client does not read: nothing to keep alive
-            self._sending = self._loop.create_task(
-                self._comment(first), name="frontend: keep-alive"
-            )  # awaited in write
+            # Awaited in write.
+            self._sending = self._loop.create_task(self._comment(first), name="frontend: keep-alive")
         self._rearm()
 
     async def _comment(self, first: bool) -> None:

@@ -49,9 +49,7 @@ class ServingRules:
     rng: random.Random | None = None
     kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
     cards: CardRouting | None = None  # what cards declare of the policy; None: they do not count
-    bypass: BypassRules | None = (
-        None  # which prompts of a disaggregated model decode workers compute; None: none of them
-    )
+    bypass: BypassRules | None = None  # which prompts of a disaggregated model decode workers compute; None: none
 
     holds: WorkerHolds = field(default_factory=WorkerHolds)  # drains and quarantines set by an operator
     queries_of_death: QueriesOfDeath = field(default_factory=QueriesOfDeath)

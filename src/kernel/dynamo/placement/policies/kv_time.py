@@ -24,8 +24,8 @@ full; the weights of the others are the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -166,8 +166,7 @@ class TimeCost:
         self._seen = SeenRecords()
         self._views: list[_View] = []  # by position; one is used only for the very record that it was made of
         self._rows: list[_Row] = []  # of the views, and so are these, which every decision adds up
-        self._requests: list[int] = []
-        self._streams: list[int] = []
+        self._requests = self._streams = 0  # of all of them
         self._oldest: list[float] = []
         self._arrays: TimeArrays | None = None  # of the views; None: of none, or they are too few
 
@@ -218,33 +217,36 @@ class TimeCost:
     # -- what ranks and the decision bring
 
     def _current_views(self, state: KvState) -> tuple[list[_View], Gaps]:
-        """Return a view of every rank, and which of them the state is without; those of records that have not changed are there already."""
+        """Return a view of every rank, and which of them the state is without; a record that is the same keeps its view."""
         records, gaps, (gone, new, changed) = self._seen.take(state.ranks)
         if self._block_size != state.block_size:
             self._block_size, gone, new, changed = state.block_size, range(len(self._views)), range(len(records)), ()
-        columns: tuple[list[Any], ...] = (self._views, self._rows, self._requests, self._streams, self._oldest)
-        if gone or new:
-            self._reorder(columns, gone, new)
-        for at in (*new, *changed):
-            view = self._view(records[at], state.block_size)
-            figures = (view, _row_of(view), view.requests, view.streams, view.oldest_use_at)
-            for column, figure in zip(columns, figures, strict=True):
-                column[at] = figure
-            if self._arrays is not None:
-                self._arrays.stale.add(at)
+        if self._arrays is not None and (gone or new):
+            self._renew(self._arrays)
+            self._arrays.reorder(gone, new)
+        for at in reversed(gone):
+            self._drop(at)
+        for at in new:
+            self._insert(at, self._view(records[at], state.block_size))
+        for at in changed:
+            self._drop(at)
+            self._insert(at, self._view(records[at], state.block_size))
         return self._views, gaps
 
-    def _reorder(self, columns: tuple[list[Any], ...], gone: Sequence[int], new: Sequence[int]) -> None:
-        """Take other ranks: those at the positions `gone` are no more, and there will be others at the positions `new`."""
+    def _drop(self, at: int) -> None:
+        view = self._views.pop(at)
+        del self._rows[at], self._oldest[at]
+        self._requests -= view.requests
+        self._streams -= view.streams
+
+    def _insert(self, at: int, view: _View) -> None:
+        self._views.insert(at, view)
+        self._rows.insert(at, _row_of(view))
+        self._oldest.insert(at, view.oldest_use_at)
+        self._requests += view.requests
+        self._streams += view.streams
         if self._arrays is not None:
-            self._arrays = self._current_arrays(self._views)
-        if self._arrays is not None:
-            self._arrays.reorder(gone, new)
-        for column in columns:
-            for at in reversed(gone):
-                del column[at]
-            for at in new:
-                column.insert(at, None)
+            self._arrays.stale.add(at)
 
     def _current_arrays(self, views: list[_View]) -> TimeArrays | None:
         """Return the figures of all views; None where NumPy is not installed."""
@@ -255,9 +257,12 @@ class TimeCost:
             limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO)
             rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
             arrays = self._arrays = TimeArrays(np, rows, limits)
-        while arrays.stale:
-            arrays.change(at := arrays.stale.pop(), (*self._rows[at], *_more_of(views[at])))
+        self._renew(arrays)
         return arrays
+
+    def _renew(self, arrays: TimeArrays) -> None:
+        while arrays.stale:
+            arrays.change(at := arrays.stale.pop(), (*self._rows[at], *_more_of(self._views[at])))
 
     def _view(self, rank: RankState, block_size: int) -> _View:
         weights, timing, total = self._parameters, rank.timing, rank.total_kv_blocks or 0
@@ -314,7 +319,8 @@ class TimeCost:
     def _prompt(self, state: KvState, gaps: Gaps) -> _Prompt:
         request, weights, now, count = state.request, self._parameters, state.now, len(state.ranks)
         oldest = gaps.left(self._oldest) if gaps.at else self._oldest
-        requests, streams = (sum(each) - sum([each[at] for at in gaps.at]) for each in (self._requests, self._streams))
+        requests = self._requests - sum([self._views[at].requests for at in gaps.at])
+        streams = self._streams - sum([self._views[at].streams for at in gaps.at])
         known = len(oldest) - oldest.count(0.0)
         idle = known * now - sum(oldest)
         output = state.ranks[0].timing.output_tokens if request.expected_output is None else request.expected_output

@@ -37,9 +37,7 @@ class TimeDecision(NamedTuple):
     is_computed: bool
     mean_idle: float
     block_weight: float
-    held: Mapping[
-        int, tuple[float, float, float]
-    ]  # by position: tokens to be computed, blocks that are missing, and over
+    held: Mapping[int, tuple[float, float, float]]  # by position: tokens to compute, blocks missing, blocks over
 
 
 def numpy() -> ModuleType | None:

@@ -81,10 +81,10 @@ class TwoTierCost:
         for at in reversed(gone):
             del counts[at]
         for at in new:
-            counts.insert(at, min(MOST_LOAD, records[at].requests))
-        for at in changed:
+            counts.insert(at, 0)
+        for at in (*new, *changed):
             counts[at] = min(MOST_LOAD, records[at].requests)
-        return gaps.left_bytes(counts) if gaps.at else counts
+        return gaps.left(counts) if gaps.at else counts
 
     def _candidates(self, state: KvState, fewest: int, most: int) -> tuple[str, list[int]]:
         """Return the rule that applies, and the positions among which the fewest requests decide; none: among all."""

@@ -29,7 +29,7 @@ class LeastLoaded:
 
 
 def lowest_load(loads: Sequence[int]) -> int:
-    """Return the lowest of some loads, of `MOST_LOAD` at most: a search among a thousand bytes takes less than a look at ten."""
+    """Return the lowest of some loads, of `MOST_LOAD` at most: a search among a thousand bytes takes less than a step of a loop."""
     return next(load for load in range(MOST_LOAD + 1) if load in loads)
 
 

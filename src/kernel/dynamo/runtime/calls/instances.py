@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -49,12 +49,6 @@ class _KeptCandidates:
         """Mark the workers that are busy, and those with an open circuit, as changed where they were not before."""
         self.changed |= (frozenset(busy) ^ frozenset(self.busy)) | (opened ^ self.opened)
         self.busy, self.opened = busy, opened
-
-    def renew(self, changes: Mapping[int, Candidate]) -> CandidateList:
-        """Return the candidates with others at some positions: of all that have changed."""
-        self.changed.clear()
-        self.found = CandidateList(self.found, changes)
-        return self.found
 
 
 class InstanceSet:
@@ -176,10 +170,12 @@ class InstanceSet:
         """Return kept candidates with new records of those that have changed."""
         if busy is not kept.busy or opened is not kept.opened:
             kept.note(busy, opened)
-        find = kept.found.shape.find
-        return kept.renew({
-            at: self._candidate(self._by_id[known], busy, opened) for known in kept.changed if (at := find(known)) >= 0
+        kept.found = CandidateList(kept.found, {
+            at: self._candidate(self._by_id[known], busy, opened)
+            for known in kept.changed if (at := kept.found.shape.find(known)) >= 0
         })  # fmt: skip
+        kept.changed.clear()
+        return kept.found
 
     def _candidate(self, instance: Instance, busy: Container[int] = (), opened: Container[int] = ()) -> Candidate:
         instance_id = instance.instance_id
@@ -194,14 +190,12 @@ class InstanceSet:
 
     def _keep(self, members: Container[int] | None) -> _KeptCandidates:
         """Take the candidates of a group of workers from those of all, and keep them for the next choice."""
-        every, find = self._all, self._all.found.shape.find
-        found = every.renew(
-            {at: self._candidate(every.instances[at]) for each in every.changed if (at := find(each)) >= 0}
-        )
+        every = self._all
+        found = self._renewed(every, _NONE, _NONE)
         if members is not None:
             ids = found.shape.known
-            is_set = isinstance(members, Set)
-            found = found.without(ids - members if is_set else [each for each in ids if each not in members])
+            others = ids - members if isinstance(members, frozenset) else [each for each in ids if each not in members]
+            found = found.without(others)
         self._kept.pop(id(members), None)
         # Groups of before the last join or loss go, as every booking is noted for each group that is kept.
         self._kept = {key: each for key, each in self._kept.items() if each.instances is every.instances}
