@@ -19,8 +19,10 @@ from dynamo.placement.rank_load import LoadOfRank
 from dynamo.placement.timing_learner import TimingLearner
 
 MOVED_AT_ONCE: Final = 8
-"""How many records one choice makes anew because the speed of the whole fleet is believed to be another. Among many ranks the others
-follow with the next choices: all of them at once would hold up the event loop."""
+MOVED_OF_MANY: Final = 2
+"""How many records one choice makes anew because the speed of the whole fleet is believed to be another, and how many among more
+than `MANY` ranks. The others follow with the next choices, or with a change of their own."""
+MANY: Final = 128
 
 MAX_PARTS: Final = 8  # of the ranks that are kept: the models of a domain take turns
 
@@ -183,7 +185,8 @@ class RankStates:
             positions = [known[rank] for rank in changed if rank in known]
             for at in positions:
                 states[at] = self._state(self.ranks[at], self.loads[at])
-            for rank in [moved.pop() for _ in range(min(len(moved), MOVED_AT_ONCE))]:
+            most = MOVED_AT_ONCE if len(known) <= MANY else MOVED_OF_MANY
+            for rank in [moved.pop() for _ in range(min(len(moved), most))]:
                 if rank in known and rank not in changed:  # of its record only this can be another
                     positions.append(at := known[rank])
                     figures = {"timing": self.timing.timing(rank), "held_blocks": self._held(rank)}
