@@ -138,14 +138,11 @@ def _difference(seen: Sequence[RankState], records: Sequence[RankState]) -> Reco
     before = now = 0
     while before < len(seen) and now < len(records):
         former, latter = seen[before], records[now]
+        order = 0 if former is latter else (former.rank > latter.rank) - (former.rank < latter.rank)
         if former is not latter:
-            order = (former.rank > latter.rank) - (former.rank < latter.rank)
             (gone, changed, new)[order + 1].append(before if order < 0 else now)
-            before += order <= 0
-            now += order >= 0
-        else:
-            before += 1
-            now += 1
+        before += order <= 0
+        now += order >= 0
     return RecordChanges([*gone, *range(before, len(seen))], [*new, *range(now, len(records))], changed)
 
 

@@ -26,9 +26,6 @@ MANY: Final = 128
 
 MAX_PARTS: Final = 8  # of the ranks that are kept: the models of a domain take turns
 
-_WORKER: Final = itemgetter(0)
-_IS_BUSY: Final = attrgetter("is_busy")
-
 
 class RankPart:
     """The ranks that a query may use, in the order of all."""
@@ -51,13 +48,15 @@ class RankSet:
     def __init__(self, infos: Mapping[WorkerRank, RankInfo], former: RankSet | None = None) -> None:
         """`infos`: in the order of the ranks. `former`: of the same ranks."""
         self.infos = infos
-        self.busy: Sequence[int] = [*compress(count(), map(_IS_BUSY, infos.values()))]  # over a busy threshold
+        self.busy: Sequence[int] = [
+            *compress(count(), map(attrgetter("is_busy"), infos.values()))
+        ]  # over a busy threshold
         self._parts: dict[int, RankPart] = {}  # of queries that had no more than allowed workers, by identity
         # Of each rank, for a query that names another worker; empty: none has come.
         self._pinned: Sequence[RankExclusion] = () if former is None else former._pinned
         self.every: RankPart = former.every if former else RankPart((*infos,), {})
         self.positions: Mapping[WorkerRank, int] = former.positions if former else dict(zip(infos, count()))
-        self.workers: frozenset[int] = former.workers if former else frozenset(map(_WORKER, infos))
+        self.workers: frozenset[int] = former.workers if former else frozenset(map(itemgetter(0), infos))
 
     def part(self, query: KvQuery) -> RankPart:
         """Return the ranks that may serve a query; kept while the same workers are allowed. Raises what `eligible_ranks` raises."""
@@ -107,10 +106,6 @@ class RankSet:
         return range(bisect_left(ranks, (worker_id,)), bisect_left(ranks, (worker_id + 1,)))
 
 
-def _nothing_held(_: WorkerRank) -> int:
-    return 0
-
-
 class RankStates:
     """One `RankState` per known rank, in the order of the ranks. Bounded by the ranks."""
 
@@ -121,7 +116,7 @@ class RankStates:
     ) -> None:
         """`held`: how many blocks a rank's cache holds, as far as an index knows."""
         self._load, self.timing = load, timing
-        self._held = held or _nothing_held
+        self._held = held or (lambda _: 0)
         self.known = RankSet({})
         self.loads: Sequence[LoadOfRank] = ()  # in the order of `ranks`
         self._states = Records.after(None, (), ())
