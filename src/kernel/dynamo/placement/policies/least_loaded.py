@@ -51,8 +51,8 @@ def fewest_in_flight(candidates: Sequence[Candidate], rng: random.Random, policy
 
     Without chance the lowest id would get every burst.
     """
-    loads: Sequence[int] = candidates.loads if isinstance(candidates, CandidateList) else (MOST_LOAD,)
-    lowest = lowest_load(loads)
+    loads: Sequence[int] = candidates.loads if isinstance(candidates, CandidateList) else ()
+    lowest = lowest_load(loads) if loads else MOST_LOAD
     if lowest == MOST_LOAD:
         loads = [each.in_flight for each in candidates]
         lowest = min(loads)
