@@ -395,11 +395,18 @@ def test_the_ranks_that_are_kept_for_allowed_workers_are_those_of_a_new_search(d
         if data.draw(st.booleans()):
             workers = data.draw(st.sets(st.integers(1, 6), min_size=1))
             busy = data.draw(st.sets(st.sampled_from(sorted(workers))))
-            router.set_ranks({WorkerRank(each): RankInfo(is_busy=each in busy) for each in workers})
+            tainted = data.draw(st.sampled_from([frozenset[str](), frozenset({"fast"})]))
+            infos = {True: RankInfo(is_busy=True), False: RankInfo(taints=tainted)}
+            router.set_ranks(
+                {WorkerRank(each, rank): infos[each in busy] for each in workers for rank in range(each % 3)}
+            )
         query = KvQuery(
             token_ids=PROMPT,
             allowed=data.draw(st.sampled_from([None, *groups])),
-            excluded=data.draw(st.sampled_from([(), (), (3,)])),
+            excluded=data.draw(st.sampled_from([(), (), (3,), (WorkerRank(2, 1), 4)])),
+            pinned_worker_id=data.draw(st.sampled_from([None, None, 2, 9])),
+            pinned_dp_rank=data.draw(st.sampled_from([None, None, 0, 1])),
+            required_taints=data.draw(st.sampled_from([(), (), ("fast",)])),
         )
         try:
             ranks, excluded = eligible_ranks(router.ranks, query)

@@ -145,9 +145,8 @@ def _be_worker(options: argparse.Namespace, argv: list[str], report: Reports, li
         run_engine(engine_cls, argv, make, on_serving=serving, force_exit=lifeline.force_exit)
     except DynamoException as error:
         if isinstance(error, InvalidArgument):
-            report(
-                "refused", reason=one_line(str(error))
-            )  # several workers meet the same mistake: the parent prints it once
+            # Several workers meet the same mistake: the parent prints it once.
+            report("refused", reason=one_line(str(error)))
         else:
             print(one_line(text_of(error)), file=sys.stderr)
         status = exit_status(error)

@@ -184,9 +184,8 @@ def say_inspector(console: Console, port: int | None) -> None:
 
     The token stands behind `#`, so that no browser sends it in an address and no log gets it.
     """
-    from dynamo.runtime.http.inspector_token import (
-        find_access,  # here: code that only waits for a frontend does not need it
-    )
+    # Here: code that only waits for a frontend does not need it.
+    from dynamo.runtime.http.inspector_token import find_access
 
     access = None if port is None else find_access(port)
     if access is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count, takewhile
 from typing import Final
 
 from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
@@ -26,12 +28,12 @@ MAX_BLOCKS_PER_RANK: Final = 1_000_000
 class _RankBlocks:
     """What one rank probably holds, oldest use first."""
 
-    __slots__ = ("bit", "blocks", "capacity")
+    __slots__ = ("bit", "blocks", "is_due")
 
     def __init__(self, bit: RankMask) -> None:
         self.bit = bit
         self.blocks: OrderedDict[int, int] = OrderedDict()  # sequence hash -> tick of its end; 0: stays
-        self.capacity: int | None = None
+        self.is_due = False  # it is among those with a time of their next check
 
 
 class ApproximateIndex:
@@ -52,6 +54,8 @@ class ApproximateIndex:
         self._holders = BlockHolders()
         self._ranks: dict[WorkerRank, _RankBlocks] = {}
         self._capacities: dict[WorkerRank, int] = {}
+        self._due: list[tuple[int, int, _RankBlocks]] = []  # a heap, by the tick of the next check of each rank
+        self._serials = count()
         self._swept = 0  # the tick up to which nothing is left that has ended
 
     def set_capacity(self, rank: WorkerRank, blocks: int | None) -> None:
@@ -62,6 +66,8 @@ class ApproximateIndex:
             if held is not None:
                 end = self._swept + self._ttl_ticks  # what had no end gets one
                 held.blocks.update({block: end for block, known in held.blocks.items() if not known})
+                if held.blocks and not held.is_due:
+                    self._check_at(held, self._swept + 1)
             return
         if blocks < 0:
             raise ValueError(f"blocks must be at least 0, got {blocks}")
@@ -85,6 +91,8 @@ class ApproximateIndex:
         for block in reversed(sequence):
             blocks[block] = end
             blocks.move_to_end(block)
+        if end and not held.is_due and blocks:
+            self._check_at(held, end)
         if len(blocks) > before:
             self._holders.add(held.bit, sequence)
             self._shrink(rank, held)
@@ -98,6 +106,7 @@ class ApproximateIndex:
                 held = self._ranks.pop(rank, None)
                 if held is not None:
                     self._holders.discard(held.bit, list(held.blocks))
+                    held.blocks.clear()  # as it may be due
                     self._bits.retire(rank)
                     self._bits.give_back(held.bit)
 
@@ -151,14 +160,18 @@ class ApproximateIndex:
         if tick <= self._swept:
             return
         self._swept = tick
-        for held in self._ranks.values():
+        while self._due and self._due[0][0] <= tick:
+            held = heappop(self._due)[2]
             blocks = held.blocks
-            ended: list[int] = []
-            for block, end in blocks.items():
-                if not 0 < end <= tick:
-                    break
-                ended.append(block)
+            ended = [block for block, _ in takewhile(lambda each: 0 < each[1] <= tick, blocks.items())]
             if ended:
                 for block in ended:
                     del blocks[block]
                 self._holders.discard(held.bit, ended)
+            held.is_due = False
+            if blocks:  # with `is_lru`, blocks that have ended may stand behind one that stays
+                self._check_at(held, tick + 1 if self._is_lru else next(iter(blocks.values())))
+
+    def _check_at(self, held: _RankBlocks, tick: int) -> None:
+        held.is_due = True
+        heappush(self._due, (tick, next(self._serials), held))

@@ -40,16 +40,9 @@ class ActiveLoad:
     """The accounts of all ranks. Bounded by the requests that are active, and by `MAX_REQUESTS`."""
 
     __slots__ = (
-        "_block_size",
-        "_booked",
-        "_expiry",
-        "_output_serial",
-        "_ranks",
-        "_tracks_output",
-        "changed",
-        "heads",
+        "_block_size", "_booked", "_expiry", "_output_serial", "_ranks", "_tracks_output", "changed", "heads",
         "on_relief",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,

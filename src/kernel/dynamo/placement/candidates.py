@@ -6,14 +6,15 @@ workers with an open circuit only by the rules below. A `Policy` chooses among w
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import compress
 from typing import Final, Protocol
 
 import msgspec
 
 from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.gaps import Gaps
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import TransferRule
 
@@ -21,6 +22,7 @@ WorkerKey = tuple[str, int]
 """(endpoint, instance id). One process may serve a model on several endpoints under one id."""
 
 MAX_PARTS: Final = 8  # shapes of a list without some of its ids that are kept
+MOST_LOAD: Final = 255  # streams of one worker; in `loads` more count as so many
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -39,65 +41,93 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Shape:
-    """Where each id of a list is, and the shapes of lists without some of them. One object for all lists of the same ids."""
+    """The ids of a list, and the shapes of lists without some of them. One object for all lists of the same ids."""
 
-    __slots__ = ("parts", "positions")
+    __slots__ = ("_known", "_parts", "ids")
 
-    def __init__(self, ids: Iterable[int]) -> None:
-        self.positions = {each: at for at, each in enumerate(ids)}
-        self.parts: dict[frozenset[int], tuple[Sequence[bool], _Shape]] = {}
+    def __init__(self, ids: list[int]) -> None:
+        """`ids`: in order."""
+        self.ids = ids
+        self._known: frozenset[int] | None = None
+        self._parts: dict[frozenset[int], tuple[Gaps, _Shape]] = {}
 
-    def without(self, ids: frozenset[int]) -> tuple[Sequence[bool], _Shape]:
-        """Find the positions that are left without some ids, and the shape of what is left."""
-        part = self.parts.get(ids)
+    @property
+    def known(self) -> frozenset[int]:
+        """The ids as a set: one object, as long as there is this one."""
+        if self._known is None:
+            self._known = frozenset(self.ids)
+        return self._known
+
+    def find(self, instance_id: int) -> int:
+        """Return where an id is; -1: nowhere."""
+        at = bisect_left(self.ids, instance_id)
+        return at if at < len(self.ids) and self.ids[at] == instance_id else -1
+
+    def without(self, ids: frozenset[int]) -> tuple[Gaps, _Shape]:
+        """Find where some of the ids are, and the shape of what is left without them."""
+        part = self._parts.get(ids)
         if part is None:
-            if len(self.parts) >= MAX_PARTS:
-                self.parts.clear()
-            left = [each not in ids for each in self.positions]
-            part = self.parts[ids] = left, _Shape(compress(self.positions, left))
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
+            gaps = Gaps(sorted(map(self.find, ids)), len(self.ids))
+            part = self._parts[ids] = gaps, _Shape(gaps.left(self.ids))
         return part
 
 
 class CandidateList(list[Candidate]):
     """The workers of one endpoint, by id, as they are kept between choices. It never changes: a new one comes in its place.
 
-    `in_flight`: of each, in the order of the list; `unfit`: the ids of those that are busy or have an open circuit;
-    `shape.positions`: where each id is.
+    `loads`: how many streams each has, `MOST_LOAD` at most, in the order of the list; `unfit`: the ids of those that are busy
+    or have an open circuit; `shape.ids`: the ids in the same order.
     """
 
-    __slots__ = ("in_flight", "shape", "unfit")
+    __slots__ = ("loads", "shape", "unfit")
 
     def __init__(self, candidates: Iterable[Candidate], changes: Mapping[int, Candidate] | None = None) -> None:
         """`changes`: `candidates` is such a list, and these come in the place of others with the same ids, by position."""
         super().__init__(candidates)
         if changes is None or not isinstance(candidates, CandidateList):
-            self.shape = _Shape(each.instance_id for each in self)
-            self.in_flight = [each.in_flight for each in self]
+            self.shape = _Shape([each.instance_id for each in self])
+            self.loads = bytearray([min(MOST_LOAD, each.in_flight) for each in self])
             self.unfit = frozenset([each.instance_id for each in self if each.is_busy or each.is_circuit_open])
             return
-        self.shape, self.in_flight, self.unfit = candidates.shape, [*candidates.in_flight], candidates.unfit
+        self.shape, self.loads, self.unfit = candidates.shape, candidates.loads.copy(), candidates.unfit
         for at, candidate in changes.items():
-            self[at], self.in_flight[at] = candidate, candidate.in_flight
+            self[at], self.loads[at] = candidate, min(MOST_LOAD, candidate.in_flight)
             if (candidate.is_busy or candidate.is_circuit_open) != (candidate.instance_id in self.unfit):
                 self.unfit ^= {candidate.instance_id}
 
-    def without(self, ids: frozenset[int]) -> CandidateList:
+    def without(self, ids: Collection[int]) -> CandidateList:
         """Return the list without some of the ids. It costs little where the same ones were left out a moment ago."""
-        known = frozenset([each for each in ids if each in self.shape.positions])
+        known = frozenset([each for each in ids if self.shape.find(each) >= 0])
         if not known:
             return self
-        left, shape = self.shape.without(known)
-        found = CandidateList(())
-        found.extend(compress(self, left))
-        found.in_flight, found.shape, found.unfit = [*compress(self.in_flight, left)], shape, self.unfit - known
-        return found
+        gaps, shape = self.shape.without(known)
+        return _list_of(gaps.left(self), gaps.left(self.loads), shape, self.unfit - known)
+
+    def joined_by(self, candidate: Candidate) -> CandidateList:
+        """Return the list with one more, which is fit."""
+        ids, loads, found = [*self.shape.ids], self.loads.copy(), [*self]
+        at = bisect_left(ids, candidate.instance_id)
+        ids.insert(at, candidate.instance_id)
+        loads.insert(at, min(MOST_LOAD, candidate.in_flight))
+        found.insert(at, candidate)
+        return _list_of(found, loads, _Shape(ids), self.unfit)
+
+
+def _list_of(candidates: Iterable[Candidate], loads: bytearray, shape: _Shape, unfit: frozenset[int]) -> CandidateList:
+    """Return a list whose figures are known."""
+    found = CandidateList(())
+    found.extend(candidates)
+    found.loads, found.shape, found.unfit = loads, shape, unfit
+    return found
 
 
 def find(candidates: Sequence[Candidate], instance_id: int) -> Candidate | None:
     """Return the first candidate with this id; None: there is none."""
     if isinstance(candidates, CandidateList):
-        at = candidates.shape.positions.get(instance_id)
-        return None if at is None else candidates[at]
+        at = candidates.shape.find(instance_id)
+        return None if at < 0 else candidates[at]
     return next((each for each in candidates if each.instance_id == instance_id), None)
 
 

@@ -242,10 +242,8 @@ def eligible_ranks(
     _check_pin(ranks, query)
     left: list[WorkerRank] = []
     excluded: list[RankExclusion] = []
-    plainly = None if names_ranks(query) else query.allowed  # nearly all of a thousand ranks need only these two rules
     for rank, info in ranks.items():
-        is_plain = plainly is not None and rank.worker_id in plainly and not info.is_busy
-        reason = None if is_plain else exclusion_of(rank, info, query)
+        reason = exclusion_of(rank, info, query)
         if reason is None:
             left.append(rank)
         else:

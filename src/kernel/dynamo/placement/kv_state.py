@@ -8,13 +8,13 @@ of it (`RankMatch`). So a choice among many ranks costs little more than its cos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress, count
-from operator import is_not
-from typing import Final, Protocol
+from itertools import count
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from dynamo.kv.overlap import Overlap, WorkerRank
+from dynamo.placement.gaps import NO_GAPS, Gaps
 from dynamo.placement.kv_query import KvOverrides, RankExclusion, RequestOrigin, Trust
 from dynamo.placement.timing import DEFAULT_TIMING, RankTiming
 
@@ -48,9 +48,7 @@ class RankState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     pass_tokens: int = 0  # uncached tokens of the requests that it computes
     waiting_tokens: int = 0  # uncached tokens of the requests behind it
     waiting_requests: int = 0
-    oldest_use_at: float | None = (
-        None  # when the block that would be evicted next was last used; None: nothing is evicted
-    )
+    oldest_use_at: float | None = None  # the last use of the block that is evicted next; None: nothing is evicted
     held_blocks: int = 0  # blocks in the rank's cache, as far as the index knows
     total_kv_blocks: int | None = None
     max_num_batched_tokens: int | None = None
@@ -72,23 +70,46 @@ class RankMatch(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 NO_MATCH: Final = RankMatch()
 
 
-_SERIALS: Final = count(1)
+class RecordChanges(NamedTuple):
+    """What turns the records before into those of now: positions."""
 
-REORDERED_FROM: Final = 32  # so many records that differ are taken for other ranks, or another order of them
+    gone: Sequence[int] = ()  # in the records before, in order
+    new: Sequence[int] = ()  # in order
+    changed: Sequence[int] = ()
+
+
+_SAME: Final = RecordChanges()
+_SERIALS: Final = count(1)
 
 
 class Records(tuple[RankState, ...]):
-    """The records of all ranks, and where they differ from the records before them."""
+    """The records of all ranks, and where they differ from the records before them; or those of some ranks."""
 
     serial: int
     former: int  # the serial of the records before
-    changed: Sequence[int]
+    changes: RecordChanges  # since those
+    whole: Records | None = None  # the records of all ranks, of which these are some; None: they are those
+    gaps: Gaps = NO_GAPS  # where the others are
 
     @classmethod
-    def after(cls, former: Records | None, states: Sequence[RankState], changed: Sequence[int]) -> Records:
-        """Make the records after `former`, which differ at the positions `changed`. None: those before are of other ranks."""
+    def after(
+        cls,
+        former: Records | None,
+        states: Sequence[RankState],
+        changed: Sequence[int],
+        gone: Sequence[int] = (),
+        new: Sequence[int] = (),
+    ) -> Records:
+        """Make the records after `former`, with what differs, as in `RecordChanges`. None: those before are of other ranks."""
         made = cls(states)
-        made.serial, made.former, made.changed = next(_SERIALS), 0 if former is None else former.serial, changed
+        made.serial, made.former = next(_SERIALS), 0 if former is None else former.serial
+        made.changes = RecordChanges(gone, new, changed)
+        return made
+
+    def without(self, gaps: Gaps) -> Records:
+        """Return the records without those of some ranks."""
+        made = Records(gaps.left([*self]))
+        made.whole, made.gaps = self, gaps
         return made
 
 
@@ -100,17 +121,29 @@ class SeenRecords:
     def __init__(self) -> None:
         self._records: Sequence[RankState] = ()
 
-    def take(self, records: Sequence[RankState]) -> Sequence[int] | None:
-        """Take the records of a state; return where they differ from those before. None: they are of other ranks, or very many differ."""
+    def take(self, ranks: Sequence[RankState]) -> tuple[Sequence[RankState], Gaps, RecordChanges]:
+        """Take the records of a state: return those of all ranks, which of them the state is without, and what has changed."""
+        records, gaps = (ranks.whole or ranks, ranks.gaps) if isinstance(ranks, Records) else (ranks, NO_GAPS)
         seen, self._records = self._records, records
         if records is seen:
-            return ()
+            return records, gaps, _SAME
         if isinstance(records, Records) and isinstance(seen, Records) and records.former == seen.serial:
-            return records.changed
-        if len(records) != len(seen):
-            return None
-        changed = [*compress(range(len(records)), map(is_not, records, seen))]
-        return changed if len(changed) < REORDERED_FROM else None
+            return records, gaps, records.changes
+        return records, gaps, _difference(seen, records)
+
+
+def _difference(seen: Sequence[RankState], records: Sequence[RankState]) -> RecordChanges:
+    """Compare two lists of records. Where both are in order, it names the ranks that have gone, come or changed, and no other."""
+    gone, new, changed = list[int](), list[int](), list[int]()
+    before = now = 0
+    while before < len(seen) and now < len(records):
+        former, latter = seen[before], records[now]
+        order = 0 if former is latter else (former.rank > latter.rank) - (former.rank < latter.rank)
+        if former is not latter:
+            (gone, changed, new)[order + 1].append(before if order < 0 else now)
+        before += order <= 0
+        now += order >= 0
+    return RecordChanges([*gone, *range(before, len(seen))], [*new, *range(now, len(records))], changed)
 
 
 class KvState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

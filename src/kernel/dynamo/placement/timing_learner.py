@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from operator import is_
 from typing import Final, NamedTuple
 
 from dynamo.kv.overlap import WorkerRank
@@ -262,7 +263,7 @@ class TimingLearner:
         """Return the speed of a rank as it is believed to be now."""
         fits = self._of(rank)
         basis = (fits.prefill.row, self._prefill.shared, fits.decode.row, self._decode.shared, self._output_tokens)
-        if any(new is not old for new, old in zip(basis, fits.basis, strict=True)):
+        if not all(map(is_, basis, fits.basis)):
             fits.basis = basis
             base, linear, stream_ms = fits.decode.believed()
             fits.timing = RankTiming(

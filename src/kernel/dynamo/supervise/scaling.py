@@ -23,9 +23,7 @@ class LoadReading:
 
     load: float  # in workers
     running: dict[int, int] = field(default_factory=dict)  # requests by instance id
-    is_known: bool = (
-        True  # False: the frontend knows no such model, as one that was started again while no worker was there
-    )
+    is_known: bool = True  # False: the frontend has started again and knows no such model, as no worker is there
 
 
 class ScalablePool(WorkerPool, Protocol):

@@ -25,19 +25,9 @@ class ChoiceDecoder:
     """
 
     __slots__ = (
-        "_detokenize",
-        "_detokenizer",
-        "_hidden",
-        "_min_tokens",
-        "_stop_ids",
-        "_stops",
-        "_unchecked",
-        "_user_ids",
-        "_visible",
-        "finish_reason",
-        "generated",
-        "stop_reason",
-    )
+        "_detokenize", "_detokenizer", "_hidden", "_min_tokens", "_stop_ids", "_stops", "_unchecked", "_user_ids",
+        "_visible", "finish_reason", "generated", "stop_reason",
+    )  # fmt: skip
 
     def __init__(
         self,

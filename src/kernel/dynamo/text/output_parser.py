@@ -18,18 +18,9 @@ class OutputParser:
     """
 
     __slots__ = (
-        "_begun",
-        "_calls",
-        "_fills_content",
-        "_forced",
-        "_held",
-        "_held_characters",
-        "_machine",
-        "_only_first_call",
-        "_only_function",
-        "_places",
-        "idle",
-    )
+        "_begun", "_calls", "_fills_content", "_forced", "_held", "_held_characters", "_machine", "_only_first_call",
+        "_only_function", "_places", "idle",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -35,16 +35,8 @@ class CancellationWatch:
     """
 
     __slots__ = (
-        "_abort",
-        "_context",
-        "_deferred_kill",
-        "_engine",
-        "_forget",
-        "_metadata",
-        "_task",
-        "_timer",
-        "deferring",
-    )
+        "_abort", "_context", "_deferred_kill", "_engine", "_forget", "_metadata", "_task", "_timer", "deferring",
+    )  # fmt: skip
 
     def __init__(self, engine: BaseEngine, context: Context, *, defer: bool) -> None:
         self._engine = engine

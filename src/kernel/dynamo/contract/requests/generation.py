@@ -53,9 +53,8 @@ class GenerationLimits:
     context_length: int  # tokens of prompt and answer together
     vocab_size: int
     unsupported: frozenset[Feature] = frozenset()
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the model's sampling options, for what a request leaves open
+    # The model's sampling options, for what a request leaves open.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

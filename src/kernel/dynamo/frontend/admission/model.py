@@ -125,9 +125,7 @@ class AdmissionPolicy:
     """What holds for every model of this process."""
 
     limit: RequestLimit | None = None
-    queue_age_seconds: float | None = (
-        None  # None: the default above, where the workers reported what they run; 0: never
-    )
+    queue_age_seconds: float | None = None  # None: the default above, where workers report what they run; 0: never
     share: float = 1.0  # of each model's capacity that this process may fill: it may be one of several on a port
     shares: Shares = field(default_factory=Shares)  # whether there are several owners
 
@@ -176,17 +174,7 @@ class ModelAdmission:
     `enter` returns an `AdmissionSlot` or raises; the holder of a slot gives it back with `leave`, on every path.
     """
 
-    __slots__ = (
-        "_capacity",
-        "_limit",
-        "_model",
-        "_policy",
-        "_said_at",
-        "_starts",
-        "_waiting",
-        "in_flight",
-        "owners",
-    )
+    __slots__ = ("_capacity", "_limit", "_model", "_policy", "_said_at", "_starts", "_waiting", "in_flight", "owners")
 
     def __init__(self, model: str, policy: AdmissionPolicy) -> None:
         self._model, self._policy = model, policy

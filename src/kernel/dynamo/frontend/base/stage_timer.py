@@ -30,16 +30,9 @@ class StageTimer:
     """
 
     __slots__ = (
-        "_at",
-        "_began",
-        "_clock",
-        "_has_arrived",
-        "_is_answering",
-        "dispatch_seconds",
-        "is_wanted",
-        "on_dispatch",
+        "_at", "_began", "_clock", "_has_arrived", "_is_answering", "dispatch_seconds", "is_wanted", "on_dispatch",
         "seconds",
-    )
+    )  # fmt: skip
 
     def __init__(self, *, is_wanted: bool = False, clock: Callable[[], float] = perf_counter) -> None:
         """Begin now. `is_wanted`: the client gets the times in a header, or in a comment at the end of its stream."""

@@ -32,19 +32,9 @@ class EventStream:
     """Used by one task; its own timer is the only other sender and the two never interleave."""
 
     __slots__ = (
-        "_headers",
-        "_keep_alive",
-        "_keep_alive_seconds",
-        "_last_write",
-        "_loop",
-        "_push",
-        "_send",
-        "_sending",
-        "_splice",
-        "_spliced",
-        "_timer",
-        "is_committed",
-    )
+        "_headers", "_keep_alive", "_keep_alive_seconds", "_last_write", "_loop", "_push", "_send", "_sending",
+        "_splice", "_spliced", "_timer", "is_committed",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -149,9 +139,8 @@ class EventStream:
                 return
         self.is_committed = True
         if self._sending is None or self._sending.done():  # else the client does not read: nothing to keep alive
-            self._sending = self._loop.create_task(
-                self._comment(first), name="frontend: keep-alive"
-            )  # awaited in write
+            # Awaited in write.
+            self._sending = self._loop.create_task(self._comment(first), name="frontend: keep-alive")
         self._rearm()
 
     async def _comment(self, first: bool) -> None:

@@ -39,9 +39,8 @@ class ClusterView:
     instances: InstanceBook
     clients: EndpointClients
     changes: Changes
-    touched: dict[GroupKey, None] = field(
-        default_factory=dict
-    )  # groups whose cards have changed, until that was taken over
+    # Groups whose cards have changed, until that was taken over.
+    touched: dict[GroupKey, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

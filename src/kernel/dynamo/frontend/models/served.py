@@ -49,9 +49,7 @@ class ServingRules:
     rng: random.Random | None = None
     kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
     cards: CardRouting | None = None  # what cards declare of the policy; None: they do not count
-    bypass: BypassRules | None = (
-        None  # which prompts of a disaggregated model decode workers compute; None: none of them
-    )
+    bypass: BypassRules | None = None  # which prompts of a disaggregated model decode workers compute; None: none
 
     holds: WorkerHolds = field(default_factory=WorkerHolds)  # drains and quarantines set by an operator
     queries_of_death: QueriesOfDeath = field(default_factory=QueriesOfDeath)
@@ -101,18 +99,9 @@ class ServedModel(ModelPool):
     """A model that can answer: its text side and its workers. One per (model, namespace, role)."""
 
     __slots__ = (
-        "admission",
-        "card",
-        "created",
-        "dispatcher",
-        "length_limits",
-        "mdc_sum",
-        "namespace",
-        "ranks",
-        "surface_bits",
-        "takes_text",
-        "text",
-    )
+        "admission", "card", "created", "dispatcher", "length_limits", "mdc_sum", "namespace", "ranks",
+        "surface_bits", "takes_text", "text",
+    )  # fmt: skip
 
     def __init__(
         self,

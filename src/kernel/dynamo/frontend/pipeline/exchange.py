@@ -131,19 +131,9 @@ class Exchange:
     """One request, from its complete body to the end of its answer."""
 
     __slots__ = (
-        "arrival",
-        "context",
-        "counters",
-        "early_end",
-        "model",
-        "now",
-        "phase",
-        "phase_times",
-        "response_id",
-        "slot",
-        "timer",
-        "work",
-    )
+        "arrival", "context", "counters", "early_end", "model", "now", "phase", "phase_times", "response_id", "slot",
+        "timer", "work",
+    )  # fmt: skip
 
     def __init__(self, id: str, arrival: Arrival, timer: StageTimer, response_id: str | None = None) -> None:
         """`id`: our own id of the request, a UUID, which workers and logs see. `response_id`: the `id` of its answer."""

@@ -95,19 +95,9 @@ class PlainTokens:
     """
 
     __slots__ = (
-        "_counters",
-        "_decoder",
-        "_generated",
-        "_idle",
-        "_now",
-        "_otherwise",
-        "_output",
-        "_pieces",
-        "_settled",
-        "_spliced",
-        "_stop_ids",
-        "_tally",
-    )
+        "_counters", "_decoder", "_generated", "_idle", "_now", "_otherwise", "_output", "_pieces", "_settled",
+        "_spliced", "_stop_ids", "_tally",
+    )  # fmt: skip
 
     def __init__(
         self,

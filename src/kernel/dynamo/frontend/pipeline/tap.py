@@ -63,17 +63,7 @@ class _Content:
 class RequestTap:
     """One answer. The times are loop times; nothing is formatted before the answer has ended."""
 
-    __slots__ = (
-        "_at",
-        "_choices",
-        "_content",
-        "_tokens",
-        "agent_context",
-        "body",
-        "follows",
-        "is_recorded",
-        "request",
-    )
+    __slots__ = ("_at", "_choices", "_content", "_tokens", "agent_context", "body", "follows", "is_recorded", "request")
 
     def __init__(
         self, request: object, agent: dict[str, object] | None, at: float, *, follows: bool, keeps_content: bool

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from dynamo.placement.gaps import Gaps
 from dynamo.placement.kv_query import DISK_HIT_WEIGHT, HOST_HIT_WEIGHT, KvOverrides
 from dynamo.placement.kv_state import (
     NO_MATCH,
@@ -26,7 +27,7 @@ from dynamo.placement.kv_state import (
 )
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
-from dynamo.placement.policies.kv_time_arrays import ARRAYS_FROM, lowest_of, numpy
+from dynamo.placement.policies.kv_time_arrays import ARRAYS_FROM, lowest_of, numpy, reordered
 
 if TYPE_CHECKING:
     from numpy import float64
@@ -59,15 +60,13 @@ class _Columns:
         self.np, self._seen = np, SeenRecords()
         self._table: NDArray[float64] = np.empty((3, 0))
 
-    def take(self, ranks: Sequence[RankState]) -> NDArray[float64]:
-        """Return the tokens to be computed, the blocks and the requests of each rank as it is now."""
-        changed = self._seen.take(ranks)
-        if changed is None:
-            self._table = self.np.array([_row(rank) for rank in ranks], dtype=self.np.float64).T.copy()
-        else:
-            for at in changed:
-                self._table[:, at] = _row(ranks[at])
-        return self._table
+    def take(self, ranks: Sequence[RankState]) -> tuple[NDArray[float64], Gaps]:
+        """Return the tokens to be computed, the blocks and the requests of each rank as it is now, and which ranks are not to be chosen."""
+        records, gaps, (gone, new, changed) = self._seen.take(ranks)
+        self._table = reordered(self.np, self._table, gone, new)
+        for at in (*new, *changed):
+            self._table[:, at] = _row(records[at])
+        return self._table, gaps
 
 
 def _row(rank: RankState) -> tuple[float, float, float]:
@@ -103,7 +102,7 @@ class DefaultCost:
             if self._columns is None and (np := numpy()) is not None:
                 self._columns = _Columns(np)
             if (columns := self._columns) is not None:
-                position, lowest, tied = lowest_of(columns.np, cost.of_columns(columns.take(state.ranks)), draw)
+                position, lowest, tied = lowest_of(columns.np, cost.of_columns(columns), draw)
                 return KvChoice(self.name, "blocks", state.ranks[position].rank, position, lowest, tied, draw)
         costs = cost.totals()
         if weights.router_temperature > 0.0:
@@ -179,14 +178,16 @@ class _Cost:
         is_other = not request.tracks_prefill or request.shared_hits or request.has_preferences
         return not (is_other or self._weights.overlap_score_credit_decay)
 
-    def of_columns(self, table: NDArray[float64]) -> NDArray[float64]:
+    def of_columns(self, columns: _Columns) -> NDArray[float64]:
         """Return the same as `totals` in the common case, for all ranks at once."""
         request, weights = self._state.request, self._weights
-        pending, decode, requests = table
+        (pending, decode, requests), gaps = columns.take(self._state.ranks)
         costs: NDArray[float64] = weights.prefill_load_scale * (
             (pending + request.prompt_tokens) / self._state.block_size
         ) + (decode + request.complete_blocks)
         costs += weights.decode_active_request_weight * requests
+        if gaps.at:
+            costs = columns.np.delete(costs, gaps.at)
         self._match(costs)
         return costs
 

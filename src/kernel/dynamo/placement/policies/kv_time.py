@@ -24,11 +24,12 @@ full; the weights of the others are the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
+from dynamo.placement.gaps import Gaps
 from dynamo.placement.kv_query import DISK_HIT_WEIGHT, HOST_HIT_WEIGHT, Trust
 from dynamo.placement.kv_state import (
     NO_MATCH,
@@ -154,16 +155,8 @@ class TimeCost:
     """The policy `time`."""
 
     __slots__ = (
-        "_arrays",
-        "_block_size",
-        "_oldest",
-        "_parameters",
-        "_requests",
-        "_rows",
-        "_seen",
-        "_streams",
-        "_views",
-    )
+        "_arrays", "_block_size", "_oldest", "_parameters", "_requests", "_rows", "_seen", "_streams", "_views",
+    )  # fmt: skip
 
     name: Final = "time"
 
@@ -173,8 +166,7 @@ class TimeCost:
         self._seen = SeenRecords()
         self._views: list[_View] = []  # by position; one is used only for the very record that it was made of
         self._rows: list[_Row] = []  # of the views, and so are these, which every decision adds up
-        self._requests: list[int] = []
-        self._streams: list[int] = []
+        self._requests = self._streams = 0  # of all of them
         self._oldest: list[float] = []
         self._arrays: TimeArrays | None = None  # of the views; None: of none, or they are too few
 
@@ -189,18 +181,21 @@ class TimeCost:
 
     def choose(self, state: KvState, draw: float, *, with_terms: bool = False) -> KvChoice:
         """Choose the rank where the request costs least, or sample one."""
-        views = self._current_views(state)
-        prompt = self._prompt(state, views)
+        views, gaps = self._current_views(state)
+        prompt = self._prompt(state, gaps)
         request, temperature = state.request, self._parameters.router_temperature
         if request.overrides is not None and request.overrides.router_temperature is not None:
             temperature = request.overrides.router_temperature
-        if len(views) >= ARRAYS_FROM and not (temperature or with_terms or request.has_preferences):
+        if len(state.ranks) >= ARRAYS_FROM and not (temperature or with_terms or request.has_preferences):
             arrays = self._current_arrays(views)
             if arrays is not None:
-                found = arrays.costs(_decision_of(self, state, prompt, views))
+                found = arrays.costs(_decision_of(self, state, prompt, views, gaps))
+                if gaps.at:
+                    found = arrays.np.delete(found, gaps.at)
                 position, cost, tied = lowest_of(arrays.np, found, draw)
                 return KvChoice(self.name, "ms", state.ranks[position].rank, position, cost, tied, draw)
-        costs = self._costs(state, prompt, views)
+        views, rows = (gaps.left(views), gaps.left(self._rows)) if gaps.at else (views, self._rows)
+        costs = self._costs(state, prompt, views, rows)
         if temperature > 0.0:
             position, tied = pick_sampled(costs, temperature, draw)
             reason = "sampled"
@@ -221,38 +216,37 @@ class TimeCost:
 
     # -- what ranks and the decision bring
 
-    def _current_views(self, state: KvState) -> list[_View]:
-        """Return a view of every rank; those of records that have not changed are there already."""
-        ranks, views, changed = state.ranks, self._views, self._seen.take(state.ranks)
-        if changed is None or self._block_size != state.block_size:
-            return self._reordered(ranks, state.block_size)
+    def _current_views(self, state: KvState) -> tuple[list[_View], Gaps]:
+        """Return a view of every rank, and which of them the state is without; a record that is the same keeps its view."""
+        records, gaps, (gone, new, changed) = self._seen.take(state.ranks)
+        if self._block_size != state.block_size:
+            self._block_size, gone, new, changed = state.block_size, range(len(self._views)), range(len(records)), ()
+        if self._arrays is not None and (gone or new):
+            self._renew(self._arrays)
+            self._arrays.reorder(gone, new)
+        for at in reversed(gone):
+            self._drop(at)
+        for at in new:
+            self._insert(at, self._view(records[at], state.block_size))
         for at in changed:
-            view = views[at] = self._view(ranks[at], state.block_size)
-            self._rows[at] = _row_of(view)
-            self._requests[at], self._streams[at] = view.requests, view.streams
-            self._oldest[at] = view.oldest_use_at
-            if self._arrays is not None:
-                self._arrays.stale.add(at)
-        return views
+            self._drop(at)
+            self._insert(at, self._view(records[at], state.block_size))
+        return self._views, gaps
 
-    def _reordered(self, ranks: Sequence[RankState], block_size: int) -> list[_View]:
-        """Return a view of every rank where the ranks are others; those that were there keep theirs."""
-        former, rows = self._views, self._rows
-        known = {view.record.rank: at for at, view in enumerate(former)} if self._block_size == block_size else {}
-        places = [known.get(rank.rank, -1) for rank in ranks]  # -1: there is no view of it
-        kept = (
-            [at if former[at].record is rank else -1 for at, rank in zip(places, ranks, strict=True)]
-            if known
-            else places
-        )
-        made = [self._view(rank, block_size) if at < 0 else former[at] for at, rank in zip(kept, ranks, strict=True)]
-        self._block_size, self._views = block_size, made
-        self._rows = [_row_of(view) if at < 0 else rows[at] for at, view in zip(kept, made, strict=True)]
-        self._requests, self._streams = [view.requests for view in made], [view.streams for view in made]
-        self._oldest = [view.oldest_use_at for view in made]
+    def _drop(self, at: int) -> None:
+        view = self._views.pop(at)
+        del self._rows[at], self._oldest[at]
+        self._requests -= view.requests
+        self._streams -= view.streams
+
+    def _insert(self, at: int, view: _View) -> None:
+        self._views.insert(at, view)
+        self._rows.insert(at, _row_of(view))
+        self._oldest.insert(at, view.oldest_use_at)
+        self._requests += view.requests
+        self._streams += view.streams
         if self._arrays is not None:
-            self._arrays.reorder(kept)
-        return made
+            self._arrays.stale.add(at)
 
     def _current_arrays(self, views: list[_View]) -> TimeArrays | None:
         """Return the figures of all views; None where NumPy is not installed."""
@@ -263,9 +257,12 @@ class TimeCost:
             limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO)
             rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
             arrays = self._arrays = TimeArrays(np, rows, limits)
-        while arrays.stale:
-            arrays.change(at := arrays.stale.pop(), (*self._rows[at], *_more_of(views[at])))
+        self._renew(arrays)
         return arrays
+
+    def _renew(self, arrays: TimeArrays) -> None:
+        while arrays.stale:
+            arrays.change(at := arrays.stale.pop(), (*self._rows[at], *_more_of(self._views[at])))
 
     def _view(self, rank: RankState, block_size: int) -> _View:
         weights, timing, total = self._parameters, rank.timing, rank.total_kv_blocks or 0
@@ -319,12 +316,14 @@ class TimeCost:
             _seat_ms(rank, step or decode),
         )
 
-    def _prompt(self, state: KvState, views: list[_View]) -> _Prompt:
-        request, weights, now = state.request, self._parameters, state.now
-        requests, streams, oldest = sum(self._requests), sum(self._streams), self._oldest
+    def _prompt(self, state: KvState, gaps: Gaps) -> _Prompt:
+        request, weights, now, count = state.request, self._parameters, state.now, len(state.ranks)
+        oldest = gaps.left(self._oldest) if gaps.at else self._oldest
+        requests = self._requests - sum([self._views[at].requests for at in gaps.at])
+        streams = self._streams - sum([self._views[at].streams for at in gaps.at])
         known = len(oldest) - oldest.count(0.0)
         idle = known * now - sum(oldest)
-        output = views[0].record.timing.output_tokens if request.expected_output is None else request.expected_output
+        output = state.ranks[0].timing.output_tokens if request.expected_output is None else request.expected_output
         credit = None if request.overrides is None else request.overrides.overlap_score_credit
         return _Prompt(
             request.prompt_tokens,
@@ -334,13 +333,13 @@ class TimeCost:
             1.0 if credit is None else credit,
             request.tracks_prefill,
             max(LEAST_IDLE_SECONDS, idle / known) if known else 0.0,
-            weights.decode_weight * min(1.0, MOST_DECODED / max(1.0, output)) / (1 + requests / len(views)) ** 1.5,
-            weights.eviction_weight * (1 + weights.future_weight + weights.stall_weight * streams / len(views)),
+            weights.decode_weight * min(1.0, MOST_DECODED / max(1.0, output)) / (1 + requests / count) ** 1.5,
+            weights.eviction_weight * (1 + weights.future_weight + weights.stall_weight * streams / count),
         )
 
     # -- costs
 
-    def _costs(self, state: KvState, prompt: _Prompt, views: list[_View]) -> list[float]:
+    def _costs(self, state: KvState, prompt: _Prompt, views: list[_View], rows: list[_Row]) -> list[float]:
         """Return the cost of each rank, in the order of the state."""
         matches, now, block_size, weights = state.matches, state.now, state.block_size, self._parameters
         tokens, blocks, output, added, _, is_computed, mean_idle, decode_weight, block_weight = prompt
@@ -351,7 +350,7 @@ class TimeCost:
         costs = []
         # fmt: off
         for at, (begins_at, ends_at, boundary_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
-                 free, seat) in enumerate(self._rows):
+                 free, seat) in enumerate(rows):
             # fmt: on
             if at not in matches:
                 missing = over = needed
@@ -459,11 +458,12 @@ def _held_blocks(weights: TimeParameters, rank: RankState, match: RankMatch, pro
     return prompt.credit * TRUSTED_SHARE[rank.trust] * held
 
 
-def _decision_of(policy: TimeCost, state: KvState, prompt: _Prompt, views: list[_View]) -> TimeDecision:
+def _decision_of(policy: TimeCost, state: KvState, prompt: _Prompt, views: list[_View], gaps: Gaps) -> TimeDecision:
     """Return what the costs have in common for all ranks, and what is held where."""
     needed = prompt.blocks + prompt.output / state.block_size
     held = {}
-    for at, match in state.matches.items():
+    for place, match in state.matches.items():
+        at = gaps.origin(place)
         blocks = _held_blocks(policy.parameters, views[at].record, match, prompt)
         uncached = max(prompt.tokens - blocks * state.block_size, 1.0)
         held[at] = uncached, needed - blocks, needed - match.active_blocks

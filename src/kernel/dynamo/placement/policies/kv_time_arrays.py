@@ -37,9 +37,7 @@ class TimeDecision(NamedTuple):
     is_computed: bool
     mean_idle: float
     block_weight: float
-    held: Mapping[
-        int, tuple[float, float, float]
-    ]  # by position: tokens to be computed, blocks that are missing, and over
+    held: Mapping[int, tuple[float, float, float]]  # by position: tokens to compute, blocks missing, blocks over
 
 
 def numpy() -> ModuleType | None:
@@ -62,10 +60,9 @@ class TimeArrays:
         self._table = np.array(rows, dtype=np.float64).T.copy()
         self.stale: set[int] = set()  # positions of ranks that have changed
 
-    def reorder(self, kept: Sequence[int]) -> None:
-        """Take other ranks: where each was before. Those of -1 are any, and stale."""
-        self._table = self._table[:, kept]
-        self.stale = {new for new, at in enumerate(kept) if at < 0 or at in self.stale}
+    def reorder(self, gone: Sequence[int], new: Sequence[int]) -> None:
+        """Take other ranks, see `reordered`. The new ones are stale."""
+        self._table = reordered(self.np, self._table, gone, new)
 
     def change(self, at: int, row: Sequence[float]) -> None:
         """Take the figures of a rank that has changed."""
@@ -94,9 +91,10 @@ class TimeArrays:
             (boundary_at != 0.0) & (step != 0.0) & (since < limits.most_steps * step), step - since % step, idle_wait
         )
         wait = where(ends_at != 0.0, np.maximum((ends_at - now) * 1000.0, 0.0), wait)
-        wait = where(begins_later, (begins_at - now) * 1000.0, wait)
-        computed = where(begins_later, computed + pass_tokens, computed)
-        waiting_ms = where(begins_later, waiting_with_pass_ms, waiting_ms)
+        if begins_later.any():
+            wait = where(begins_later, (begins_at - now) * 1000.0, wait)
+            computed = where(begins_later, computed + pass_tokens, computed)
+            waiting_ms = where(begins_later, waiting_with_pass_ms, waiting_ms)
         cost = wait + seat + one.decoded * (decode + growth * one.added)
         if one.is_computed:
             work = base + (linear + square * computed) * computed
@@ -115,9 +113,18 @@ class TimeArrays:
                 ratio = one.mean_idle / np.maximum(limits.least_idle_seconds, now - oldest)
                 price = price * where(oldest != 0.0, np.minimum(limits.most_idle_ratio, ratio * ratio), 1.0)
             cost = where(lost > 0.0, cost + price, cost)
-        beyond = over - room
-        found: NDArray[float64] = where(beyond > 0.0, cost + beyond * room_ms * one.output, cost)
+        is_over = (beyond := over - room) > 0.0
+        found: NDArray[float64] = where(is_over, cost + beyond * room_ms * one.output, cost) if is_over.any() else cost
         return found
+
+
+def reordered(np: ModuleType, table: NDArray[float64], gone: Sequence[int], new: Sequence[int]) -> NDArray[float64]:
+    """Return a table of ranks without the columns at the positions `gone`, and with columns of zeros at the positions `new`."""
+    left = np.delete(table, gone, axis=1) if gone else table
+    found: NDArray[float64] = (
+        np.insert(left, [at - before for before, at in enumerate(new)], 0.0, axis=1) if new else left
+    )
+    return found
 
 
 def lowest_of(np: ModuleType, costs: NDArray[float64], draw: float) -> tuple[int, float, int]:

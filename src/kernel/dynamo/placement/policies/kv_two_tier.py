@@ -5,14 +5,16 @@ The native defaults of the three thresholds are not published; those below are o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final
 
 import msgspec
 
-from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState
+from dynamo.placement.candidates import MOST_LOAD
+from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, SeenRecords
 from dynamo.placement.policies.kv_draw import pick_lowest
 from dynamo.placement.policies.kv_parameters import read_parameters
+from dynamo.placement.policies.least_loaded import lowest_load, nth
 
 TYPE_NAME: Final = "dynamo-two-tier-cost-fn"
 
@@ -28,12 +30,14 @@ class TwoTierParameters(msgspec.Struct, frozen=True, gc=False):
 class TwoTierCost:
     """The policy `dynamo-two-tier-cost-fn`."""
 
-    __slots__ = ("_parameters",)
+    __slots__ = ("_counts", "_parameters", "_seen")
 
     name: Final = "two-tier"
 
     def __init__(self, parameters: TwoTierParameters | None = None) -> None:
         self._parameters = parameters or TwoTierParameters()
+        self._seen = SeenRecords()
+        self._counts = bytearray()  # the requests of each rank, `MOST_LOAD` at most
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> TwoTierCost:
@@ -46,36 +50,53 @@ class TwoTierCost:
 
     def choose(self, state: KvState, draw: float, *, with_terms: bool = False) -> KvChoice:
         """Choose the rank with the fewest requests, or the one with the longest match."""
-        reason, candidates = self._candidates(state)
-        loads = [float(state.ranks[at].requests) for at in candidates]
-        picked, tied = pick_lowest(loads, draw)
-        position = candidates[picked]
+        counts: Sequence[int] = self._current_counts(state)
+        fewest, most = lowest_load(counts), max(counts)
+        if most == MOST_LOAD:
+            counts = [rank.requests for rank in state.ranks]
+            fewest, most = min(counts), max(counts)
+        reason, candidates = self._candidates(state, fewest, most)
+        if candidates:
+            picked, tied = pick_lowest([counts[at] for at in candidates], draw)
+            position = candidates[picked]
+        else:
+            tied = counts.count(fewest)
+            position = nth(counts, fewest, min(int(draw * tied), tied - 1))
         return KvChoice(
             self.name,
             "requests",
             state.ranks[position].rank,
             position,
-            loads[picked],
+            float(counts[position]),
             tied,
             draw,
             reason,
             _described(state) if with_terms else (),
         )
 
-    def _candidates(self, state: KvState) -> tuple[str, list[int]]:
-        """Return the rule that applies, and the positions among which the fewest requests decide."""
+    def _current_counts(self, state: KvState) -> bytearray:
+        """Return the requests of each rank of a state."""
+        records, gaps, (gone, new, changed) = self._seen.take(state.ranks)
+        counts = self._counts
+        for at in reversed(gone):
+            del counts[at]
+        for at in new:
+            counts.insert(at, 0)
+        for at in (*new, *changed):
+            counts[at] = min(MOST_LOAD, records[at].requests)
+        return gaps.left(counts) if gaps.at else counts
+
+    def _candidates(self, state: KvState, fewest: int, most: int) -> tuple[str, list[int]]:
+        """Return the rule that applies, and the positions among which the fewest requests decide; none: among all."""
         parameters = self._parameters
-        counts = [rank.requests for rank in state.ranks]
-        most, fewest = max(counts), min(counts)
-        everyone = list(range(len(counts)))
         if most - fewest > parameters.balance_abs_threshold and most > parameters.balance_rel_threshold * fewest:
-            return "out_of_balance", everyone
+            return "out_of_balance", []
         depths = {at: match.overlap.device for at, match in state.matches.items() if match.overlap.device}
         longest = max(depths.values(), default=0)
         share = min(1.0, longest * state.block_size / max(1, state.request.prompt_tokens))
         if longest and share >= parameters.cache_threshold:
             return "longest_match", sorted(at for at, depth in depths.items() if depth == longest)
-        return "match_too_short", everyone
+        return "match_too_short", []
 
 
 def _described(state: KvState) -> tuple[CandidateCost, ...]:

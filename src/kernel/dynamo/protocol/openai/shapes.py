@@ -330,9 +330,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     is_large = False  # its body was long, or of many values: nothing of it is scanned on an event loop
     is_plain = False  # of a validated chat: it has none of the members that `validation.SPECIAL` names
     media = cast("RequestMedia | None", None)  # of a chat: what validation took out of its messages
-    clamps_output: ClassVar[bool] = (
-        False  # of a subclass: an answer longer than the model's context is cut, not refused
-    )
+    clamps_output: ClassVar[bool] = False  # an answer longer than the model's context is cut, not refused
 
     model: str
     stream: bool | None = None

@@ -228,17 +228,7 @@ class _Stages:
 class Course:
     """One course. `instruction` is what is to be done now."""
 
-    __slots__ = (
-        "_stages",
-        "_tried",
-        "count",
-        "instruction",
-        "last",
-        "log",
-        "rules",
-        "state",
-        "worker",
-    )
+    __slots__ = ("_stages", "_tried", "count", "instruction", "last", "log", "rules", "state", "worker")
 
     def __init__(self, rules: CourseRules) -> None:
         self.rules = rules

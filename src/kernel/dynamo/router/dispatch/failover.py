@@ -122,18 +122,9 @@ class Failover:
     """Chooses the workers of one request, and waits for one where none is left. What comes next is its course's decision."""
 
     __slots__ = (
-        "_may_queue",
-        "_replacement",
-        "context",
-        "course",
-        "dispatcher",
-        "given",
-        "pool",
-        "request",
-        "session",
-        "stages",
-        "worker",
-    )
+        "_may_queue", "_replacement", "context", "course", "dispatcher", "given", "pool", "request", "session",
+        "stages", "worker",
+    )  # fmt: skip
 
     def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
         self.dispatcher, self.request, self.context = dispatcher, request, context

@@ -86,9 +86,7 @@ class PrefillJob(NamedTuple):
     limit_seconds: float | None = None  # what one worker may take, where its answer is awaited
     suspect: Suspect | None = None
     can_receive: CanReceive | None = None  # a worker whose blocks no decode worker can receive is passed over
-    renew: Renew | None = (
-        None  # makes the request anew for another worker, where it holds what one worker can take only
-    )
+    renew: Renew | None = None  # makes the request anew for another worker, where only one can take what it holds
 
     @property
     def pinned(self) -> int | None:
@@ -253,9 +251,8 @@ class PrefillRouter:
         if reply.reason != LENGTH:
             return PrefillAnswer(instance, reply.items)
         if reply.params is None and context.is_stopped():
-            return PrefillAnswer(
-                instance, reply.items
-            )  # it ended before the cancellation arrived, and freed the blocks
+            # It ended before the cancellation arrived, and freed the blocks.
+            return PrefillAnswer(instance, reply.items)
         if reply.params is None:
             raise Unknown("No disaggregated params in prefill response")
         onward = self._onward(body, instance.instance_id, reply.handed_over(), rule)

@@ -105,16 +105,8 @@ class KvDomain:
     """The workers of one domain: their cards, what is known of their caches, and the placement among them."""
 
     __slots__ = (
-        "__weakref__",
-        "_degraded",
-        "_members",
-        "_metrics",
-        "_trusts",
-        "guesses",
-        "index",
-        "placement",
-        "relay",
-    )
+        "__weakref__", "_degraded", "_members", "_metrics", "_trusts", "guesses", "index", "placement", "relay",
+    )  # fmt: skip
 
     def __init__(
         self,

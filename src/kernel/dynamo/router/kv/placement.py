@@ -137,18 +137,18 @@ class _KnownWorkers:
 
     def __init__(self, ids: frozenset[int]) -> None:
         self.ids = ids
-        self._same: Mapping[int, int] | None = None  # positions of a list whose ids are all of these
+        self._same: object = None  # the shape of a list whose ids are all of these
 
     def allowed(self, candidates: Sequence[Candidate]) -> Collection[int] | None:
         """Return the ids of the candidates; None: they are all that the router knows, so nothing has to be left out."""
         if not isinstance(candidates, CandidateList):
             ids = {each.instance_id for each in candidates}
             return None if ids == self.ids else ids
-        positions = candidates.shape.positions
-        if positions is not self._same:
-            if positions.keys() != self.ids:
-                return positions
-            self._same = positions
+        shape = candidates.shape
+        if shape is not self._same:
+            if shape.known != self.ids:
+                return shape.known
+            self._same = shape
         return None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain
 from typing import Final, Protocol
 
 import msgspec
@@ -221,7 +221,7 @@ class KvRouter:
 
     def best_cached_tokens(self, query: KvQuery, lookup: Lookup) -> int:
         """Return the most tokens of a prompt that an eligible rank has cached."""
-        eligible = self._states.infos.keys() if is_unconstrained(query) else self._states.part(query).ranks
+        eligible = self._states.infos.keys() if is_unconstrained(query) else self._states.known.part(query).ranks
         depths = (self._effective_blocks(lookup.overlaps[rank]) for rank in eligible if rank in lookup.overlaps)
         return self._tokens(max(depths, default=0.0), lookup.prompt_tokens)
 
@@ -265,11 +265,11 @@ class KvRouter:
 
     def _state(self, query: KvQuery, lookup: Lookup, tracking: Sequence[int], now: float) -> KvState:
         states = self._states
-        part, loads = states.every, states.loads
-        records: tuple[RankState, ...] = states.current()
-        if not loads or states.some_are_busy or not is_unconstrained(query):
-            part = states.part(query)
-            records, loads = tuple(compress(records, part.left)), tuple(compress(loads, part.left))
+        part, records = states.known.every, states.current()
+        if not records or states.known.busy or not is_unconstrained(query):
+            part = states.known.part(query)
+            if part.excluded:
+                records = records.without(part.gaps)
         overrides = query.overrides
         tracks = overrides.track_prefill_tokens if overrides is not None else None
         has_preferences = bool(query.preferred_taints or query.preferred_topology)
@@ -284,7 +284,7 @@ class KvRouter:
             overrides,
             query.origin,
         )
-        matches = self._matches(part, loads, lookup.overlaps, tracking)
+        matches = self._matches(part, lookup.overlaps, tracking)
         if has_preferences:
             matches = {
                 at: msgspec.structs.replace(
@@ -297,7 +297,6 @@ class KvRouter:
     def _matches(
         self,
         part: RankPart,
-        loads: Sequence[LoadOfRank],
         overlaps: Mapping[WorkerRank, Overlap],
         tracking: Sequence[int],
     ) -> dict[int, RankMatch]:
@@ -308,9 +307,12 @@ class KvRouter:
         if not overlaps and not heads:
             return matches
         # Only those that have some of it, in the order of all.
-        guess, ranks, known = 0, part.ranks, part.positions
-        for at in sorted([known[rank] for rank in {*overlaps, *heads} if rank in known]):
-            load, overlap = loads[at], overlaps.get(ranks[at])
+        guess, ranks, known, loads = 0, self._states.ranks, self._states.known.positions, self._states.loads
+        for of_all in sorted([known[rank] for rank in {*overlaps, *heads} if rank in known]):
+            at = part.gaps.place(of_all) if part.excluded else of_all
+            if at < 0:
+                continue
+            load, overlap = loads[of_all], overlaps.get(ranks[of_all])
             if first in load.blocks:
                 active = guess = load.active_blocks(tracking, guess)
                 coming = 0

@@ -75,9 +75,8 @@ class EarlyEvents:
 
     def __init__(self) -> None:
         self._room = Room(MAX_EARLY_BLOCKS)
-        self._queues: OrderedDict[WorkerRank, tuple[float, EventQueue]] = (
-            OrderedDict()
-        )  # the oldest first, and since when
+        # The oldest first, and since when.
+        self._queues: OrderedDict[WorkerRank, tuple[float, EventQueue]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._queues)

@@ -54,16 +54,7 @@ class RoutedRequest(NamedTuple):
 class RoutedAnswer:
     """The items of one answer, from whichever worker serves it. The booking ends with the answer, or with `close`."""
 
-    __slots__ = (
-        "_booked",
-        "_endpoint",
-        "_given",
-        "_session",
-        "_stream",
-        "course",
-        "request",
-        "selection",
-    )
+    __slots__ = ("_booked", "_endpoint", "_given", "_session", "_stream", "course", "request", "selection")
 
     def __init__(self, endpoint: RoutedEndpoint, body: Mapping[str, object], context: Context, query: KvQuery) -> None:
         self._endpoint = endpoint

@@ -168,9 +168,7 @@ class ModelPool(PoolMembers):
         self.use(policy)
         # Requests that wait for a worker, in order of arrival; bounded by those in flight.
         self._waiters: dict[asyncio.Future[None], None] = {}
-        self.emptied_at: float | None = (
-            None  # when the last reachable member was lost; None: one is there, or never was
-        )
+        self.emptied_at: float | None = None  # when the last reachable member was lost; None: it was not
         self.runtime_config = ModelRuntimeConfig()  # what the engine registered about itself
         self._busy: frozenset[int] = frozenset()
 

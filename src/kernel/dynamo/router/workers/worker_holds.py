@@ -70,7 +70,7 @@ class WorkerHolds:
         failed = {hold.instance_id for hold in holds if hold.kind == "quarantine"}
         if isinstance(candidates, CandidateList):
             kept = candidates.without(drained)
-            at = [kept.shape.positions[held] for held in failed if held in kept.shape.positions]
+            at = [place for held in failed if (place := kept.shape.find(held)) >= 0]
             return CandidateList(kept, {each: _failed(kept[each]) for each in at}) if at else kept
         left = [each for each in candidates if each.instance_id not in drained]
         return [_failed(each) if each.instance_id in failed else each for each in left]

@@ -76,18 +76,9 @@ class Context:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_first_token",
-        "_id",
-        "_killed",
-        "_metadata",
-        "_span",
-        "_stopped",
-        "_trace",
-        "deadline",
-        "prompt_tokens",
-    )
+        "__weakref__", "_callbacks", "_first_token", "_id", "_killed", "_metadata", "_span", "_stopped", "_trace",
+        "deadline", "prompt_tokens",
+    )  # fmt: skip
 
     def __init__(
         self,

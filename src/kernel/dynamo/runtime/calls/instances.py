@@ -50,12 +50,6 @@ class _KeptCandidates:
         self.changed |= (frozenset(busy) ^ frozenset(self.busy)) | (opened ^ self.opened)
         self.busy, self.opened = busy, opened
 
-    def renew(self, changes: Mapping[int, Candidate]) -> CandidateList:
-        """Return the candidates with others at some positions: of all that have changed."""
-        self.changed.clear()
-        self.found = CandidateList(self.found, changes)
-        return self.found
-
 
 class InstanceSet:
     """The instances of one endpoint, each with its circuit breaker and the streams that are open there.
@@ -71,11 +65,12 @@ class InstanceSet:
         self._by_id: dict[int, Instance] = {}  # the record in use
         self._records: dict[int, dict[str, Instance]] = {}  # every record that claims an id, by key
         self._ids: dict[str, int] = {}  # key -> the id it claims
-        self._sorted: list[Instance] = []
         self._collisions: set[int] = set()  # ids whose collision was logged
         self._kept: dict[int, _KeptCandidates] = {}  # by the identity of the members
         self.breaker = CircuitBreaker(inhibit_seconds)
         self.loads = LoadBook()
+        self._all = _KeptCandidates(None, _NONE, (), CandidateList(()))  # as they are apart from circuits
+        self.loads.changed = [self._all.changed]
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -87,7 +82,7 @@ class InstanceSet:
     @property
     def discovered(self) -> Sequence[Instance]:
         """Everything the store lists, by id."""
-        return self._sorted
+        return self._all.instances
 
     def put(self, key: str, instance: Instance) -> None:
         """Take over a record of the store that is new or has changed; its circuit is closed."""
@@ -129,7 +124,9 @@ class InstanceSet:
         del self._by_id[instance_id]
         self._collisions.discard(instance_id)
         self.breaker.reset(instance_id)
-        self._sort()
+        every = [*self._all.instances]
+        del every[self._all.found.shape.find(instance_id)]
+        self._all.instances, self._all.found = every, self._all.found.without((instance_id,))
 
     def use_next_record(self, instance: Instance) -> bool:
         """Use another record of this id, as no worker can be reached by `instance`; return whether there is another."""
@@ -163,8 +160,8 @@ class InstanceSet:
     ) -> list[Candidate]:
         """Return the records that a choice is made from, by id. `members`: only these ids; None: all of them."""
         kept = self._kept.get(id(members))
-        if kept is None or kept.instances is not self._sorted:
-            kept = self._keep(members, busy)
+        if kept is None or kept.instances is not self._all.instances:
+            kept = self._keep(members)
         if kept.changed or busy is not kept.busy or kept.opened or self.breaker.open:
             return self._renewed(kept, busy, self.breaker.open_circuits(now) if self.breaker.open else _NONE)
         return kept.found
@@ -173,13 +170,14 @@ class InstanceSet:
         """Return kept candidates with new records of those that have changed."""
         if busy is not kept.busy or opened is not kept.opened:
             kept.note(busy, opened)
-        positions = kept.found.shape.positions
-        return kept.renew({
-            positions[known]: self._candidate(self._by_id[known], busy, opened)
-            for known in kept.changed & positions.keys()
+        kept.found = CandidateList(kept.found, {
+            at: self._candidate(self._by_id[known], busy, opened)
+            for known in kept.changed if (at := kept.found.shape.find(known)) >= 0
         })  # fmt: skip
+        kept.changed.clear()
+        return kept.found
 
-    def _candidate(self, instance: Instance, busy: Container[int], opened: Container[int]) -> Candidate:
+    def _candidate(self, instance: Instance, busy: Container[int] = (), opened: Container[int] = ()) -> Candidate:
         instance_id = instance.instance_id
         return Candidate(
             instance_id,
@@ -190,29 +188,36 @@ class InstanceSet:
             instance_id in opened,
         )
 
-    def _keep(self, members: Container[int] | None, busy: Collection[int]) -> _KeptCandidates:
-        """Make the candidates of a group of workers anew, and keep them for the next choice."""
-        former = self._kept.pop(id(members), None)
-        chosen = [each for each in self._sorted if members is None or each.instance_id in members]
-        found = CandidateList([self._candidate(each, busy, ()) for each in chosen])
-        if former is not None and former.found.shape.positions == found.shape.positions:
-            found.shape = former.found.shape  # the same object: the ids are the same
+    def _keep(self, members: Container[int] | None) -> _KeptCandidates:
+        """Take the candidates of a group of workers from those of all, and keep them for the next choice."""
+        every = self._all
+        found = self._renewed(every, _NONE, _NONE)
+        if members is not None:
+            ids = found.shape.known
+            others = ids - members if isinstance(members, frozenset) else [each for each in ids if each not in members]
+            found = found.without(others)
+        self._kept.pop(id(members), None)
         # Groups of before the last join or loss go, as every booking is noted for each group that is kept.
-        self._kept = {key: each for key, each in self._kept.items() if each.instances is self._sorted}
+        self._kept = {key: each for key, each in self._kept.items() if each.instances is every.instances}
         if len(self._kept) >= MAX_KEPT:
             del self._kept[next(iter(self._kept))]
-        kept = self._kept[id(members)] = _KeptCandidates(members, busy, self._sorted, found)
-        self.loads.changed = [each.changed for each in self._kept.values()]
+        kept = self._kept[id(members)] = _KeptCandidates(members, _NONE, every.instances, found)
+        self.loads.changed = [every.changed, *(each.changed for each in self._kept.values())]
         return kept
 
     def _use(self, instance: Instance) -> None:
-        self._by_id[instance.instance_id] = instance
-        self.breaker.reset(instance.instance_id)
-        self._sort()
-
-    def _sort(self) -> None:
-        # A new list each time: `discovered` may be iterated while the store changes.
-        self._sorted = [self._by_id[key] for key in sorted(self._by_id)]
+        instance_id, found = instance.instance_id, self._all.found
+        self._by_id[instance_id] = instance
+        self.breaker.reset(instance_id)
+        every = [*self._all.instances]  # a new list: `discovered` may be iterated while the store changes
+        at = found.shape.find(instance_id)
+        if at >= 0:
+            every[at] = instance
+            self._all.changed.add(instance_id)
+        else:
+            self._all.found = found = found.joined_by(self._candidate(instance))
+            every.insert(found.shape.find(instance_id), instance)
+        self._all.instances = every
 
 
 def _is_own_key(key: str, instance: Instance) -> bool:

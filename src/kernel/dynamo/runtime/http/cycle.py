@@ -106,19 +106,9 @@ class Cycle:
     """From the head of a request to the end of its answer. What arrives of the request is `request`; the rest is the answer."""
 
     __slots__ = (
-        "_batch",
-        "_connection",
-        "_gate",
-        "_leave",
-        "_left",
-        "disconnected",
-        "is_pushable",
-        "keep_alive",
-        "request",
-        "response_complete",
-        "response_started",
-        "scope",
-    )
+        "_batch", "_connection", "_gate", "_leave", "_left", "disconnected", "is_pushable", "keep_alive", "request",
+        "response_complete", "response_started", "scope",
+    )  # fmt: skip
 
     def __init__(
         self, connection: HttpConnection, gate: Gate, scope: Scope, *, keep_alive: bool, expects_continue: bool = False

@@ -202,9 +202,8 @@ class LoopWatchdog:
         if seen is not None and seen[0] == ticked_at:
             self._reports.ended(LoopBlock(now - ticked_at, seen[1]))
         elif now - ticked_at >= self._threshold_seconds and cpu - ticked_cpu > (now - ticked_at) / 2:
-            self._reports.ended(
-                LoopBlock(now - ticked_at, None)
-            )  # it held the interpreter's lock: the thread could not check
+            # It held the interpreter's lock: the thread could not check.
+            self._reports.ended(LoopBlock(now - ticked_at, None))
         self._ticked = _Tick(now, cpu)
         self._tick_later(loop)
 

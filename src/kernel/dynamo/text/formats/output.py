@@ -25,19 +25,9 @@ class Output:
     """
 
     __slots__ = (
-        "_before_waiting",
-        "_events",
-        "_gap",
-        "_has_called",
-        "_is_flowing",
-        "_waiting",
-        "has_all_arguments",
-        "is_open",
-        "is_reasoning",
-        "keeps_cut_call",
-        "name",
-        "was_limited",
-    )
+        "_before_waiting", "_events", "_gap", "_has_called", "_is_flowing", "_waiting", "has_all_arguments",
+        "is_open", "is_reasoning", "keeps_cut_call", "name", "was_limited",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._events: list[OutputEvent] = []

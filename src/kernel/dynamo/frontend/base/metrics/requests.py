@@ -87,15 +87,8 @@ class ModelSeries:
     """The series of one model that do not depend on the route."""
 
     __slots__ = (
-        "active",
-        "duration",
-        "inflight",
-        "inter_token",
-        "queue_age",
-        "queued",
-        "time_to_first_token",
-        "tokens",
-    )
+        "active", "duration", "inflight", "inter_token", "queue_age", "queued", "time_to_first_token", "tokens",
+    )  # fmt: skip
 
     def __init__(self, families: ModelFamilies, model: str) -> None:
         self.inflight: Gauge = families.inflight.labels(model)

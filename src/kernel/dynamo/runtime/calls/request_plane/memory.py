@@ -213,9 +213,8 @@ class MemorySink(SinkRecord):
         self._credit = INITIAL_CREDITS
         self._offsets = OffsetCounter()
         self._waiter: asyncio.Future[None] | None = None
-        self.stream: MemoryStream | None = MemoryStream(
-            loop, self
-        )  # None: ended, so that the two do not keep each other
+        # None: ended, so that the two do not keep each other.
+        self.stream: MemoryStream | None = MemoryStream(loop, self)
 
     def send_tokens(
         self,

@@ -77,19 +77,9 @@ class StreamBuffer(ABC):
     """Credits that a reader must have used before they are granted back: half a window, so grants are few."""
 
     __slots__ = (
-        "_drain_timer",
-        "_error",
-        "_on_first",
-        "_on_release",
-        "_others",
-        "_waiter",
-        "consumed",
-        "items",
-        "listener",
-        "next_offset",
-        "state",
-        "touched",
-    )
+        "_drain_timer", "_error", "_on_first", "_on_release", "_others", "_waiter", "consumed", "items", "listener",
+        "next_offset", "state", "touched",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.items: list[StreamItem] = []

@@ -268,9 +268,8 @@ class FileBucket:
         except FileNotFoundError:
             return  # gone again: the directory's time has changed, and the next scan finds it
         if own is not None and own != value and now >= self._due.restore_at:
-            self._due.restore_at = (
-                now + self._clocks.renew_seconds
-            )  # two owners of one key must not fight at every poll
+            # Two owners of one key must not fight at every poll.
+            self._due.restore_at = now + self._clocks.renew_seconds
             self.restore(name, own, "was overwritten by another process")
             return  # the next scan finds it
         self._entries[name] = _Entry(key, value, signature)

@@ -71,19 +71,9 @@ class ItemOutbox:
     """
 
     __slots__ = (
-        "_backlog_bytes",
-        "_control",
-        "_cut",
-        "_end_stream",
-        "_first",
-        "_loop",
-        "flush_scheduled",
-        "items",
-        "paused",
-        "step",
-        "transport",
-        "waiting",
-    )
+        "_backlog_bytes", "_control", "_cut", "_end_stream", "_first", "_loop", "flush_scheduled", "items", "paused",
+        "step", "transport", "waiting",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -18,16 +18,9 @@ class Outflow:
     """The sending half of a caller's connection."""
 
     __slots__ = (
-        "_bodies",
-        "_body_bytes",
-        "_control",
-        "_flush_scheduled",
-        "_grants",
-        "_is_wanted",
-        "_loop",
-        "paused",
+        "_bodies", "_body_bytes", "_control", "_flush_scheduled", "_grants", "_is_wanted", "_loop", "paused",
         "transport",
-    )
+    )  # fmt: skip
 
     def __init__(self, is_wanted: Callable[[int], bool]) -> None:
         """`is_wanted`: whether a stream still is; the rest of its body is dropped otherwise."""

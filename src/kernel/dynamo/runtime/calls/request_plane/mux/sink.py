@@ -23,17 +23,7 @@ TOKEN_BYTES: Final = 10  # of a one-token chunk in a batch
 class MuxSink(SinkRecord):
     """One response stream at the worker; implements `ResponseSink`."""
 
-    __slots__ = (
-        "_others",
-        "_stream_id",
-        "_turn",
-        "_waiter",
-        "connection",
-        "credit",
-        "ended",
-        "offset",
-        "outbox",
-    )
+    __slots__ = ("_others", "_stream_id", "_turn", "_waiter", "connection", "credit", "ended", "offset", "outbox")
 
     def __init__(
         self, connection: MuxServerProtocol, outbox: ItemOutbox, stream_id: int, context: Context, credit: int
