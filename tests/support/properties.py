@@ -12,6 +12,7 @@ from hypothesis import settings
 
 FULL_EXAMPLES: Final = 100  # of a test that names no number of its own, as hypothesis has it
 FEWEST_EXAMPLES: Final = 5
+IN_TEST_ALL: Final = 0.4  # the share that `make test-all` tries
 
 
 T = TypeVar("T")
@@ -22,12 +23,13 @@ def share() -> float:
     return settings.default.max_examples / FULL_EXAMPLES if settings.default is not None else 1.0
 
 
-def some_of(cases: Sequence[T], first: int = 0) -> Sequence[T]:
+def some_of(cases: Sequence[T], first: int = 0, *, enough: float = 1.0) -> Sequence[T]:
     """Return all cases, or every tenth where the profile has a tenth of the examples, and so on.
 
-    `first` shifts which ones: neighbours that are given different numbers have different places tried.
+    `first` shifts which ones: neighbours that are given different numbers have different places tried. `enough`: the share
+    of the examples from which on all cases are tried.
     """
-    step = max(1, round(1 / share()))
+    step = 1 if share() >= enough else max(1, round(1 / share()))
     return cases[first % step :: step]
 
 

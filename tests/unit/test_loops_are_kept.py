@@ -155,6 +155,13 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
+@cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """Every call, function and context of those modules: to walk through all that they consist of takes a second."""
+    kinds = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.withitem)
+    return {path: [node for node in ast.walk(module) if isinstance(node, kinds)] for path, module in modules().items()}
+
+
 def folder_of(path: str) -> str:
     return path.rpartition("/")[0]
 
@@ -187,16 +194,16 @@ def is_named(call: ast.Call) -> bool:
 
 
 def started() -> Iterator[str]:
-    for path, module in modules().items():
-        for node in ast.walk(module):
+    for path, found in nodes().items():
+        for node in found:
             if isinstance(node, ast.Call) and (work := work_of(node)) is not None:
                 yield f"{folder_of(path)}:{work}"
 
 
 def swallowing() -> Iterator[str]:
     """Loops with a handler of any exception that neither ends them nor counts it."""
-    for path, module in modules().items():
-        for function in ast.walk(module):
+    for path, found in nodes().items():
+        for function in found:
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             loops = [node for node in ast.walk(function) if isinstance(node, ast.While)]
@@ -225,7 +232,7 @@ def test_what_is_started_without_the_helper_is_listed_with_its_reason() -> None:
 
 def test_a_loop_with_a_rule_of_its_own_counts_its_failures() -> None:
     own = {each.partition(":")[0] for each, reason in STARTED.items() if reason is COUNTED}
-    counting = {folder_of(path) for path, module in modules().items() for node in ast.walk(module) if is_counted(node)}
+    counting = {folder_of(path) for path, found in nodes().items() for node in found if is_counted(node)}
     assert counting - {"runtime/base"} == own
 
 
@@ -243,9 +250,9 @@ def test_a_loop_that_goes_on_after_any_exception_counts_it() -> None:
 
 def kept() -> Iterator[str]:
     """Yield the name of each loop on the helper, as it is written there; but for the helper's own."""
-    for path, module in modules().items():
+    for path, found in nodes().items():
         if not path.startswith("runtime/base/"):
-            names = (name_of(node) for node in ast.walk(module) if isinstance(node, ast.Call))
+            names = (name_of(node) for node in found if isinstance(node, ast.Call))
             yield from (ast.unparse(name).removeprefix("f")[1:-1] for name in names if name is not None)
 
 
@@ -264,8 +271,9 @@ def name_of(call: ast.Call) -> ast.expr | None:
 
 
 def test_a_test_kills_each_loop() -> None:
-    assert set(kept()) - KILLED.keys() == set(), "let it fail in a test, and list that here"
-    assert KILLED.keys() - set(kept()) == set(), "listed, and kept no more"
+    found = set(kept())
+    assert found - KILLED.keys() == set(), "let it fail in a test, and list that here"
+    assert KILLED.keys() - found == set(), "listed, and kept no more"
     tests = {name: (SRC.parent / "tests" / name).read_text(encoding="utf-8") for name, _ in KILLED.values()}
     assert [loop for loop, (name, step) in KILLED.items() if step not in tests[name]] == []
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -192,27 +190,6 @@ def test_a_built_in_engine_says_which_extra_it_needs(monkeypatch: pytest.MonkeyP
         load_engine("reference")
 
 
-def test_help_imports_nothing_heavy() -> None:
-    heavy = ("asyncio", "argparse", "rich", "msgspec", "dynamo.runtime", "dynamo.frontend", "dynamo.common")
-    program = (
-        "import sys; from dynamo.cli.main import main; main(['--help']); "
-        f"print([name for name in {heavy} if name in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "usage: dynamo COMMAND" in shown
-    assert shown.rstrip().endswith("['argparse']"), "argparse is what error lines need; nothing else belongs here"
-
-
-def test_the_parent_of_the_processes_imports_neither_runtime_nor_frontend() -> None:
-    program = "import sys; import dynamo.cli.serve, dynamo.cli.local; print([m for m in sys.modules if m.startswith('dynamo.')])"
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    # These load nothing of ours.
-    modules = ("", ".base", ".base.addresses", ".base.forever", ".base.tasks", ".observe", ".observe.log_text")
-    light = {f"dynamo.runtime{part}" for part in modules}
-    loaded = set(eval(shown)) - light
-    assert {name.split(".")[1] for name in loaded} == {"cli", "errors", "scaling", "settings", "supervise"}
-
-
 # -- conformance --------------------------------------------------------------------------------------------------------
 
 BROKEN = """
@@ -252,19 +229,6 @@ def test_a_broken_promise_is_named_and_ends_with_1(capsys: pytest.CaptureFixture
     assert said.err == "NoTerminalChunk: the last chunk must have a finish_reason\n"
     assert "ok  metrics set-up is stable" in said.out
     sys.modules.pop("broken_engine")
-
-
-@each_case("argv", [["--help"], ["models"], ["completion", "bash"]])
-def test_a_reader_that_leaves_ends_a_command_without_a_word(argv: list[str]) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "dynamo.cli.main", *argv], stdout=writing, stderr=subprocess.PIPE, text=True
-        )
-    finally:
-        os.close(writing)
-    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_a_connection_of_a_command_that_breaks_is_no_reader_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

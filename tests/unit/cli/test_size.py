@@ -128,14 +128,6 @@ def test_a_prompt_larger_than_the_cache_is_never_a_success() -> None:
     assert not found.meets(plan.goals)
 
 
-def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("one.json", "two.json")]
-    few = ["size", "--ttft", "400", *LOAD[:6], "--requests", "30", "--max-replicas", "2", "--no-split"]
-    for jobs, file in zip(("1", "2"), files, strict=True):
-        assert dynamo([*few, "--jobs", jobs, "--json", str(file)]) == 0
-    assert files[0].read_text() == files[1].read_text()
-
-
 def test_a_trace_takes_the_place_of_the_sketch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 40 * n, "input_length": 600, "output_length": 8, "hash_ids": [0, n]} for n in range(1, 40)]

@@ -1,7 +1,6 @@
 import importlib
 import json
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
@@ -208,16 +207,6 @@ def test_the_backend_facade_is_a_module() -> None:
     assert dynamo._core.backend.DisaggregationMode.Aggregated == 1
 
 
-def test_importing_the_contract_loads_neither_prometheus_nor_a_server() -> None:
-    code = (
-        "import sys; from dynamo.common.backend import LLMEngine, EngineConfig, WorkerConfig; "
-        "import dynamo.common.backend.metrics; "
-        "print([m for m in ('prometheus_client', 'uvicorn', 'torch', 'zmq') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_worker_offers_only_parsers_that_exist() -> None:
     for names in (dynamo._core.get_tool_parser_names(), dynamo._core.get_reasoning_parser_names()):
         assert names == sorted(set(names))
@@ -270,16 +259,3 @@ def test_a_message_is_logged_for_the_place_it_names(level: str, number: int, cap
     (record,) = caplog.records
     assert (record.levelno, record.getMessage(), record.name) == (number, "50% done", "some.module")
     assert (record.pathname, record.lineno) == ("file.py", 7)
-
-
-def test_an_error_of_use_of_the_sample_command_is_one_line_and_exit_2() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "dynamo.common.backend.sample_main", "--request-plane", "pigeon"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "--request-plane" in done.stderr

@@ -13,13 +13,13 @@ import numpy
 import pytest
 
 import dynamo._core
-from dynamo.common import _version, forward_pass_metrics, lora, model_fetch, rl
+from dynamo.common import _version, forward_pass_metrics, lora, rl
 from dynamo.common.engine_monitor import EngineHealthMonitorConfig
 from dynamo.common.forward_pass_metrics import ForwardPassMetrics, QueuedRequestMetrics, WelfordAccumulator
 from dynamo.common.metadata_upload import MetadataUploader
 from dynamo.common.native_offloading import get_native_offloading_capacity_tokens, native_offloading_capacity
 from dynamo.common.utils.runtime import create_runtime
-from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.errors import InvalidArgument
 from dynamo.runtime.calls.context import Context
 from support.cases import each_case
 
@@ -93,19 +93,6 @@ def test_the_capacity_of_an_offload(tokens: Any, entry: Any) -> None:
     read = get_native_offloading_capacity_tokens({"native_offloading_capacity": {"total_tokens": tokens}})
     assert read == (entry and entry["total_tokens"])
     assert get_native_offloading_capacity_tokens(tokens) is None
-
-
-# -- models -------------------------------------------------------------------------------------------------------------
-
-
-async def test_a_model_is_fetched_in_a_process_that_ends(tmp_path: Path) -> None:
-    assert await model_fetch.fetch_model_in_subprocess(str(tmp_path)) == str(tmp_path)
-    assert await model_fetch.fetch_model(str(tmp_path), ignore_weights=True) == str(tmp_path)
-    assert [model_fetch.needs_local_model_path(name) for name in ("ngc://a/b", "a/b")] == [True, False]
-    with pytest.raises(CannotConnect, match="NGC is not supported"):
-        await model_fetch.fetch_model("ngc://a/b")
-    with pytest.raises(RuntimeError, match="ngc://a/b was not fetched: CannotConnect: NGC is not supported"):
-        await model_fetch.fetch_model_in_subprocess("ngc://a/b")
 
 
 # -- metadata -----------------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import asyncio
 import gc
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -326,15 +324,6 @@ def test_constraints_thresholds_and_modes_are_values() -> None:
 )
 def test_the_keywords_are_the_native_ones(call: Any, parameters: str) -> None:
     assert " ".join(inspect.signature(call).parameters) == parameters
-
-
-def test_an_engine_does_not_load_the_router() -> None:
-    code = "import sys, dynamo.llm, dynamo._core; print([each for each in sys.modules if each.startswith('dynamo.router')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]"
-    for name in ("KvRouter", "KvRouterConfig", "KvIndexer", "ApproxKvIndexer", "RouterConfig"):
-        assert getattr(dynamo.llm, name) is getattr(dynamo._core, name)
-        assert name in dynamo.llm.__all__
 
 
 # -- the life of a router -----------------------------------------------------------------------------------------------

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dynamo.runtime import logging as native
 from support.cases import each_case
-from support.patience import PATIENCE_SECONDS
 
 
 @each_case(
@@ -63,56 +59,6 @@ def test_a_flag_that_is_neither_true_nor_false_is_false(
     monkeypatch.setenv("SOME_FLAG", "yes")
     assert native.get_bool_env_var("SOME_FLAG", "true") is False
     assert "SOME_FLAG='yes'" in caplog.text
-
-
-PROGRAM = """
-import json, logging, logging.config, os
-from dynamo.runtime.logging import configure_logger, configure_{engine}_logging
-configure_logger("svc", 7, logging.WARNING)
-logging.info("not shown")
-logging.warning("shown")
-configure_{engine}_logging(logging.INFO)
-path = os.environ["{variable}"]
-logging.config.dictConfig(json.load(open(path)))
-def check_health():
-    logging.getLogger("{logger}").debug("healthy")
-    logging.getLogger("{logger}").info("hurt")
-logging.getLogger("{logger}.deep").debug("detail")
-check_health()
-print(path)
-"""
-
-
-def run(engine: str, variable: str, logger: str, **env: str) -> tuple[list[str], Path]:
-    code = PROGRAM.format(engine=engine, variable=variable, logger=logger)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
-    )  # fmt: skip
-    return done.stderr.splitlines(), Path(done.stdout.strip())
-
-
-def test_an_engine_logs_like_its_worker_and_leaves_no_file() -> None:
-    lines, file = run("vllm", "VLLM_LOGGING_CONFIG_PATH", "vllm")
-    assert [line.partition("Z ")[2] for line in lines] == [
-        " WARN <string>: [svc:7] shown",
-        " INFO <string>.check_health: hurt",
-    ]
-    assert not file.exists()
-
-
-def test_the_level_of_vllm_is_its_own_variable_and_its_health_checks_are_not_logged() -> None:
-    lines, _ = run(
-        "vllm", "VLLM_LOGGING_CONFIG_PATH", "vllm", VLLM_LOGGING_LEVEL="DEBUG", DYN_LOGGING_CONSOLE_FORMAT="jsonl"
-    )
-    records = [json.loads(line) for line in lines[1:]]
-    assert [(record["level"], record["message"]) for record in records] == [("DEBUG", "detail"), ("INFO", "hurt")]
-    assert records[1]["target"] == "<string>.check_health"
-
-
-@pytest.mark.parametrize("logger", ["sglang", "gpu_memory_service"])
-def test_sglang_and_its_memory_service_log_in_the_same_format(logger: str) -> None:
-    lines, _ = run("sglang", "SGLANG_LOGGING_CONFIG_PATH", logger)
-    assert lines[1].endswith(" INFO <string>.check_health: hurt")
 
 
 def test_the_format_of_sglang_is_left_alone_where_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

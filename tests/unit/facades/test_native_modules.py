@@ -9,8 +9,6 @@ import inspect
 import json
 import pkgutil
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +53,6 @@ from dynamo.llm import (
 from dynamo.runtime import DistributedRuntime
 from dynamo.worker import run as worker_run
 from support.cases import each_case
-from support.patience import PATIENCE_SECONDS
 
 # -- names --------------------------------------------------------------------------------------------------------------
 
@@ -82,28 +79,6 @@ def test_what_an_error_refers_to_is_there() -> None:
     named = {name for text in texts for name in re.findall(r"\bdynamo(?:\.\w+)+", text)}
     assert all(pkgutil.resolve_name(name) for name in named)
     assert len(named) > 15
-
-
-def test_a_native_layer_in_a_folder_of_its_own_adds_what_is_not_here(tmp_path: Path) -> None:
-    more = (
-        "http/url_validator",
-        "protocols/image_protocol",
-        "storage",
-        "configuration/groups/http_args",
-        "utils/topology",
-        "recv_forward_pass_metrics",
-    )
-    for name in more:
-        file = tmp_path / "dynamo" / "common" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("HERE = True\n")
-    for package in ("http", "protocols", "configuration/groups", "configuration", "utils", ""):
-        (tmp_path / "dynamo" / "common" / package / "__init__.py").write_text("")
-    modules = ["dynamo.common." + name.replace("/", ".") for name in more]
-    lines = [f"import sys; sys.path.append({str(tmp_path)!r})"]
-    lines += [f"import {module}; assert {module}.HERE" for module in modules]
-    lines.append("from dynamo.common.configuration import ArgGroup")  # ours stays in front
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=PATIENCE_SECONDS)
 
 
 def test_the_options_of_the_decoder_are_those_of_1_6_1(

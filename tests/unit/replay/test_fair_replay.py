@@ -2,101 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.mocker.timing import PolynomialTiming
-from dynamo.replay.figures import ReplayFigures
 from dynamo.replay.modes import frontend_of
-from dynamo.replay.run import run_replay
-from dynamo.replay.setup import ReplaySetup, Restart
+from dynamo.replay.setup import Restart
 from dynamo.replay.trace import Stretch, Trace, TraceRequest
 from dynamo.scheduling import SchedulerOptions
-
-BLOCK = 64
-
-
-def replayed(
-    trace: Trace, order: str, workers: int, blocks: int = 1024, restarts: tuple[Restart, ...] = ()
-) -> ReplayFigures:
-    options = SchedulerOptions(num_gpu_blocks=blocks, block_size=BLOCK)
-    setup = ReplaySetup(workers=workers, block_size=BLOCK, restarts=restarts)
-    mode = f"kv:time,queue=0,order={order}"
-    return run_replay(trace, setup, options, frontend_of(mode, options), mode=mode)
-
-
-def two_tenants(rate: float, times: int, seconds: float, seed: int, prompt: int = 2000) -> Trace:
-    """Make a trace of a quiet tenant and one that sends `times` as many of the same requests; no two share a prefix.
-
-    The workers compute prompts only, as those of a disaggregated model do.
-    """
-    arrivals: list[tuple[float, str, int]] = []
-    for tenant, each in (("quiet", rate), ("noisy", rate * times)):
-        rng, at = random.Random(f"{seed} {tenant}"), 0.0
-        while each and (at := at + rng.expovariate(each)) < seconds:
-            arrivals.append((at * 1000, tenant, rng.randint(prompt // 2, 3 * prompt // 2)))
-    return Trace(
-        "two tenants",
-        [
-            TraceRequest(f"{tenant}{number}", at, (Stretch(number, tokens),), 1, tenant=tenant)
-            for number, (at, tenant, tokens) in enumerate(sorted(arrivals))
-        ],
-    )
-
-
-def p99(figures: ReplayFigures, tenant: str = "quiet") -> float:
-    times = sorted(each.ttft_ms or 1e9 for each in figures.requests if each.request_id.startswith(tenant))
-    return times[int(0.99 * len(times))]
+from support.tenants import p99, replayed, two_tenants
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_tenant_at_ten_times_the_load_of_another_costs_that_one_a_tenth_at_the_most(seed: int) -> None:
     # 64 workers can compute 1,300 of these prompts a second; 1,730 come. What is left of the difference is the wait for a
-    # worker to end its prompt, as none is interrupted: with fewer workers that is longer, see below.
+    # worker to end its prompt, as none is interrupted: with fewer workers that is longer (tests/long/simulation).
     alone = p99(replayed(two_tenants(157, 0, 0.9, seed), "dlpm", workers=64))
     assert p99(replayed(two_tenants(157, 10, 0.9, seed), "dlpm", workers=64)) <= 1.1 * alone
-
-
-def test_before_few_workers_a_quiet_tenant_waits_for_those_that_compute_and_not_for_the_backlog() -> None:
-    alone = p99(replayed(two_tenants(12, 0, 6, 1), "dlpm", workers=8))
-    crowded = two_tenants(12, 20, 6, 1)
-    assert p99(replayed(crowded, "dlpm", workers=8)) <= 2 * alone
-    assert p99(replayed(crowded, "fcfs", workers=8)) >= 20 * alone
-
-
-def quiet_before_noisy(trace: Trace, workers: int) -> list[float]:
-    """Return the quiet tenant's times to first token where it always has the next worker that ends a prompt."""
-    timing, free = PolynomialTiming(), [0.0] * workers
-    waiting: list[tuple[bool, float, TraceRequest]] = []
-    coming = sorted(trace.requests, key=lambda each: each.arrival_ms, reverse=True)
-    times: list[float] = []
-    while coming or waiting:
-        now = free[0] if waiting else max(free[0], coming[-1].arrival_ms)
-        while coming and coming[-1].arrival_ms <= now:
-            each = coming.pop()
-            heapq.heappush(waiting, (each.tenant != "quiet", each.arrival_ms, each))
-        is_noisy, arrival, each = heapq.heappop(waiting)
-        end = max(now, arrival) + timing.prefill_ms(1, each.prompt[0].tokens, 0)
-        heapq.heapreplace(free, end)
-        if not is_noisy:
-            times.append(end - arrival)
-    return times
-
-
-def test_before_few_workers_no_queue_that_interrupts_nothing_would_serve_a_quiet_tenant_much_sooner() -> None:
-    ideal, ours = list[float](), list[float]()
-    for seed in (1, 2, 3):
-        crowded = two_tenants(157 / 8, 10, 7.2, seed)
-        ideal += quiet_before_noisy(crowded, workers=8)
-        ours += [
-            each.ttft_ms or 1e9 for each in replayed(crowded, "dlpm", workers=8).requests if each.request_id[0] == "q"
-        ]
-    assert len(ideal) == len(ours)
-    last = int(0.99 * len(ours))
-    assert sorted(ours)[last] <= 1.05 * sorted(ideal)[last]
 
 
 def shared_prefixes(tenants: int = 8, each: int = 20, prefix: int = 6000, own: int = 100) -> Trace:

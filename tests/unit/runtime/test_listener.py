@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,33 +228,3 @@ def test_without_any_route_the_loopback_is_the_address(monkeypatch: pytest.Monke
 )
 def test_the_device_type_follows_what_the_environment_hides(env: dict[str, str], device: str) -> None:
     assert detect_device_type(env) == device
-
-
-UVLOOP = """
-import asyncio, sys
-import uvloop
-from dynamo.runtime.calls.context import Context
-from dynamo.runtime.calls.request_plane.mux import MuxClient
-from support.native_caller import native_caller
-from test_listener import PATH, listening, mux_tokens
-
-async def main():
-    async with listening() as listener, native_caller(listener.address) as caller:
-        client = MuxClient()
-        assert await mux_tokens(client, listener, 3) == [0, 1, 2]
-        for _ in range(3):
-            assert (await (await caller.call(PATH, {"n": 2})).everything())[-1] == "sentinel"
-        await client.close()
-    print("served")
-
-uvloop.run(main())
-"""
-
-
-def test_both_wires_work_on_uvloop_too() -> None:
-    pytest.importorskip("uvloop")
-    here = Path(__file__)
-    paths = [str(here.parent), str(here.parents[2])]  # this module, and the helpers
-    program = f"import sys; sys.path[:0] = {paths!r}\n" + UVLOOP
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
-    assert (found.stdout, found.returncode) == ("served\n", 0), found.stderr

@@ -57,8 +57,7 @@ class BadPayload(ValueError):
     """A payload, or one of its events, that cannot be read; holds the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """The engine holds these blocks, which follow each other and `parent`."""
 
     block_hashes: list[int]
@@ -72,16 +71,14 @@ class Stored:
     is_eagle: bool = False  # one more token than the blocks hold
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(msgspec.Struct, frozen=True):
     """The engine no longer holds these blocks."""
 
     block_hashes: list[int]
     tier: str = "device"
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(msgspec.Struct, frozen=True):
     """The engine holds nothing any more."""
 
 

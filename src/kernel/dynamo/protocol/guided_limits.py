@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import Struct
+
 from dynamo.settings.readers import integer
 from dynamo.settings.table import setting
 
@@ -45,8 +47,7 @@ class GuidedLimits:
 DEFAULT_GUIDED_LIMITS: Final = GuidedLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class GuidedExcess:
+class GuidedExcess(Struct, frozen=True):
     """One bound that a request exceeds."""
 
     member: str  # of `guided_decoding`

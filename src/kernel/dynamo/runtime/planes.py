@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from msgspec import Struct
+
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.addresses import LOCAL_STORES, LOOPBACK, bind_host
 from dynamo.runtime.base.settings import (
@@ -51,8 +53,7 @@ Made = TypeVar("Made", covariant=True)
 Parts = TypeVar("Parts", contravariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class PlaneNames:
+class PlaneNames(Struct, frozen=True):
     """The planes that a runtime was made with."""
 
     store: str  # of discovery
@@ -124,8 +125,7 @@ class PlaneParts:
 # -- discovery ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StoreParts:
+class StoreParts(Struct, frozen=True):
     """What a discovery store is made of."""
 
     settings: RuntimeSettings

@@ -33,10 +33,10 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+from msgspec import Struct
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
@@ -88,8 +88,7 @@ _BEHIND_NEWLINE: Final = r"[^\s{not_behind}]\n(?=[^\W_])"
 _BEFORE_CHINESE_PUNCTUATION: Final = r"[\u4e00-\u9fa5](?=[，。！？；：、])"
 
 
-@dataclass(frozen=True, slots=True)
-class ExactCuts:
+class ExactCuts(Struct, frozen=True):
     """Finds places where a text may be cut."""
 
     pattern: re.Pattern[str]

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct
+
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.responses import ChatLogprobPieces
 from dynamo.protocol.openai.shapes import JsonMapping
@@ -49,8 +51,7 @@ _SIGNS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MediaTokens:
+class MediaTokens(Struct, frozen=True):
     """What is known of the media of one model."""
 
     kinds: frozenset[str] = frozenset()  # image, video, audio
@@ -135,8 +136,7 @@ _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_
 _UNLIMITED: Final = 10**9  # transformers writes "no limit" as a huge model_max_length
 
 
-@dataclass(frozen=True, slots=True)
-class TextFrame:
+class TextFrame(Struct, frozen=True):
     """The tokens that a tokenizer's post-processor puts around a text, such as `<s>` before it."""
 
     before: tuple[int, ...] = ()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any, Final
+
+from msgspec import Struct
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -35,16 +36,14 @@ _TOOLS: Final = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentForm:
+class ArgumentForm(Struct, frozen=True):
     """How a template takes the arguments of a call."""
 
     as_objects: bool = True  # as transformers gives them; False: the template joins them to text
     takes_raw_text: bool = True  # whether arguments that are not an object can be shown as they are
 
 
-@dataclass(frozen=True, slots=True)
-class ContentForm:
+class ContentForm(Struct, frozen=True):
     """The roles whose contents a template reads as a list of parts."""
 
     parts: frozenset[str] = frozenset()  # it shows each text of a list, and has a place for media
@@ -115,8 +114,7 @@ def _is_shown(shown: str | None, texts: Sequence[str]) -> bool:
     return -1 not in places and places == sorted(places) and not any(mark in between for mark in ("'type'", '"type"'))
 
 
-@dataclass(frozen=True, slots=True)
-class RoleForm:
+class RoleForm(Struct, frozen=True):
     """Where a template shows the texts of the system: as sent, unless an example was refused or came out incomplete."""
 
     knows_developer: bool = False  # the role `developer`; else it is the system by another name

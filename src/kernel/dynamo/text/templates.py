@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from types import CodeType
@@ -18,6 +17,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from msgspec import Struct
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.shapes import JsonMapping, JsonObject
@@ -65,8 +65,7 @@ _OTHER_MEMBER: Final = re.compile(r"\b(?:m|msg|\w*message)(?:\.|\[['\"])(thinkin
 _OPTIONAL: Final = ("tool_calls", "reasoning_content", "reasoning", "refusal", "name", "audio", "function_call")
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateTraits:
+class TemplateTraits(Struct, frozen=True):
     """What a template does with members that not every template knows."""
 
     tests_null_content: bool = False  # a null content means something to it (some write calls only beside a null)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from blake3 import blake3
+from msgspec import Struct
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine_config import EngineConfig
@@ -255,8 +256,7 @@ async def resolve_assets(name: str, *, allow_download: bool = False, fetch: Fetc
 # -- role and figures -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RolePlan:
+class RolePlan(Struct, frozen=True):
     """How a role shows itself in discovery."""
 
     model_type: ModelType

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from dynamo.contract.kv_events import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
 from dynamo.kv.changes import BlockChange, BlockRecord

@@ -87,8 +87,7 @@ def cap_priority(request: Request | ResultRequest, most: int | None) -> None:
     request.nvext.slo_ttft_ms = None  # which would go before those without one
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimit:
+class RequestLimit(Struct, frozen=True):
     """So many requests, or so many times what the workers run at once."""
 
     number: float

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from msgspec import Struct
+
 from dynamo.errors import InvalidArgument
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.model_types import ModelInput, WorkerType
@@ -27,8 +29,7 @@ MAX_MODELS: Final = 2000  # by name, namespace and role; adapters count
 MAX_CARD_BYTES: Final = 1024 * 1024  # of a record; the largest in use have 20 KB
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(Struct, frozen=True):
     """Which namespaces a frontend serves; the prefix wins over the exact name, neither means all."""
 
     namespace: str | None = None
@@ -49,8 +50,7 @@ class GroupKey:
     role: str  # as the card spells it: "aggregated", "prefill", ...
 
 
-@dataclass(frozen=True, slots=True)
-class CardEntry:
+class CardEntry(Struct, frozen=True):
     """One model at one instance."""
 
     key: str  # in the bucket, with the adapter's suffix if it has one

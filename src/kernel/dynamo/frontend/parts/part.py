@@ -8,9 +8,9 @@ list. A part imports the kernel, and no other part. No part is called for a toke
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from msgspec import Struct
 from starlette.types import ASGIApp
 
 from dynamo.frontend.base.asgi import BodyBudget
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(Struct, frozen=True):
     """What parts are opened over."""
 
     settings: HttpSettings

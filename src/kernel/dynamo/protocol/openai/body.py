@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -37,8 +36,7 @@ DETAIL_LIMIT: Final = 512  # characters of a decoder's message we pass on: it ma
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
+class BodyLimits(msgspec.Struct, frozen=True):
     """What a body may hold."""
 
     depth: int = MAX_DEPTH

@@ -12,9 +12,10 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, TypeVar
+
+from msgspec import Struct
 
 from dynamo.errors import InvalidArgument
 
@@ -23,8 +24,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS: Final = 1.0  # three `stat` calls cost 5 us, but a storm of connections must not pay them each
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFile:
+class TlsFile(Struct, frozen=True):
     """A file and the setting that names it, for errors."""
 
     setting: str

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
+
+from msgspec import Struct
 
 INSTANCES: Final = "v1/instances"
 MODEL_CARDS: Final = "v1/mdc"
@@ -29,16 +30,14 @@ FRONTENDS: Final = "v1/frontends"  # the admin addresses of those that advertise
 LEASE_TTL_SECONDS: Final = 10.0  # a dead worker is routable this long; shorter risks GC pauses and slow disks
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Struct, frozen=True):
     """A key appeared or changed."""
 
     key: str
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(Struct, frozen=True):
     """A key vanished."""
 
     key: str

@@ -52,8 +52,7 @@ ALWAYS_ENABLED: Final = "request_span"  # the target whose spans carry the reque
 _DIRECTIVE: Final = re.compile(r"^([\w.:\-]*)(?:\[([\w.\-]*)(?:\{([^}]*)\})?\])?(?:=(\w+))?$")
 
 
-@dataclass(frozen=True, slots=True)
-class _Selector:
+class _Selector(msgspec.Struct, frozen=True):
     """A directive that matches a record's fields: `target[span{field=value}]=level`."""
 
     target: str
@@ -69,8 +68,7 @@ class _Selector:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LogFilter:
+class LogFilter(msgspec.Struct, frozen=True):
     """Which records pass: the longest target that covers a record decides; without one, the default.
 
     Targets are logger names, matched by whole dotted segments; `a::b` is read as `a.b`.

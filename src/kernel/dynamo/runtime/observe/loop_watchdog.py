@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
+
+from msgspec import Struct
 
 import dynamo
 from dynamo.runtime.observe.metrics import Family, MetricsRegistry
@@ -39,8 +40,7 @@ _LOOP_FILES: Final = ("asyncio/runners.py", "asyncio/base_events.py", "asyncio/e
 AnswerProbes = Callable[[Callable[[], bool], float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class LoopBlock:
+class LoopBlock(Struct, frozen=True):
     """One time during which the event loop ran nothing but one callback."""
 
     seconds: float

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
+from msgspec import Struct
+
 from dynamo.runtime.base.settings import FromEnvironment
 from dynamo.settings.extras import install_command
 from dynamo.settings.readers import number, switch, text
@@ -25,8 +27,7 @@ logger = logging.getLogger(__name__)
 _TRACEPARENT: Final = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(Struct, frozen=True):
     """What arrived in (or will leave through) the W3C headers."""
 
     trace_id: str  # 32 lower-case hex digits
@@ -272,8 +273,7 @@ class TracingVariables(FromEnvironment):
     # fmt: on
 
 
-@dataclass(frozen=True, slots=True)
-class TracingSettings:
+class TracingSettings(Struct, frozen=True):
     """`OTEL_*` as far as we read them; the OTLP exporters read the rest (endpoints' headers, certificates) themselves."""
 
     enabled: bool = False

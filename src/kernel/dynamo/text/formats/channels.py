@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from dynamo.text.formats.json_calls import CallKeys, call_object, stream_arguments
 from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
@@ -59,8 +60,7 @@ def _emit(s: Scanner, *, reasons: bool) -> Callable[[str], None]:
     return s.out.reasoning if reasons else s.out.content
 
 
-@dataclass(frozen=True, slots=True)
-class Harmony:
+class Harmony(Struct, frozen=True):
     """gpt-oss: messages of a header and a body.
 
         <|channel|>analysis<|message|>thinking<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
@@ -157,8 +157,7 @@ class Harmony:
         s.commit()
 
 
-@dataclass(frozen=True, slots=True)
-class Inkling:
+class Inkling(Struct, frozen=True):
     """Blocks of a kind that their mark names, each ended by one mark.
 
     <|message_model|><|content_invoke_tool_json|>{"name": "search", "args": {"query": "rain"}}<|end_message|>
@@ -210,8 +209,7 @@ class Inkling:
         yield from call(s)
 
 
-@dataclass(frozen=True, slots=True)
-class Muse:
+class Muse(Struct, frozen=True):
     """Messages with a recipient: `self` is reasoning, a tool's name is a call in tags, anything else is text."""
 
     xml: TaggedXml
@@ -267,8 +265,7 @@ _CUT_TAG: Final = re.compile(r'[\w-]*(?: [\w-]*(?:=(?:"[^"\n]*(?:"|\Z))?)?)*(?:<
 _ATTRIBUTE: Final = re.compile(r'([\w-]+)="([^"]*)"')
 
 
-@dataclass(frozen=True, slots=True)
-class KimiK3:
+class KimiK3(Struct, frozen=True):
     """XTML: elements whose tags are made of special tokens.
 
     <|open|>tools<|sep|><|open|>call tool="search" index="0"<|sep|>

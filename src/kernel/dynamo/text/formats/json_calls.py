@@ -24,8 +24,7 @@ _TEXT: Final = msgspec.json.Decoder(str)
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-@dataclass(frozen=True, slots=True)
-class CallKeys:
+class CallKeys(msgspec.Struct, frozen=True):
     """What the members of a call's object are called. Without a key for the name, it is the key of the arguments."""
 
     name: tuple[str, ...] = ("name",)

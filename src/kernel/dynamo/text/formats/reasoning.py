@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
+
+from msgspec import Struct
 
 from dynamo.text.formats.channels import Harmony, Inkling, KimiK3
 from dynamo.text.formats.tagged_answer import ReasoningTags
@@ -19,8 +20,7 @@ DEFAULT_MARKS: Final = (OPENING, CLOSING)
 """The tags of a model whose card names no reasoning parser, if its vocabulary has them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(Struct, frozen=True):
     """How a family of models reasons, and when it does not reason at all."""
 
     description: str = "between `<think>` and `</think>`"  # a line of the documentation

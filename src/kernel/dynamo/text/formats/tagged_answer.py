@@ -21,8 +21,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
+
+from msgspec import Struct
 
 from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.output import Output
@@ -97,8 +98,7 @@ ContentStart: TypeAlias = Callable[[Scanner], Step[bool]]
 """Reads what may stand at the content's beginning. Returns whether calls are searched behind it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningTags:
+class ReasoningTags(Struct, frozen=True):
     """The tags around the reasoning of one answer. Where there are several of a kind, any of them will do."""
 
     openings: tuple[str, ...] = ()

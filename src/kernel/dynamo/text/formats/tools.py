@@ -10,6 +10,8 @@ from itertools import product
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from msgspec import Struct
+
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.text.formats.brace_calls import BraceCalls, MistralCalls
 from dynamo.text.formats.call_form import CallForm
@@ -168,8 +170,7 @@ class UnifiedForm(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
+class ToolFormat(Struct, frozen=True):
     """How a family of models writes its calls."""
 
     form: CallForm | UnifiedForm

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dynamo.contract.kv_events import ComponentSnapshot
 from dynamo.errors import InvalidArgument
@@ -27,8 +29,7 @@ REPEAT_SECONDS: Final = 2.5
 other way to the load of an idle worker, and a report that was lost is made good."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankLoad:
+class RankLoad(Struct, frozen=True):
     """The load of one data-parallel rank. None: not known."""
 
     active_decode_blocks: int | None = None  # KV blocks of the requests that run

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, assert_never, cast
+
+from msgspec import Struct
 
 from dynamo.contract.kv_events import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
 from dynamo.errors import InvalidArgument
@@ -100,8 +101,7 @@ DEVICE: Final = "device"  # the storage tier of an accelerator's own memory
 TierChange = tuple[str, BlockChange]
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredBlocks:
+class _StoredBlocks(Struct, frozen=True):
     """The arguments of `KvEventPublisher.publish_stored`."""
 
     token_ids: Sequence[int]

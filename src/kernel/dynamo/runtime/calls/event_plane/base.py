@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 from urllib.parse import quote
 
+from msgspec import Struct
+
 from dynamo.runtime.observe.metrics import Counter, Family, MetricsRegistry
 
 MAX_QUEUED: Final = 100_000  # messages of one subscriber (DYN_ZMQ_EVENT_SUBSCRIBER_CHANNEL_CAPACITY)
@@ -88,8 +90,7 @@ def encode_segment(text: str) -> str:
     return quote(text, safe="").replace(".", "%2E").replace("~", "%7E")
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """One message as a subscriber gets it."""
 
     topic: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
 from typing import Any, Self
+
+from msgspec import Struct
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.base.settings import RequestPlaneSettings
@@ -16,8 +17,7 @@ CA, CLIENT_CA = "DYN_TCP_TLS_CA_CERT_PATH", "DYN_TCP_TLS_CLIENT_CA_CERT_PATH"
 CLIENT_CERT, CLIENT_KEY = "DYN_TCP_TLS_CLIENT_CERT_PATH", "DYN_TCP_TLS_CLIENT_KEY_PATH"
 
 
-@dataclass(frozen=True, slots=True)
-class PlaneSecurity:
+class PlaneSecurity(Struct, frozen=True):
     """None means off."""
 
     server: ServerTls | None = None

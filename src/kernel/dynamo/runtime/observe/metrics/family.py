@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Final, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dynamo.runtime.observe.metrics.registry import (
     DURATION_BUCKETS,
@@ -23,8 +25,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 _LINK: Final = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(Struct, frozen=True):
     """A metric's name, kind, meaning and labels.
 
     `counter` and its like give the one series with the labels `fixed`; `counters` and its like give a vector over the
