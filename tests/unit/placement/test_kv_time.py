@@ -64,13 +64,13 @@ def test_the_streams_make_a_step_in_every_pass_that_runs() -> None:
 
 def test_a_millisecond_counts_for_more_the_later_the_first_token_is() -> None:
     found = parts(choose(rank(1, pass_started_at=99.99, pass_tokens=3000)))
-    assert found["tail"] == pytest.approx(0.7e-3 * (found["wait"] + found["prefill"]) ** 2)
+    assert found["tail"] == pytest.approx(0.4e-6 * (found["wait"] + found["prefill"]) ** 3)
 
 
 def test_a_long_prompt_rather_holds_up_streams_than_wait_as_well() -> None:
-    ranks = rank(1, pass_started_at=100.0, pass_tokens=10_000), rank(2, streams=6, requests=6)
+    ranks = rank(1, pass_started_at=100.0, pass_tokens=11_000), rank(2, streams=6, requests=6)
     state = KvState(BLOCK, KvRequest(20_000, 1250), ranks, now=100.0)
-    assert [kv_policy("time", {"tail_weight": each}).choose(state, 0.0).position for each in (0.0, 0.7)] == [0, 1]
+    assert [kv_policy("time", {"tail_weight": each}).choose(state, 0.0).position for each in (0.0, 0.4)] == [0, 1]
 
 
 def test_streams_are_stalled_and_their_step_is_in_the_pass() -> None:
@@ -145,7 +145,7 @@ def test_longer_contexts_make_steps_longer() -> None:
 
 
 def test_the_steps_of_a_request_cost_as_much_at_an_idle_rank_where_contexts_cost_nothing() -> None:
-    found = choose(rank(1), rank(2, streams=3, requests=3))  # every step takes 10 ms
+    found = choose(rank(1), rank(2, streams=6, requests=6))  # every step takes 10 ms
     assert parts(found, 0)["decode"] == parts(found, 1)["decode"] > 0
 
 
@@ -158,7 +158,7 @@ def test_every_request_beside_it_pays_for_its_context() -> None:
 def test_overrides_and_parameters() -> None:
     held = {0: RankMatch(Overlap(50))}
     assert parts(choose(rank(1), held=held, overrides=KvOverrides(overlap_score_credit=0.0)))["prefill"] == 36
-    state = KvState(BLOCK, KvRequest(160, 10), (rank(1), rank(2, streams=9, requests=9)))
+    state = KvState(BLOCK, KvRequest(160, 10), (rank(1), rank(2, streams=6, requests=6)))
     policy = kv_policy("time", {"router_temperature": 1.0})
     assert {policy.choose(state, draw / 50).position for draw in range(50)} == {0, 1}
     assert policy.choose(state, 0.0).reason == "sampled"

@@ -9,7 +9,7 @@ import pytest
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
 from dynamo.placement.timing import DEFAULT_TIMING, TimeCurve
-from dynamo.placement.timing_learner import TimingLearner
+from dynamo.placement.timing_learner import CurveFit, TimingLearner
 
 A, B = WorkerRank(1), WorkerRank(2)
 CAPACITY = 100_000
@@ -161,6 +161,20 @@ def test_what_each_stream_adds_to_a_step_is_learned() -> None:
     assert learned.stream_ms > 0.5  # some of it looks like the contexts that the streams have
     for streams in (1, 4, 8):
         assert learned.step_ms(118 * streams / CAPACITY, streams) == pytest.approx(8 + 0.8 * streams, rel=0.1)
+
+
+def test_what_a_token_takes_is_not_forgotten_while_all_ranks_compute_short_prompts() -> None:
+    """Short prompts show less of it than the errors of their times: here passes of two seem as quick as those of one."""
+    pool = CurveFit((15.0, 15.0, 0.4))
+    ranks = [CurveFit((15.0, 15.0, 0.4), pool) for _ in range(8)]
+    for at in range(40):
+        for rank in ranks:
+            if at < 25 and at % 4 == 0:
+                rank.add((1.0, 2.2, 4.84), 16 + 33)
+            rank.add((1.0, 0.128, 0.016), 18.0)
+            rank.add((1.0, 0.256, 0.066), 18.0)
+    for base, linear, square in (pool.row, ranks[0].row):
+        assert base + 2.2 * linear + 4.84 * square == pytest.approx(16 + 33, rel=0.2)
 
 
 def test_a_rank_four_times_slower_than_all_others_is_known_after_a_dozen_requests() -> None:

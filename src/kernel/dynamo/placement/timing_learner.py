@@ -18,6 +18,7 @@ from dynamo.placement.rank_load import Booked, LoadOfRank
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, DEFAULT_TIMING, RankTiming, TimeCurve
 
 FADE: Final = 0.98  # weight of a sample after each later one: about the last fifty count
+POOL_FADE: Final = 0.998  # the same of all ranks together: after fifty short prompts, what a token takes would be a guess
 POOL_SAMPLES: Final = 6.0  # that all ranks together count for at most
 PRIOR_SAMPLES: Final = 0.1  # that the prior counts for
 USUAL_ERROR: Final = 0.3  # relative; less is never far off
@@ -104,8 +105,9 @@ class CurveFit:
         weight = self._errors.weigh((measured - expected) / expected) / (expected * measured)
         sums = self._sums
         fresh = (a * a, a * b, a * c, b * b, b * c, c * c, a * measured, b * measured, c * measured)
-        self._sums = [FADE * old + weight * new for old, new in zip(sums, fresh, strict=True)]
-        self.count = FADE * self.count + 1.0
+        fade = POOL_FADE if self._pool is None else FADE
+        self._sums = [fade * old + weight * new for old, new in zip(sums, fresh, strict=True)]
+        self.count = fade * self.count + 1.0
         self._unfitted += 1
         if self.count < FITTED_EACH or self._unfitted >= SAMPLES_PER_FIT:
             self._unfitted = 0

@@ -10,8 +10,8 @@ full; the weights of the others are the parameters.
 - `prefill`: the pass that computes this prompt: what waits there already and joins the same pass, the prompt's own tokens
   that the rank does not hold, and one step of the streams. Blocks that the running pass is bringing in count as held. A pass
   that has been given work and begins only after the step that runs takes this prompt in as well.
-- `tail`: the square of the three. A ms counts for more the later the first token is already, so that a long prompt, which makes
-  the longest waits, does not wait as well where a shorter one may.
+- `tail`: the cube of the three. A ms counts for more the later the first token is already, so that a long prompt, which makes
+  the longest waits, does not wait as well where a shorter one may. A square would count at 100 ms, too, and cost hits there.
 - `stall`: every stream that runs there, and every prompt that waits there, is held up by this prompt's tokens.
 - `future`: so are prompts that come while they are computed.
 - `decode`: the request's own steps, and how much longer its context makes those of the requests beside it. A rank without
@@ -79,9 +79,9 @@ class TimeParameters(msgspec.Struct, frozen=True, gc=False):
 
     stall_weight: Weight = 0.08
     future_weight: Weight = 0.2
-    decode_weight: Weight = 0.8
+    decode_weight: Weight = 1.6
     eviction_weight: Weight = 0.5
-    tail_weight: Weight = 0.7  # that a second adds to what a ms counts for after it
+    tail_weight: Weight = 0.4  # at a second a ms counts for this much three times more
     host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = HOST_HIT_WEIGHT
     disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = DISK_HIT_WEIGHT
     router_temperature: Weight = 0.0  # 0: the lowest cost; above: sampled by softmax
@@ -243,7 +243,7 @@ class TimeCost:
         if arrays is None:
             if (np := numpy()) is None:
                 return None
-            tail = self._parameters.tail_weight / 1000
+            tail = self._parameters.tail_weight / 1e6
             limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO, tail)
             rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
             arrays = self._arrays = TimeArrays(np, rows, limits)
@@ -333,7 +333,7 @@ class TimeCost:
         decoded = output * decode_weight
         fresh = float(max(1, tokens))  # to be computed where nothing is held
         is_timed = mean_idle > 0.0
-        tail = weights.tail_weight / 1000
+        tail = weights.tail_weight / 1e6
         costs = []
         # fmt: off
         for at, (begins_at, ends_at, boundary_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
@@ -370,7 +370,7 @@ class TimeCost:
                     work = pass_ms(views[at].record.timing.prefill, computed, views[at].budget)
                     own += work + step * (computed // budget + 1)
                 cost += others * (work - waiting_ms)
-            cost += own + tail * own * own
+            cost += own + tail * own * own * own
             if missing > free:
                 view, ratio = views[at], 1.0
                 if is_timed and view.oldest_use_at:
@@ -422,7 +422,7 @@ class TimeCost:
             "wait": wait,
             "seats": view.seat_ms,
             "prefill": prefill,
-            "tail": weights.tail_weight / 1000 * own * own,
+            "tail": weights.tail_weight / 1e6 * own * own * own,
             "stall": weights.stall_weight * (rank.streams + rank.waiting_requests) * added,
             "future": weights.future_weight * added,
             "decode": prompt.output * prompt.decode_weight * (view.decode + view.decode_growth * prompt.added),

@@ -23,7 +23,7 @@ class TimeConstants(NamedTuple):
     most_steps: float
     least_idle_seconds: float
     most_idle_ratio: float
-    tail: float  # of a squared ms of the request's own time
+    tail: float  # of a cubed ms of the request's own time
 
 
 class TimeDecision(NamedTuple):
@@ -106,7 +106,7 @@ class TimeArrays:
                 passes = passes + where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
                 work, step = where(is_long, passes, work), where(is_long, step * (whole + 1), step)
             own, cost = own + (work + step), cost + others * (work - waiting_ms)
-        cost = cost + (own + limits.tail * own * own)
+        cost = cost + (own + limits.tail * own * own * own)
         lost = missing - free
         if (lost > 0.0).any():
             price = lost * block_ms * one.block_weight
