@@ -167,13 +167,12 @@ def test_what_a_token_takes_is_not_forgotten_while_all_ranks_compute_short_promp
     """Short prompts show less of it than the errors of their times: here passes of two seem as quick as those of one."""
     pool = CurveFit((15.0, 15.0, 0.4))
     ranks = [CurveFit((15.0, 15.0, 0.4), pool) for _ in range(8)]
+    long, one, two = ((1.0, 2.2, 4.84), 16 + 33), ((1.0, 0.128, 0.016), 18), ((1.0, 0.256, 0.066), 18)
     for at in range(40):
         for rank in ranks:
-            if at < 25 and at % 4 == 0:
-                rank.add((1.0, 2.2, 4.84), 16 + 33)
-            rank.add((1.0, 0.128, 0.016), 18.0)
-            rank.add((1.0, 0.256, 0.066), 18.0)
-    for base, linear, square in (pool.row, ranks[0].row):
+            for sample in [long, one, two] if at < 25 and at % 4 == 0 else [one, two]:
+                rank.add(*sample)
+    for base, linear, square in pool.row, ranks[0].row:
         assert base + 2.2 * linear + 4.84 * square == pytest.approx(16 + 33, rel=0.2)
 
 
