@@ -168,10 +168,9 @@ def test_what_a_token_takes_is_not_forgotten_while_all_ranks_compute_short_promp
     pool = CurveFit((15.0, 15.0, 0.4))
     ranks = [CurveFit((15.0, 15.0, 0.4), pool) for _ in range(8)]
     long, one, two = ((1.0, 2.2, 4.84), 16 + 33), ((1.0, 0.128, 0.016), 18), ((1.0, 0.256, 0.066), 18)
-    for at in range(40):
-        for rank in ranks:
-            for sample in [long, one, two] if at < 25 and at % 4 == 0 else [one, two]:
-                rank.add(*sample)
+    for at, rank in enumerate(ranks * 40):
+        for sample in [long, one, two] if at < 200 and at % 32 < 8 else [one, two]:
+            rank.add(*sample)
     for base, linear, square in pool.row, ranks[0].row:
         assert base + 2.2 * linear + 4.84 * square == pytest.approx(16 + 33, rel=0.2)
 
