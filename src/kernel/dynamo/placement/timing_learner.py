@@ -18,9 +18,7 @@ from dynamo.placement.rank_load import Booked, LoadOfRank
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, DEFAULT_TIMING, RankTiming, TimeCurve
 
 FADE: Final = 0.98  # weight of a sample after each later one: about the last fifty count
-POOL_FADE: Final = (
-    0.998  # the same of all ranks together: after fifty short prompts, what a token takes would be a guess
-)
+POOL_FADE: Final = 0.998  # of all ranks together: fifty short prompts do not show what a token takes
 POOL_SAMPLES: Final = 6.0  # that all ranks together count for at most
 PRIOR_SAMPLES: Final = 0.1  # that the prior counts for
 USUAL_ERROR: Final = 0.3  # relative; less is never far off
