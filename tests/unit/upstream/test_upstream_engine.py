@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import aiohttp
 import pytest
 
 from dynamo.errors import (
@@ -143,6 +144,27 @@ async def test_a_connection_that_ends_before_the_first_byte_is_tried_again() -> 
     async with fake_upstream(behaviour="first", then="well") as fake, engine_of(fake.url) as engine:
         assert said(await answer(engine)) == "one two three"
     assert len(fake.bodies) == 2
+
+
+@pytest.mark.parametrize(("times", "number", "is_answered"), [(1, None, True), (2, None, False), (1, 104, False)])
+async def test_a_request_that_a_closed_connection_did_not_take_is_sent_again_once(
+    monkeypatch: pytest.MonkeyPatch, times: int, number: int | None, is_answered: bool
+) -> None:
+    failures = [aiohttp.ClientOSError(number, "Can not write request body") for _ in range(times)]
+    post = aiohttp.ClientSession.post
+
+    def closing(session: aiohttp.ClientSession, url: str, **options: Any) -> Any:
+        if failures:
+            raise failures.pop() from aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        return post(session, url, **options)
+
+    async with fake_upstream() as fake, engine_of(fake.url, "--upstream-retries", "0") as engine:
+        monkeypatch.setattr(aiohttp.ClientSession, "post", closing)
+        if is_answered:
+            assert said(await answer(engine)) == "one two three"
+        else:
+            with pytest.raises(CannotConnect):
+                await answer(engine)
 
 
 async def test_a_dead_server_cannot_be_reached() -> None:

@@ -230,6 +230,7 @@ class UpstreamClient:
         import aiohttp
 
         content = msgspec.json.encode(body)
+        lost = 0  # requests that were not written, as the kept connection had just been closed: one is no attempt
         for attempt in itertools.count():
             status: int | None = None
             again: str | None = None
@@ -250,8 +251,13 @@ class UpstreamClient:
             except (aiohttp.ClientError, OSError) as found:
                 error = CannotConnect(f"the upstream cannot be reached: {type(found).__name__}")
                 error.__cause__ = found
-            wait = wait_before(error, status, again, attempt, self._arguments.retry_seconds)
-            if wait is None or attempt >= self._arguments.retries or context.is_stopped():
+                # With a number it is an error of the socket, and the server may have all of the request.
+                is_unwritten = isinstance(found.__cause__, ConnectionResetError) and getattr(found, "errno", 0) is None
+                if is_unwritten and not lost:
+                    lost = 1
+                    continue
+            wait = wait_before(error, status, again, attempt - lost, self._arguments.retry_seconds)
+            if wait is None or attempt - lost >= self._arguments.retries or context.is_stopped():
                 raise error
             await asyncio.sleep(wait)
             if context.is_stopped():  # meanwhile: the answer would not be read
