@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 _Item = TypeVar("_Item")
 
@@ -28,11 +28,8 @@ class Gaps:
     def left(self, items: list[_Item] | bytearray) -> list[_Item] | bytearray:
         """Return the items that are left: a new list, or bytes."""
         if self._kept is not None:
-            return (
-                bytearray([items[at] for at in self._kept])
-                if isinstance(items, bytearray)
-                else [items[at] for at in self._kept]
-            )
+            kept: list[Any] = [items[at] for at in self._kept]
+            return bytearray(kept) if isinstance(items, bytearray) else kept
         left = items[:]
         for at in reversed(self.at):
             del left[at]

@@ -48,9 +48,8 @@ class RankSet:
     def __init__(self, infos: Mapping[WorkerRank, RankInfo], former: RankSet | None = None) -> None:
         """`infos`: in the order of the ranks. `former`: of the same ranks."""
         self.infos = infos
-        self.busy: Sequence[int] = [
-            *compress(count(), map(attrgetter("is_busy"), infos.values()))
-        ]  # over a busy threshold
+        # Over a busy threshold.
+        self.busy: Sequence[int] = [*compress(count(), map(attrgetter("is_busy"), infos.values()))]
         self._parts: dict[int, RankPart] = {}  # of queries that had no more than allowed workers, by identity
         # Of each rank, for a query that names another worker; empty: none has come.
         self._pinned: Sequence[RankExclusion] = () if former is None else former._pinned

@@ -111,7 +111,7 @@ class Call:
             exchange.timer.ended()
             exchange.end()
             try:
-                # The loop writes at the end of its turn: the last bytes of answers that end together go out before their records are made.
+                # uvloop writes at the end of its turn: the last bytes of answers that end together go out before their records are made.
                 await asyncio.sleep(0)
             finally:
                 self._report(exchange, self._ended(exchange, 200, ""))
