@@ -7,6 +7,8 @@ the same ones to each server in turn: by how much later they come in the mean of
 Their prompts are short (`--first-words`), and each burst is sent twice, of which the second one counts: llama.cpp has computed the
 prompts then, all but the last token. What we add does not depend on the prompt, and the time of a prompt in the engine varies by more
 than that from burst to burst. Loads are short, too, and many: a shared machine changes its speed from minute to minute.
+"At work" is the share of a load's time in which llama.cpp's process ran: where it is no less behind us, what the tokens' rates differ by is
+the machine's speed at that moment.
 With `--without-model` a llama.cpp that answers at once stands in its place (`null_llama`): what is left is what we add, to a tenth of
 a millisecond. Requests that come together then wait for each other; beside a model they wait while it computes.
 """
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +51,9 @@ REQUESTS_PER_STREAM = 1
 LEAST_REQUESTS = 4  # of a load
 RATIO_BAR = 0.98
 FIRST_TOKEN_BAR_MS = 2.0
+LLAMA_CPP = "llama.cpp"
 TOKENS_OF_BURST = 2
+SENT = 2  # times that each burst is sent
 
 
 @contextlib.contextmanager
@@ -69,8 +74,17 @@ def stacks(python: str, file: Path, folder: Path, *, has_model: bool = True) -> 
             if not has_model:
                 env["PYTHONPATH"] = str(NULL_LLAMA)
             commands = bare(python, file, port) if name == "bare" else ours(python, file, port, ENGINES[name])
-            found[name] = held.enter_context(processes(commands, port, env, home, patience_seconds=START_SECONDS))
+            started = held.enter_context(processes(commands, port, env, home, patience_seconds=START_SECONDS))
+            found[name] = started if name == "bare" else with_llama(started, started.pids["worker"])
         yield found
+
+
+def with_llama(running: Stack, worker: int) -> Stack:
+    """Add llama.cpp's process, which the worker has started, to the processes that are measured."""
+    children = Path(f"/proc/{worker}/task").glob("*/children")
+    found = [int(pid) for each in children for pid in each.read_text().split()]
+    llama = [pid for pid in found if b"dynamo.llamacpp.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return replace(running, pids={**running.pids, LLAMA_CPP: llama[0]})
 
 
 def bare(python: str, file: Path, port: int) -> dict[str, list[str]]:
@@ -78,7 +92,7 @@ def bare(python: str, file: Path, port: int) -> dict[str, list[str]]:
     threads = {"cpuparams.n_threads": 1, "cpuparams_batch.n_threads": 1, "n_threads_http": SLOTS + 4}
     batch = {"n_ctx": CONTEXT * SLOTS, "n_parallel": SLOTS, "warmup": False, "verbosity": 1}
     settings = json.dumps({"model.path": str(file), "port": port, **batch, **threads})
-    return {"server": [python, "-c", f"{BARE}\nimport signal; signal.pause()", settings]}
+    return {LLAMA_CPP: [python, "-c", f"{BARE}\nimport signal; signal.pause()", settings]}
 
 
 def ours(python: str, file: Path, port: int, engine: str) -> dict[str, list[str]]:
@@ -101,7 +115,8 @@ def bodies(count: int, seed: int, tokens: int, length: int = WORDS) -> list[dict
 def measure(running: Stack, streams: int, seed: int, tokens: int) -> Figures:
     """One load of so many streams."""
     count = max(streams * REQUESTS_PER_STREAM, LEAST_REQUESTS)
-    return measured_load(running, prepared(running.port, bodies(count, seed, tokens)), streams)
+    figures = measured_load(running, prepared(running.port, bodies(count, seed, tokens)), streams)
+    return figures | {"at work": figures[f"{LLAMA_CPP} us"] / 1e6 * figures["tokens/s"]}
 
 
 def first_token_ms(port: int, body: dict[str, Any]) -> float:
@@ -135,7 +150,7 @@ def bursts(running: dict[str, Stack], streams: int, count: int, length: int) -> 
         names = list(running)
         for name in names[number % 3 :] + names[: number % 3]:
             with ThreadPoolExecutor(streams) as pool:
-                for _ in range(2):
+                for _ in range(SENT):
                     times = list(pool.map(partial(first_token_ms, running[name].port), sent))
             found[name].append(statistics.fmean(times))
     return found
@@ -144,8 +159,10 @@ def bursts(running: dict[str, Stack], streams: int, count: int, length: int) -> 
 def show(streams: int, rounds: list[dict[str, Any]], firsts: dict[str, list[float]]) -> None:
     """Print the medians of one load beside their bars, and of each round the ratio."""
     rates = {name: [each["tokens/s"] for each in rounds if each["stack"] == name] for name in firsts}
+    work = {name: [each["at work"] for each in rounds if each["stack"] == name] for name in firsts}
     print(
         f"\n{streams} streams: llama.cpp's own server {statistics.median(rates['bare']):.1f} tokens/s, "
+        f"{statistics.median(work['bare']):.1%} at work, "
         f"first token {statistics.median(firsts['bare']):.1f} ms"
     )
     for name in ("text", "tokens"):
@@ -154,7 +171,7 @@ def show(streams: int, rounds: list[dict[str, Any]], firsts: dict[str, list[floa
         ratio, delay, quarter = statistics.median(ratios), statistics.median(later), len(later) // 4
         print(
             f"  {name:7} {statistics.median(rates[name]):7.1f} tokens/s, ratio {ratio:6.3f} ({ratios[0]:.2f} .. {ratios[-1]:.2f}) "
-            f">= {RATIO_BAR} {'pass' if ratio >= RATIO_BAR else 'MISS'}; "
+            f">= {RATIO_BAR} {'pass' if ratio >= RATIO_BAR else 'MISS'}, llama.cpp {statistics.median(work[name]):.1%} at work; "
             f"first token {delay:+.1f} ms ({later[quarter]:+.1f} .. {later[-1 - quarter]:+.1f}) <= +{FIRST_TOKEN_BAR_MS:.0f} "
             f"{'pass' if delay <= FIRST_TOKEN_BAR_MS else 'MISS'}"
         )
@@ -168,7 +185,9 @@ def show_added(running: dict[str, Stack], streams: int, count: int, length: int)
     for name in ("text", "tokens"):
         later = sorted(mine - theirs for mine, theirs in zip(found[name], found["bare"], strict=True))
         used = running[name].cpu()
-        shares = ", ".join(f"{who} {1e6 * (used[who] - before[name][who]) / count / streams:,.0f}" for who in used)
+        shares = ", ".join(
+            f"{who} {1e6 * (used[who] - before[name][who]) / SENT / count / streams:,.0f}" for who in used
+        )
         print(
             f"  {name:7} first token {statistics.median(later):+.1f} ms ({later[len(later) // 4]:+.1f} .. "
             f"{later[-1 - len(later) // 4]:+.1f}); CPU us per request of {TOKENS_OF_BURST} tokens: {shares}"
@@ -208,8 +227,10 @@ def main() -> int:
                 show_added(running, streams, arguments.bursts, arguments.first_words)
             return 0
         for streams in arguments.streams:
+            print(f"first tokens of {streams} streams ...", file=sys.stderr)
             firsts[streams] = bursts(running, streams, arguments.bursts, arguments.first_words)
         for number in range(arguments.rounds):
+            print(f"round {number + 1} of {arguments.rounds} ...", file=sys.stderr)
             for streams in arguments.streams:
                 names = list(running)[number % 3 :] + list(running)[: number % 3]
                 for name in names:
