@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import time
 from collections.abc import Mapping
@@ -108,7 +109,7 @@ async def test_no_endpoint_that_serves_models_is_without_a_charge(tmp_path: Path
 
 async def test_a_file_of_the_version_before_gets_its_new_column(tmp_path: Path) -> None:
     path = tmp_path / "usage.sqlite"
-    with sqlite3.connect(path) as database:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute(
             "CREATE TABLE usage (minute INTEGER NOT NULL, key TEXT NOT NULL, project TEXT NOT NULL, model TEXT NOT NULL, "
             "endpoint TEXT NOT NULL, requests INTEGER NOT NULL, errors INTEGER NOT NULL, input INTEGER NOT NULL, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -54,7 +55,7 @@ async def test_requests_of_a_minute_are_one_row_and_add_up_over_processes(tmp_pa
         await meter.write()
         use(quotas, record, 1, 1)
         await meter.aclose()
-    with sqlite3.connect(tmp_path / "usage.sqlite") as database:
+    with contextlib.closing(sqlite3.connect(tmp_path / "usage.sqlite")) as database:
         rows = database.execute("SELECT * FROM usage").fetchall()
     assert rows == [(30_000_000, "k", "p", "m", "chat_completions", 6, 2, 62, 6, 12, 0, 0, 3.0)]
     assert (tmp_path / "usage.sqlite").stat().st_mode & 0o777 == 0o600
@@ -113,7 +114,7 @@ async def test_usage_is_written_once_where_the_frontend_closes_during_a_write(
     await asyncio.sleep(0)
     release.set()
     await closing
-    with sqlite3.connect(tmp_path / "usage.sqlite") as database:
+    with contextlib.closing(sqlite3.connect(tmp_path / "usage.sqlite")) as database:
         assert database.execute("SELECT requests, input FROM usage").fetchall() == [(2, 11)]
 
 
