@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo, RequestOrigin
 from dynamo.placement.kv_state import KvChoice, KvRequest, KvState, RankMatch, RankState
 from dynamo.placement.policies.kv_policies import kv_policy
-from dynamo.policies import Classified, PolicyCandidate
+from dynamo.placement.policies.kv_time import TimeCost
+from dynamo.policies import Classified, PolicyCandidate, time_limit
 from dynamo.policies.programmed import FAILURES_IN_A_ROW, KINDS, NoWorkerLeft, ProgrammedPolicy
 from dynamo.policies.records import MAX_DEFER_SECONDS, PolicyRequest
 from dynamo.router.kv.explain import explain
@@ -136,6 +138,14 @@ def test_a_filter_alone_leaves_the_choice_to_time() -> None:
     assert explain(policy, state, choice)["worker_id"] == 3
 
 
+@pytest.mark.timeout(60, method="thread")  # else the alarm is not the policy's
+def test_no_alarm_ends_time_in_the_middle_of_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, view = list[bool](), TimeCost._view
+    monkeypatch.setattr(TimeCost, "_view", lambda *of: timed.append(time_limit._LIMIT.is_inside) or view(*of))
+    policy, state = made(filter=lambda request, candidates: candidates[1:]), state_of(rank(1), rank(2), rank(3))
+    assert ([chosen(policy, state, draw) for draw in (0.1, 0.9)], timed) == ([2, 3], [False, False])
+
+
 def test_equal_scores_are_drawn_evenly() -> None:
     policy = made(score=lambda request, candidate: 1)
     state = state_of(*(rank(number) for number in range(4)))
@@ -197,6 +207,7 @@ def test_whatever_a_policy_does_the_request_is_served(case: str, caplog: pytest.
 @pytest.mark.timeout(60, method="thread")  # the signal of the other method is the one under test
 @pytest.mark.parametrize("act", [endless, lambda *_: time.sleep(60)])
 def test_a_policy_that_stalls_is_interrupted(act: Callable[..., float]) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # as other code may leave it
     policy, state = made(score=act), state_of(rank(1), rank(2, waiting_tokens=9_000))
     assert policy.choose(state, 0.0).policy == "time (for test.py:Policy)"
     assert policy.health.count["stalled"] == 1
@@ -261,16 +272,10 @@ def test_classify_is_checked_and_bounded() -> None:
     given = Classified(defer_seconds=1e9, priority=3.0, due_ms=500.0, worker_id=7)
     found = made(classify=lambda r, c: given).classify(REQUEST, [rank(1)])
     assert found == Classified(defer_seconds=MAX_DEFER_SECONDS, priority=3.0, due_ms=500.0, worker_id=7)
-    text: Any = "1"
-    for wrong in (
-        3,
-        Classified(defer_seconds=-1),
-        Classified(priority=float("nan")),
-        Classified(due_ms=0),
-        Classified(due_ms=float("inf")),
-        Classified(defer_seconds=text),
-        Classified(worker_id=text),
-    ):
+    members: tuple[dict[str, Any], ...] = (
+        {"defer_seconds": -1}, {"priority": float("nan")}, {"due_ms": 0}, {"due_ms": float("inf")}, {"defer_seconds": "1"}, {"worker_id": "1"},
+    )  # fmt: skip
+    for wrong in (3, *(Classified(**each) for each in members)):
         policy = made(classify=lambda r, c, wrong=wrong: wrong)
         assert policy.classify(REQUEST, []) is None
         assert policy.health_of_classify.count["invalid"] == 1

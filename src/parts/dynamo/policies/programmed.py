@@ -165,7 +165,8 @@ class ProgrammedPolicy:
                 health.failed(error)
             else:
                 health.succeeded(thread_time() - began)
-                return made
+                # Not within the time limit: what `time` keeps between decisions must not be left half done.
+                return made if isinstance(made, KvChoice) else self._of_fallback(state, made, draw, with_terms)
         # With its terms, so that an explanation does not call the policy again.
         choice = self._fallback.choose(state, draw, with_terms=True)
         return msgspec.structs.replace(choice, policy=f"time (for {self.name})")
@@ -199,7 +200,8 @@ class ProgrammedPolicy:
         self._candidates = made
         return made
 
-    def _decide(self, state: KvState, draw: float, with_terms: bool) -> KvChoice:
+    def _decide(self, state: KvState, draw: float, with_terms: bool) -> KvChoice | list[int]:
+        """Return the policy's choice, or the positions among which `time` is to choose."""
         tokens, size = state.request.prompt_tokens, state.block_size
         everyone = self._loads(state.ranks)
         if state.matches:
@@ -225,7 +227,8 @@ class ProgrammedPolicy:
         elif score is not None:
             chosen, tied = pick_lowest(scores, draw)
         else:
-            return self._of_fallback(state, everyone, candidates, draw, with_terms)
+            positions = {id(each): at for at, each in enumerate(everyone)}
+            return [positions[id(each)] for each in candidates]
         position = chosen if candidates is everyone else _position(everyone, candidates[chosen])
         return KvChoice(
             self.name,
@@ -239,16 +242,8 @@ class ProgrammedPolicy:
             _costs(candidates, scores, state) if with_terms else (),
         )
 
-    def _of_fallback(
-        self,
-        state: KvState,
-        everyone: Sequence[PolicyCandidate],
-        candidates: Sequence[PolicyCandidate],
-        draw: float,
-        with_terms: bool,
-    ) -> KvChoice:
-        """Return the default's choice among the candidates that a policy without scores leaves."""
-        at = [_position(everyone, each) for each in candidates]
+    def _of_fallback(self, state: KvState, at: Sequence[int], draw: float, with_terms: bool) -> KvChoice:
+        """Return the default's choice among the ranks that a policy without scores leaves, by position."""
         matches = {new: state.matches[old] for new, old in enumerate(at) if old in state.matches}
         part = msgspec.structs.replace(state, ranks=tuple([state.ranks[old] for old in at]), matches=matches)
         choice = self._fallback.choose(part, draw, with_terms=with_terms)

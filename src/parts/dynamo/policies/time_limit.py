@@ -21,19 +21,22 @@ class PolicyStalled(BaseException):
 class _TimeLimit:
     """The one alarm of a process, and whether a function is being timed."""
 
-    __slots__ = ("is_inside", "is_installed", "main")
+    __slots__ = ("is_inside", "main")
 
     def __init__(self) -> None:
         self.main = threading.main_thread().ident
-        self.is_inside = self.is_installed = False
+        self.is_inside = False
 
     def install(self) -> bool:
-        """Take the signal over; return False where something else handles it."""
-        if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
-            return False
-        signal.signal(signal.SIGALRM, self.expired)
-        self.is_installed = True
-        return True
+        """Take the signal over where that is not done; return False where something else handles it.
+
+        Other code may have taken it back: unhandled, the alarm would end the process.
+        """
+        handler = signal.getsignal(signal.SIGALRM)
+        if handler is signal.SIG_DFL:
+            signal.signal(signal.SIGALRM, self.expired)
+            return True
+        return handler == self.expired
 
     def expired(self, _number: int, _frame: FrameType | None) -> None:
         """Take the signal. Runs in the main thread, between two steps of the interpreter."""
@@ -56,7 +59,7 @@ def call_timed(function: Callable[[], T], seconds: float = TIME_LIMIT_SECONDS) -
     one, where SIGALRM has another handler, and within one call into C. Calls must not be nested.
     """
     limit = _LIMIT
-    if threading.get_ident() != limit.main or not (limit.is_installed or limit.install()):
+    if threading.get_ident() != limit.main or not limit.install():
         return function()
     try:
         # Again and again, as the function may catch the first one.
