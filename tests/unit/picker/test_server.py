@@ -182,12 +182,17 @@ async def test_answers_that_wait_for_the_peers_window_come_before_the_end_of_the
 
 
 async def test_what_is_no_message_ends_the_stream_with_an_error(tmp_path: Path) -> None:
-    async with picker(tmp_path) as (_, _server, channel):
-        stream = process(channel)
-        await stream.write(b"\xff\xff")
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stream.read()
-        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with picker(tmp_path) as (_, server, channel):
+        for sent, how, code in (
+            (b"\xff", None, "INVALID_ARGUMENT"),
+            (b"a" * 999, grpc.Compression.Gzip, "UNIMPLEMENTED"),
+        ):
+            stream = channel.stream_stream(f"/{EXT_PROC}/Process")(compression=how)
+            await stream.write(sent)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                assert await stream.read() is not grpc.aio.EOF
+            assert raised.value.code().name == code
+        await until(lambda: server.streams == 0)
 
 
 async def test_health_is_that_of_the_models(tmp_path: Path) -> None:

@@ -169,8 +169,8 @@ class GrpcCall:
             if received[0] or size > self._most:
                 why = "a compressed message" if received[0] else f"a message of {size} bytes"
                 received.clear()
-                self._end(is_gone=False)
                 self._fail(CallFailed(UNIMPLEMENTED if "compressed" in why else RESOURCE_EXHAUSTED, why))
+                self._end(is_gone=False)
                 return
             if len(received) < 5 + size:
                 break
