@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo import __version__
+from dynamo.cli import engine_choice, packaged_models
 from dynamo.cli.engines import load_engine
 from dynamo.cli.main import COMMANDS, main
 from dynamo.cli.usage import UsageError
@@ -25,12 +26,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("m.gguf", "alone.safetensors", "m.pth", "m.tar.gz", "notes.txt"):
         (tmp_path / name).touch()
     (tmp_path / "gguf-in-disguise").write_bytes(b"GGUF\x03\x00")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "empty").mkdir()
+    for name in ("model", "empty"):
+        (tmp_path / name).mkdir()
     for name in ("config.json", "part.safetensors"):
         (tmp_path / "model" / name).touch()
     (tmp_path / "needs_more.py").write_text("import a_library_nobody_has\n")
     monkeypatch.chdir(tmp_path)
+    for module in (engine_choice, packaged_models):  # whatever is installed here
+        monkeypatch.setattr(module, "package_directory", lambda package: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name in ("guide_engine", "needs_more"):

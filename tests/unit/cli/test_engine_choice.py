@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from dynamo.cli import engine_choice
+from dynamo.cli import engine_choice, packaged_models
 from dynamo.cli.engine_choice import choose_engine, fetch_from_hub, locate_model
 from dynamo.cli.serve import read_options
 from dynamo.cli.usage import UsageError
@@ -22,7 +22,8 @@ Install = Callable[..., None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Packages that are installed, as directories with the files that are looked at."""
     packages: dict[str, Path] = {}
-    monkeypatch.setattr(engine_choice, "package_directory", packages.get)
+    for module in (engine_choice, packaged_models):
+        monkeypatch.setattr(module, "package_directory", packages.get)
 
     def make(package: str, *known: str) -> None:
         root = tmp_path / "packages" / package
