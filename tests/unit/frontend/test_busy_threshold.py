@@ -43,13 +43,7 @@ class Reporter:
         return any(self.id in model.busy for model in self._house.frontend.models.served())
 
     async def says(
-        self,
-        blocks: int | None,
-        *,
-        is_avoided: bool,
-        rank: int = 0,
-        tokens: int | None = None,
-        used: int | None = None,
+        self, blocks: int | None, *, is_avoided: bool, rank: int = 0, tokens: int | None = None, used: int | None = None
     ) -> None:
         """Report, and wait until the frontend has drawn its conclusion."""
         report = {

@@ -78,10 +78,7 @@ async def test_the_prompt_goes_to_a_prefill_worker_and_its_result_to_a_decode_wo
     (first,), (second,) = prefill.requests, decode.requests
     assert first["token_ids"] == second["token_ids"]
     assert (first["stop_conditions"]["max_tokens"], second["stop_conditions"]["max_tokens"]) == (1, 20)
-    assert second["prefill_result"] == {
-        "disaggregated_params": PARAMS,
-        "prompt_tokens_details": {"cached_tokens": 3},
-    }
+    assert second["prefill_result"] == {"disaggregated_params": PARAMS, "prompt_tokens_details": {"cached_tokens": 3}}
     assert "prefill_result" not in first
     assert second["router_config_override"] == {
         "overlap_score_credit": 0.0,

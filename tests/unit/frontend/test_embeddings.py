@@ -83,8 +83,7 @@ async def test_each_input_has_its_vector_in_the_order_of_the_inputs(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("asked", "has_frame"),
-    [({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)],
+    ("asked", "has_frame"), [({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)]
 )
 async def test_texts_get_the_tokens_that_the_tokenizer_adds_once(tmp_path: Path, asked: Body, has_frame: bool) -> None:
     directory = write_tiny_model(tmp_path / "model")

@@ -58,11 +58,7 @@ async def test_a_name_only_model_answers_a_chat(house: Cluster) -> None:
         }
     ]
     prompt_tokens = len(worker.requests[0]["token_ids"])
-    assert body["usage"] == {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": 5,
-        "total_tokens": prompt_tokens + 5,
-    }
+    assert body["usage"] == {"prompt_tokens": prompt_tokens, "completion_tokens": 5, "total_tokens": prompt_tokens + 5}
 
 
 async def test_the_worker_gets_every_member_it_may_read(house: Cluster) -> None:
@@ -282,11 +278,7 @@ async def test_every_form_of_a_prompt_is_served(house: Cluster, prompt: Any, exp
     twice = [text.decode() for text in expected for _ in range(2)]
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == list(enumerate(twice))
     total = sum(map(len, expected))
-    assert body["usage"] == {
-        "prompt_tokens": total,
-        "completion_tokens": 2 * total,
-        "total_tokens": 3 * total,
-    }
+    assert body["usage"] == {"prompt_tokens": total, "completion_tokens": 2 * total, "total_tokens": 3 * total}
 
 
 async def test_choices_are_asked_for_one_by_one(house: Cluster) -> None:
@@ -438,11 +430,7 @@ async def test_a_request_for_a_worker_that_is_not_there_is_the_callers_mistake(h
         ({"model": "nope"}, 404, "Model not found: 'nope'; served here: 'm'"),
         ({"temperature": 3}, 400, "Validation: Temperature must be between 0 and 2, got 3"),
         ({"foo": 1}, 400, f"Validation: Unsupported parameter(s): `foo`{LET_PASS}"),
-        (
-            {"functions": []},
-            422,
-            "Validation: `functions` is deprecated. Please migrate to use `tools` instead.",
-        ),
+        ({"functions": []}, 422, "Validation: `functions` is deprecated. Please migrate to use `tools` instead."),
         (
             {"stream_options": {"include_usage": True}},
             400,

@@ -500,8 +500,7 @@ async def test_a_model_whose_files_come_late_is_served_when_they_are_there(
 
 
 @pytest.mark.parametrize(
-    ("settings", "served"),
-    [({"namespace": "prod"}, {"prod"}), ({"namespace_prefix": "prod"}, {"prod", "prod-2"})],
+    ("settings", "served"), [({"namespace": "prod"}, {"prod"}), ({"namespace_prefix": "prod"}, {"prod", "prod-2"})]
 )
 async def test_a_frontend_serves_only_its_scope(tmp_path: Path, settings: dict[str, Any], served: set[str]) -> None:
     async with cluster(tmp_path, **settings) as house:

@@ -132,12 +132,7 @@ async def test_empty_content_is_null_and_a_streamed_call_comes_in_pieces(house: 
     streamed = await house.client.chat("hi", tools=TOOLS, stream=True)
     first, *more, last = streamed.chunks
     (call,) = first["choices"][0]["delta"]["tool_calls"]
-    assert call == {
-        "index": 0,
-        "id": call["id"],
-        "type": "function",
-        "function": {"name": "weather", "arguments": "{"},
-    }
+    assert call == {"index": 0, "id": call["id"], "type": "function", "function": {"name": "weather", "arguments": "{"}}
     pieces = [piece for chunk in more for piece in chunk["choices"][0]["delta"]["tool_calls"]]
     assert all(piece.keys() == {"index", "function"} for piece in pieces)
     assert "".join(["{", *(piece["function"]["arguments"] for piece in pieces)]) == '{"city": "Köln"}'

@@ -22,8 +22,7 @@ def shared(limit: int, weight: int | None = HELD_LONG, *, owners: int = 2) -> Sh
 
 
 @pytest.mark.parametrize(
-    ("weight", "alone", "of_two", "of_four"),
-    [(HELD_LONG, 128, 85, 51), (HELD_SHORTLY, 224, 119, 61)],
+    ("weight", "alone", "of_two", "of_four"), [(HELD_LONG, 128, 85, 51), (HELD_SHORTLY, 224, 119, 61)]
 )
 def test_greedy_owners_leave_room_for_the_next_one(weight: int, alone: int, of_two: int, of_four: int) -> None:
     assert fill(shared(256, weight), "a") == {"a": alone}

@@ -181,10 +181,7 @@ async def test_refusals_have_the_words_of_the_native_route(house: Cluster) -> No
             body(sampling_params={"max_tokens": 2, "min_tokens": 3}),
             "sampling_params.min_tokens (3) exceeds max_tokens (2).",
         ),
-        (
-            body(sampling_params={"prompt_logprobs": -2}),
-            "sampling_params.prompt_logprobs must be non-negative or -1.",
-        ),
+        (body(sampling_params={"prompt_logprobs": -2}), "sampling_params.prompt_logprobs must be non-negative or -1."),
         (body(stream_options={}), "stream_options are only supported when stream=true."),
         (body(sampling_params={"temperature": -1}), "Temperature must be between 0 and 2, got -1"),
         (body(sampling_params={"top_p": 2}), "Top_p must be between 0 and 1, got 2"),

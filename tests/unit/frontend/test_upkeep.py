@@ -66,9 +66,7 @@ class Counted:
 # -- loads ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_load_report_is_judged_once_for_a_model_and_its_adapters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_load_report_is_judged_once_for_a_model_and_its_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(busy_workers, "BUSY_SECONDS", 0.05)
     pools = [ModelPool(f"m{number}", {}, RoundRobin()) for number in range(21)]
     for pool in pools:

@@ -97,8 +97,7 @@ def write_model_that_begins_with_bos(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("asked", "begins"),
-    [({}, [0]), ({"add_special_tokens": True}, [0]), ({"add_special_tokens": False}, [])],
+    ("asked", "begins"), [({}, [0]), ({"add_special_tokens": True}, [0]), ({"add_special_tokens": False}, [])]
 )
 async def test_a_text_prompt_begins_with_the_tokens_of_the_post_processor(
     house: Cluster, tmp_path: Path, asked: dict[str, Any], begins: list[int]

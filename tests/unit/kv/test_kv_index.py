@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.kv.events import (
-    BlocksAdded,
-    BlocksDropped,
-    BlockUpdate,
-    HeldBlock,
-    KvChange,
-    RouterEvent,
-    read_events,
-)
+from dynamo.kv.events import BlocksAdded, BlocksDropped, BlockUpdate, HeldBlock, KvChange, RouterEvent, read_events
 from dynamo.kv.hashing import sequence_hashes
 from dynamo.kv.index import MAX_CAPACITY, PrefixIndex
 from dynamo.kv.overlap import Overlap, WorkerRank
@@ -46,10 +38,7 @@ def stored(
 
 
 def removed(
-    rank: WorkerRank,
-    *names: int,
-    tier: str = "device",
-    domain: str | msgspec.UnsetType | None = msgspec.UNSET,
+    rank: WorkerRank, *names: int, tier: str = "device", domain: str | msgspec.UnsetType | None = msgspec.UNSET
 ) -> RouterEvent:
     update = BlockUpdate(removed=BlocksDropped(list(names)))
     return RouterEvent(rank.worker_id, KvChange(1, update, rank.dp_rank), tier, domain)

@@ -50,15 +50,33 @@ def test_a_request_waits_for_the_pass_that_runs_and_shares_the_next_one() -> Non
     found = parts(choose(running))
     assert found["wait"] == pytest.approx(20 + 30 - 10)
     assert found["prefill"] == 20 + 20
-    assert found["stall"] == pytest.approx(0.05 * 2 * 16)  # two wait with it: 16 ms longer each
+    assert found["stall"] == pytest.approx(0.08 * 2 * 16)  # two wait with it: 16 ms longer each
     late = rank(1, pass_started_at=90.0, pass_tokens=3000)
     assert parts(choose(late))["wait"] == 0.0  # longer than expected: it may end at any moment
+
+
+def test_the_streams_make_a_step_in_every_pass_that_runs() -> None:
+    long = rank(
+        1, streams=4, requests=5, pass_started_at=99.9, boundary_at=99.9, pass_tokens=2400, max_num_batched_tokens=1000
+    )
+    assert parts(choose(long))["wait"] == pytest.approx(3 * 20 + 24 + 3 * 10 - 100)
+
+
+def test_a_millisecond_counts_for_more_the_later_the_first_token_is() -> None:
+    found = parts(choose(rank(1, pass_started_at=99.99, pass_tokens=3000)))
+    assert found["tail"] == pytest.approx(0.4e-6 * (found["wait"] + found["prefill"]) ** 3)
+
+
+def test_a_long_prompt_rather_holds_up_streams_than_wait_as_well() -> None:
+    ranks = rank(1, pass_started_at=100.0, pass_tokens=11_000), rank(2, streams=6, requests=6)
+    state = KvState(BLOCK, KvRequest(20_000, 1250), ranks, now=100.0)
+    assert [kv_policy("time", {"tail_weight": each}).choose(state, 0.0).position for each in (0.0, 0.4)] == [0, 1]
 
 
 def test_streams_are_stalled_and_their_step_is_in_the_pass() -> None:
     found = parts(choose(rank(1, streams=4, requests=4, context_tokens=4000)))
     assert (found["wait"], found["prefill"]) == (5.0, 20 + 16 + 10)
-    assert found["stall"] == pytest.approx(0.05 * 4 * 36)
+    assert found["stall"] == pytest.approx(0.08 * 4 * 36)
 
 
 def test_a_prompt_beyond_the_budget_takes_several_passes() -> None:
@@ -127,7 +145,7 @@ def test_longer_contexts_make_steps_longer() -> None:
 
 
 def test_the_steps_of_a_request_cost_as_much_at_an_idle_rank_where_contexts_cost_nothing() -> None:
-    found = choose(rank(1), rank(2, streams=3, requests=3))  # every step takes 10 ms
+    found = choose(rank(1), rank(2, streams=6, requests=6))  # every step takes 10 ms
     assert parts(found, 0)["decode"] == parts(found, 1)["decode"] > 0
 
 
@@ -140,7 +158,7 @@ def test_every_request_beside_it_pays_for_its_context() -> None:
 def test_overrides_and_parameters() -> None:
     held = {0: RankMatch(Overlap(50))}
     assert parts(choose(rank(1), held=held, overrides=KvOverrides(overlap_score_credit=0.0)))["prefill"] == 36
-    state = KvState(BLOCK, KvRequest(160, 10), (rank(1), rank(2, streams=9, requests=9)))
+    state = KvState(BLOCK, KvRequest(160, 10), (rank(1), rank(2, streams=6, requests=6)))
     policy = kv_policy("time", {"router_temperature": 1.0})
     assert {policy.choose(state, draw / 50).position for draw in range(50)} == {0, 1}
     assert policy.choose(state, 0.0).reason == "sampled"

@@ -140,11 +140,7 @@ def test_every_mistake_names_its_key() -> None:
         ("request_classifier: {type: thunderagent}", "request_classifier", "not built"),
         ("worker_selection: {foo: 1}", "worker_selection", "unknown key 'foo'"),
         ("worker_selection: {decode: x}", "worker_selection.decode", "no instance is called 'x'"),
-        (
-            "worker_selection: {instances: [{name: default, type: a}]}",
-            "worker_selection.instances[0].name",
-            "built-in",
-        ),
+        ("worker_selection: {instances: [{name: default, type: a}]}", "worker_selection.instances[0].name", "built-in"),
         (
             "worker_selection: {instances: [{name: a, type: a}, {name: a, type: b}]}",
             "worker_selection.instances[1].name",

@@ -56,7 +56,7 @@ def test_a_third_prompt_of_one_pass_counts_as_well() -> None:
     rank.complete("c", 0.0302)
     assert rank.take_finished() == FinishedPasses(1, 900, 900.0**2, 0.030, True, is_corrected=True)
     rank.join("d", 50, 0.0303)
-    assert (rank.started_at, rank.was_idle) == (0.0303, True)
+    assert rank.complete("d", 0.0503) == FinishedPasses(1, 50, 50.0**2, about(0.02), True)
 
 
 def test_prompts_that_exceed_the_budget_together_were_in_two_passes() -> None:
@@ -108,6 +108,29 @@ def test_a_prompt_beyond_the_budget_goes_on_in_the_next_pass() -> None:
     assert rank.running == {}
 
 
+def test_what_comes_before_the_pass_begins_is_computed_in_it() -> None:
+    """A long prompt that came in the same step as a short one is begun with it, and not after it."""
+    rank = PrefillPass()
+    rank.budget = 100
+    rank.join("short", 10, 0.0, begins_at=0.01)
+    rank.join("long", 250, 0.005)
+    rank.join("late", 30, 0.01)
+    assert rank.complete("short", 1.0) == FinishedPasses(1, 100, 100.0**2, 1.0, True)
+    assert dict(rank.running) == {"long": 160, "late": 30}
+
+
+def test_a_prompt_that_waits_is_begun_in_what_the_last_pass_has_left() -> None:
+    rank = PrefillPass()
+    rank.budget = 100
+    rank.join("long", 250, 0.0)
+    rank.join("next", 200, 0.1)
+    rank.join("late", 10, 2.5)  # the last pass has begun at 2.0
+    assert rank.complete("long", 3.0) == FinishedPasses(3, 300, 3 * 100.0**2, 3.0, True)
+    assert (dict(rank.running), rank.running_tokens) == ({"next": 150, "late": 10}, 160)
+    assert rank.complete("next", 5.0) == FinishedPasses(2, 160, 100.0**2 + 60.0**2, 2.0, False)
+    assert not rank.running
+
+
 def test_a_short_prompt_may_end_while_a_long_one_goes_on() -> None:
     rank = PrefillPass()
     rank.budget = 100
@@ -152,7 +175,7 @@ def test_the_sums_are_those_of_the_requests_and_nothing_is_left_at_the_end(steps
         assert known.issuperset(rank.running)
         assert known.issuperset(rank.waiting)
         assert rank.running_tokens == sum(rank.running.values())
-        assert rank.waiting_tokens == sum(rank.waiting.values())
+        assert rank.waiting_tokens == sum(tokens for tokens, _ in rank.waiting.values())
         assert rank.running or not rank.waiting
     for request_id in known:
         rank.drop(request_id, 0.0)

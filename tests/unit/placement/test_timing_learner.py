@@ -9,7 +9,7 @@ import pytest
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
 from dynamo.placement.timing import DEFAULT_TIMING, TimeCurve
-from dynamo.placement.timing_learner import TimingLearner
+from dynamo.placement.timing_learner import CurveFit, StepPool, TimingLearner
 
 A, B = WorkerRank(1), WorkerRank(2)
 CAPACITY = 100_000
@@ -161,6 +161,44 @@ def test_what_each_stream_adds_to_a_step_is_learned() -> None:
     assert learned.stream_ms > 0.5  # some of it looks like the contexts that the streams have
     for streams in (1, 4, 8):
         assert learned.step_ms(118 * streams / CAPACITY, streams) == pytest.approx(8 + 0.8 * streams, rel=0.1)
+
+
+def test_what_a_token_takes_is_not_forgotten_while_all_ranks_compute_short_prompts() -> None:
+    """Short prompts show less of it than the errors of their times: here passes of two seem as quick as those of one."""
+    pool = CurveFit((15.0, 15.0, 0.4))
+    ranks = [CurveFit((15.0, 15.0, 0.4), pool) for _ in range(8)]
+    long, one, two = ((1.0, 2.2, 4.84), 16 + 33), ((1.0, 0.128, 0.016), 18), ((1.0, 0.256, 0.066), 18)
+    for at, rank in enumerate(ranks * 40):
+        for sample in [long, one, two] if at < 200 and at % 32 < 8 else [one, two]:
+            rank.add(*sample)
+    for base, linear, square in pool.row, ranks[0].row:
+        assert base + 2.2 * linear + 4.84 * square == pytest.approx(16 + 33, rel=0.2)
+
+
+def test_what_fills_a_step_is_not_forgotten_where_slow_ranks_have_emptier_caches() -> None:
+    prior = (6.0, 40.0, 0.05)
+    pool = StepPool(prior)
+    quick, slow = CurveFit(prior, pool), CurveFit(prior, pool)
+    for at in range(600):
+        fill = 0.6 + 0.3 * (at % 5) / 4
+        quick.add((1.0, fill, 8.0), 6 + 40 * fill + 0.05 * 8)
+        if at % 4 == 0:
+            slow.add((1.0, fill - 0.5, 2.0), 4 * (6 + 40 * (fill - 0.5) + 0.05 * 2))
+    base, linear, stream = pool.row
+    for fill, streams in (0.2, 2), (0.7, 8):
+        assert base + linear * fill + stream * streams == pytest.approx(6 + 40 * fill + 0.05 * streams, rel=0.15)
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+def test_the_steps_of_all_ranks_follow_a_fleet_that_changes_its_speed(factor: float) -> None:
+    prior = (6.0, 40.0, 0.05)
+    pool = StepPool(prior)
+    ranks = [CurveFit(prior, pool) for _ in range(4)]
+    for at in range(600):
+        fill, now = 0.1 + 0.8 * (at % 7) / 6, factor if at >= 300 else 1.0
+        ranks[at % 4].add((1.0, fill, 4.0), now * (6 + 40 * fill + 0.05 * 4))
+    for base, linear, stream in pool.row, ranks[0].row:
+        assert base + 0.5 * linear + 4 * stream == pytest.approx(factor * 26.2, rel=0.15)
 
 
 def test_a_rank_four_times_slower_than_all_others_is_known_after_a_dozen_requests() -> None:

@@ -61,8 +61,7 @@ def test_a_plain_chat_becomes_what_the_long_way_makes_of_it(names: set[str], lor
 
 
 @each_case(
-    ("choice", "forced", "tools"),
-    [("auto", None, 1), ("none", None, 0), ("required", REQUIRED, 1), (NAMED, "f", 1)],
+    ("choice", "forced", "tools"), [("auto", None, 1), ("none", None, 0), ("required", REQUIRED, 1), (NAMED, "f", 1)]
 )
 def test_the_choice_of_a_tool(choice: Any, forced: str | None, tools: int) -> None:
     found = options(tools=[TOOL], tool_choice=choice)

@@ -53,13 +53,7 @@ SAMPLING_KEYS = [
     "include_stop_str_in_output",
     "guided_decoding",
 ]
-OUTPUT_KEYS = [
-    "logprobs",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "formatted_prompt",
-    "return_tokens_as_token_ids",
-]
+OUTPUT_KEYS = ["logprobs", "prompt_logprobs", "skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"]
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -336,13 +330,7 @@ def test_worker_fields_always_fit_the_wire(worker: int, seed: int, temperature: 
 
 @each_case(
     ("prompt", "expected"),
-    [
-        ("a", ["a"]),
-        (["a"], ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-    ],
+    [("a", ["a"]), (["a"], ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
 def test_every_prompt_form_is_a_list_of_texts_or_ids(prompt: Any, expected: Any) -> None:
     assert completion(prompt=prompt).prompts() == expected
@@ -541,8 +529,7 @@ def test_metadata_first_wins_and_credentials_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [{f"x-dynamo-meta-{index}": "v" for index in range(65)}, {"x-dynamo-meta-a": "v" * 65536}],
+    "headers", [{f"x-dynamo-meta-{index}": "v" for index in range(65)}, {"x-dynamo-meta-a": "v" * 65536}]
 )
 def test_too_much_metadata_is_a_431(headers: dict[str, str]) -> None:
     with pytest.raises(RequestRejected) as caught:

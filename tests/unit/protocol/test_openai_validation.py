@@ -13,13 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from dynamo.protocol.openai import (
-    RequestRejected,
-    decode_chat,
-    parse_chat,
-    parse_completion,
-    validate_chat,
-)
+from dynamo.protocol.openai import RequestRejected, decode_chat, parse_chat, parse_completion, validate_chat
 from dynamo.protocol.openai.body import MAX_CONTAINERS, MAX_DEPTH, MAX_MENDED_BYTES
 from dynamo.protocol.openai.foreign_members import FOREIGN_MEMBERS
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest
@@ -76,11 +70,7 @@ SHARED_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({"presence_penalty": 3}, "Presence penalty must be between -2 and 2, got 3", "presence_penalty"),
     ({"presence_penalty": -3}, "Presence penalty must be between -2 and 2, got -3", "presence_penalty"),
     ({"frequency_penalty": 2.5}, "Frequency penalty must be between -2 and 2, got 2.5", "frequency_penalty"),
-    (
-        {"repetition_penalty": 0},
-        "Repetition penalty must be greater than 0 and at most 2, got 0",
-        "repetition_penalty",
-    ),
+    ({"repetition_penalty": 0}, "Repetition penalty must be greater than 0 and at most 2, got 0", "repetition_penalty"),
     (
         {"repetition_penalty": 2.5},
         "Repetition penalty must be greater than 0 and at most 2, got 2.5",
@@ -90,11 +80,7 @@ SHARED_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({"logit_bias": {"x": 1}}, "Logit bias keys must be token ids, got 'x'", "logit_bias"),
     ({"n": 0}, "n must be between 1 and 128, got 0", "n"),
     ({"n": 129}, "n must be between 1 and 128, got 129", "n"),
-    (
-        {"n": 2, "temperature": 0},
-        "n must be 1 when temperature is 0 (every choice would be the same), got 2",
-        "n",
-    ),
+    ({"n": 2, "temperature": 0}, "n must be 1 when temperature is 0 (every choice would be the same), got 2", "n"),
     ({"max_tokens": 0}, "Max tokens must be greater than 0, got 0", "max_tokens"),
     ({"max_tokens": -1}, "Max tokens must be greater than 0, got -1", "max_tokens"),
     ({"max_tokens": 1048577}, "Max completion tokens must not exceed 1048576, got 1048577", "max_tokens"),
@@ -150,11 +136,7 @@ SHARED_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
 ]
 
 CHAT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
-    (
-        {"messages": []},
-        "The 'messages' field cannot be empty. At least one message is required.",
-        "messages",
-    ),
+    ({"messages": []}, "The 'messages' field cannot be empty. At least one message is required.", "messages"),
     ({"max_completion_tokens": 0}, "Max tokens must be greater than 0, got 0", "max_completion_tokens"),
     (
         {"max_completion_tokens": 2000000},
@@ -163,11 +145,7 @@ CHAT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
     ),
     ({"logprobs": True, "top_logprobs": 21}, "Top_logprobs must be between 0 and 20, got 21", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "Top_logprobs must be between 0 and 20, got -1", "top_logprobs"),
-    (
-        {"top_logprobs": 2},
-        "The 'top_logprobs' field is only allowed when 'logprobs' is set to true.",
-        "top_logprobs",
-    ),
+    ({"top_logprobs": 2}, "The 'top_logprobs' field is only allowed when 'logprobs' is set to true.", "top_logprobs"),
     ({"tools": [tool()] * 1537}, "Maximum of 1536 tools are supported, got 1537", "tools"),
     ({"tools": [tool("")]}, "Function name cannot be empty", "tools[0].function.name"),
     (
@@ -261,11 +239,7 @@ CHAT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
 ]
 
 NOT_BUILT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
-    (
-        {"functions": []},
-        "`functions` is deprecated. Please migrate to use `tools` instead.",
-        "functions",
-    ),
+    ({"functions": []}, "`functions` is deprecated. Please migrate to use `tools` instead.", "functions"),
     (
         {"function_call": "auto"},
         "`function_call` is deprecated. Please migrate to use `tool_choice` instead.",
@@ -298,11 +272,7 @@ COMPLETION_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({"logprobs": 21}, "Logprobs must be between 0 and 20, got 21", "logprobs"),
     ({"logprobs": -1}, "Logprobs must be between 0 and 20, got -1", "logprobs"),
     ({"best_of": 21}, "Best_of must be between 0 and 20, got 21", "best_of"),
-    (
-        {"best_of": 1, "n": 2},
-        "Best_of must be greater than or equal to n, got best_of 1 and n 2",
-        "best_of",
-    ),
+    ({"best_of": 1, "n": 2}, "Best_of must be greater than or equal to n, got best_of 1 and n 2", "best_of"),
     ({"suffix": "x" * 10001}, "Suffix must not exceed 10000 characters, got 10001", "suffix"),
     ({"stop": ""}, "Stop sequence cannot be empty", "stop"),
     ({"stop": ["a"] * 33}, "Maximum of 32 stop sequences allowed, got 33", "stop"),

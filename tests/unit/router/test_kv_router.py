@@ -182,20 +182,12 @@ def test_what_a_pass_computes_now_is_seen_as_coming() -> None:
     first = router.select(KvQuery(token_ids=PROMPT), 0.0)
     router.book("first", first, 0.0)
     again = router.select(KvQuery(token_ids=[*PROMPT, *range(700, 732)]), 0.01)
-    match = again.state.matches[
-        router.select(KvQuery(token_ids=PROMPT), 0.01).state.ranks.index(
-            next(each for each in again.state.ranks if each.rank == first.rank)
-        )
-    ]
+    match = again.state.matches[[each.rank for each in again.state.ranks].index(first.rank)]
     assert (match.active_blocks, match.coming_blocks) == (10, 10)
     router.first_token("first", 0.5)
     later = router.select(KvQuery(token_ids=PROMPT), 0.5)
-    assert (
-        later.state.matches[
-            later.state.ranks.index(next(r for r in later.state.ranks if r.rank == first.rank))
-        ].coming_blocks
-        == 0
-    )
+    match = later.state.matches[[each.rank for each in later.state.ranks].index(first.rank)]
+    assert match.coming_blocks == 0
 
 
 def test_a_prefix_that_waits_for_a_full_pass_is_seen_as_coming_and_is_no_work_a_second_time() -> None:
@@ -203,13 +195,12 @@ def test_a_prefix_that_waits_for_a_full_pass_is_seen_as_coming_and_is_no_work_a_
     router.set_ranks({A: RankInfo(max_num_batched_tokens=100)})
     running = router.select(KvQuery(token_ids=list(range(1000, 1100))), 0.0)
     router.book("running", running, 0.0)
-    router.book(
-        "first", router.select(KvQuery(token_ids=PROMPT), 0.0), 0.0
-    )  # 160 tokens: more than the next pass takes
+    # 160 tokens: more than the next pass takes.
+    router.book("first", router.select(KvQuery(token_ids=PROMPT), 0.0), 0.0)
     second = router.select(KvQuery(token_ids=[*PROMPT, *range(700, 708)]), 0.01)
     assert second.state.matches[0].coming_blocks == 10
     router.book("second", second, 0.01)
-    assert router.load.of(A).prefill_pass.waiting == {"first": 160, "second": 8}
+    assert router.load.of(A).prefill_pass.waiting == {"first": (160, 0.0), "second": (8, 0.01)}
     assert router.load.prefill_tokens(A) == 100 + 160 + 168  # what the native account says stays
 
 

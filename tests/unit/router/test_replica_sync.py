@@ -26,13 +26,7 @@ from dynamo.placement.replica_events import (
 )
 from dynamo.placement.session_affinity import SessionAffinity, SessionLease
 from dynamo.router.kv.router import KvRouter, KvRouterOptions
-from dynamo.router.peers.replica_sync import (
-    BINDINGS_TOPIC,
-    BOOKINGS_TOPIC,
-    BookingOutbox,
-    ReplicaSync,
-    SessionSync,
-)
+from dynamo.router.peers.replica_sync import BINDINGS_TOPIC, BOOKINGS_TOPIC, BookingOutbox, ReplicaSync, SessionSync
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from support.patience import PATIENCE_SECONDS

@@ -422,8 +422,7 @@ def test_a_snapshot_is_written_for_the_rank_of_the_argument() -> None:
     gauges: list[Any] = []
     loads: list[tuple[int, int]] = []
     snapshots = SnapshotPublisher(
-        lambda rank, snapshot: gauges.append((rank, snapshot)) is None,
-        lambda rank, used: loads.append((rank, used)),
+        lambda rank, snapshot: gauges.append((rank, snapshot)) is None, lambda rank, used: loads.append((rank, used))
     )
     snapshot = ComponentSnapshot(6, 10, 0.6, 7)
     snapshots.publish(1, snapshot)

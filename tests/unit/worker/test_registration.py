@@ -400,10 +400,7 @@ async def test_a_status_server_offers_the_cards_files(model_directory: Path, tmp
     await register_model(ModelInput.Tokens, ModelType.Chat, endpoint, str(model_directory), "m", **common)
     card = decode_card(endpoint.cards[None])
     local = build_card(
-        "m",
-        assets=read_model_directory(model_directory),
-        model_type=ModelType.Chat,
-        custom_template_path=template,
+        "m", assets=read_model_directory(model_directory), model_type=ModelType.Chat, custom_template_path=template
     )
     assert card.checksum() == local.checksum()
     there = dict(local.files())

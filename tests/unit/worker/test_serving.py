@@ -152,10 +152,7 @@ async def test_nothing_after_the_terminal_is_seen_and_the_generator_is_closed_at
     assert engine.closed.is_set()
 
 
-@each_case(
-    "reason",
-    ["stop", "length", "cancelled", {"error": "x"}],
-)
+@each_case("reason", ["stop", "length", "cancelled", {"error": "x"}])
 async def test_the_code_behind_the_last_yield_runs_once_the_answer_is_whole(reason: Any) -> None:
     sink = ListSink()
     ended_before: list[bool] = []

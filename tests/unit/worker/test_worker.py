@@ -29,12 +29,7 @@ from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.worker.kv_publishing.publisher import ComponentSnapshot, PushSource
 from dynamo.worker.lifecycle import ShutdownTimes, State
-from dynamo.worker.worker import (
-    Worker,
-    _coerce_disagg_mode,
-    _to_rust_disaggregation_mode,
-    shutdown_times,
-)
+from dynamo.worker.worker import Worker, _coerce_disagg_mode, _to_rust_disaggregation_mode, shutdown_times
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
@@ -909,8 +904,7 @@ async def test_controls_take_the_worker_out_of_discovery_and_bring_it_back() -> 
 
 async def test_admin_routes_are_refused_while_the_worker_comes_up_and_goes_down() -> None:
     engine = Recorder(
-        give={"supported_controls": {"sleep"}},
-        hold={"health_check_payload": asyncio.Event(), "drain": asyncio.Event()},
+        give={"supported_controls": {"sleep"}}, hold={"health_check_payload": asyncio.Event(), "drain": asyncio.Event()}
     )
     async with mem_runtime() as runtime:
         worker = make(engine, runtime=runtime)

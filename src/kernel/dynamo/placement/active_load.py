@@ -45,11 +45,7 @@ class ActiveLoad:
     )  # fmt: skip
 
     def __init__(
-        self,
-        block_size: int,
-        *,
-        tracks_output_blocks: bool = False,
-        expiry_seconds: float = DEFAULT_EXPIRY_SECONDS,
+        self, block_size: int, *, tracks_output_blocks: bool = False, expiry_seconds: float = DEFAULT_EXPIRY_SECONDS
     ) -> None:
         """Make an empty account. Without `tracks_output_blocks` generated tokens take no blocks here."""
         if block_size < 1:
@@ -114,7 +110,7 @@ class ActiveLoad:
         if counts_prefill:
             booked.prefill_tokens = max(0, prompt_tokens - cached_tokens)
             load.prefill_tokens += booked.prefill_tokens
-            load.prefill_pass.join(request_id, max(1, booked.prefill_tokens - coming_tokens), now)
+            load.join_pass(request_id, max(1, booked.prefill_tokens - coming_tokens), now, self._block_size)
         self.changed.add(booked.rank)
         return True
 

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
+from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, DEFAULT_TIMING, rest_of_step_ms
 
 ENTRIES: Final = 384  # samples of a full cache; the estimate is off by about one part in twenty
 
@@ -137,16 +138,9 @@ class Booked:
     """One active request."""
 
     __slots__ = (
-        "added_at",
-        "context_tokens",
-        "expires",
-        "first_token",
-        "output",
-        "prefill_tokens",
-        "rank",
-        "request_id",
+        "added_at", "context_tokens", "expires", "first_token", "output", "prefill_tokens", "rank", "request_id",
         "sequence",
-    )
+    )  # fmt: skip
 
     def __init__(self, request_id: str, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
         self.request_id, self.rank, self.sequence, self.added_at = request_id, rank, sequence, now
@@ -192,15 +186,8 @@ class LoadOfRank:
     """The account of one rank."""
 
     __slots__ = (
-        "blocks",
-        "booked",
-        "boundary_at",
-        "clock",
-        "prefill_pass",
-        "prefill_tokens",
-        "reuse",
-        "weights",
-    )
+        "blocks", "booked", "boundary_at", "clock", "prefill_pass", "prefill_tokens", "reuse", "timing", "weights",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}  # sequence hash to the number of requests that hold it
@@ -212,6 +199,16 @@ class LoadOfRank:
         self.clock = LoadClock()
         self.prefill_pass = PrefillPass()
         self.reuse = ReuseClock()
+        self.timing = DEFAULT_TIMING  # as it was believed to be when the rank was last described
+
+    def join_pass(self, request_id: str, tokens: int, now: float, block_size: int) -> None:
+        """Let a prompt wait for its pass, which does not begin before the step ends that the streams make now."""
+        rest, clock = 0.0, self.clock
+        if clock.streams and not self.prefill_pass.running:
+            fill = clock.context_tokens / ((self.reuse.blocks or 0) * block_size or DEFAULT_CAPACITY_TOKENS)
+            step = self.timing.step_ms(min(1.0, fill), clock.streams)
+            rest = rest_of_step_ms(now, self.boundary_at or 0.0, step)
+        self.prefill_pass.join(request_id, tokens, now, now + rest / 1000)
 
     @property
     def decode_blocks(self) -> float:

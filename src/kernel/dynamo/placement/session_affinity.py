@@ -114,12 +114,7 @@ class SessionAffinity:
         return min(self.ttl_seconds, MAX_REAP_SECONDS)
 
     def acquire(
-        self,
-        session_id: str,
-        now: float,
-        *,
-        pinned_worker_id: int | None = None,
-        pinned_dp_rank: int | None = None,
+        self, session_id: str, now: float, *, pinned_worker_id: int | None = None, pinned_dp_rank: int | None = None
     ) -> SessionLease | SessionBeingBound:
         """Return a lease for a request of the session, or that the request has to wait.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from operator import is_
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.prefill_pass import FinishedPasses
@@ -19,6 +19,7 @@ from dynamo.placement.rank_load import Booked, LoadOfRank
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, DEFAULT_TIMING, RankTiming, TimeCurve
 
 FADE: Final = 0.98  # weight of a sample after each later one: about the last fifty count
+POOL_FADE: Final = 0.998  # of the prompts of all ranks together: fifty short ones do not show what a token takes
 POOL_SAMPLES: Final = 6.0  # that all ranks together count for at most
 PRIOR_SAMPLES: Final = 0.1  # that the prior counts for
 USUAL_ERROR: Final = 0.3  # relative; less is never far off
@@ -26,10 +27,10 @@ SPREAD_FADE: Final = 0.1  # how much a new error counts in what is usual for the
 FITTED_EACH: Final = 8.0  # samples: up to so many each one is fitted at once
 SAMPLES_PER_FIT: Final = 8  # after that; a fit takes some 20 us, and one sample of fifty moves little
 UNSURE: Final = 5.0  # twice the error of a mean over a quarter of the samples, by their mean distance from it
-SAME_SPEED: Final = (
-    0.01  # a pool that moves less is taken to stand still: all its ranks would have to be computed again
-)
+# A pool that moves less is taken to stand still: all its ranks would have to be computed again.
+SAME_SPEED: Final = 0.01
 LEVEL_FADE: Final = 0.2  # how much a new sample counts in how slow a rank is beside all ranks
+MOST_FADE: Final = 0.02  # how much a new sample counts in how slow most ranks are beside their pool
 LEVEL_STEP: Final = 0.5  # of a logarithm: no sample shows more than that beyond what is known
 LEVEL_MOVED: Final = 0.4  # of a logarithm: samples from before a rank's speed changed by so much show little
 FORGOTTEN: Final = 0.1  # what those count for
@@ -77,6 +78,8 @@ class CurveFit:
 
     __slots__ = ("_errors", "_level", "_pool", "_prior", "_sums", "_unfitted", "basis", "count", "row", "shared")
 
+    pool_fade: ClassVar[float] = POOL_FADE
+
     def __init__(self, prior: Row, pool: CurveFit | None = None) -> None:
         self._prior, self._pool = prior, pool
         self._errors = _UsualErrors()
@@ -91,9 +94,10 @@ class CurveFit:
         """Take a sample: the amounts of the three parts, and the time they took together."""
         a, b, c = parts
         if self._pool is not None:
-            self._pool.add(parts, measured)
-            base, linear, square = self._pool.row
-            apart = math.log(measured / max(LEAST_MS, a * base + b * linear + c * square)) - self._level
+            pool = self._pool
+            pool.add(parts, measured * math.exp(-pool.unlike(self._level)))
+            base, linear, square = pool.row
+            apart = math.log(measured / max(LEAST_MS, a * base + b * linear + c * square)) + pool._level - self._level
             share = max(LEVEL_FADE, 1.0 / (self.count + 2.0))
             self._level += share * max(-LEVEL_STEP, min(LEVEL_STEP, apart))
             if abs(self._level - self.basis) > LEVEL_MOVED:
@@ -105,8 +109,9 @@ class CurveFit:
         weight = self._errors.weigh((measured - expected) / expected) / (expected * measured)
         sums = self._sums
         fresh = (a * a, a * b, a * c, b * b, b * c, c * c, a * measured, b * measured, c * measured)
-        self._sums = [FADE * old + weight * new for old, new in zip(sums, fresh, strict=True)]
-        self.count = FADE * self.count + 1.0
+        fade = self.pool_fade if self._pool is None else FADE
+        self._sums = [fade * old + weight * new for old, new in zip(sums, fresh, strict=True)]
+        self.count = fade * self.count + 1.0
         self._unfitted += 1
         if self.count < FITTED_EACH or self._unfitted >= SAMPLES_PER_FIT:
             self._unfitted = 0
@@ -114,10 +119,18 @@ class CurveFit:
 
     def follow(self, other: CurveFit) -> None:
         """Take the rank for as slow as the other curve of it shows, where that has moved further: its samples come sooner."""
-        if abs(other._level - self._level) > LEVEL_MOVED and abs(other._level) > abs(self._level):
-            self._level = other._level
+        level, known = other._beside_pool(), self._beside_pool()
+        if abs(level - known) > LEVEL_MOVED and abs(level) > abs(known):
+            self._level += level - known
             self._rebase()
             self.row = self._fitted()
+
+    def unlike(self, level: float) -> float:
+        """Return the logarithm of what a rank's next time is divided by in this pool; `level`: how slow the rank is."""
+        return 0.0
+
+    def _beside_pool(self) -> float:
+        return self._level if self._pool is None else self._level - self._pool._level
 
     def _rebase(self) -> None:
         self._sums, self.basis = [FORGOTTEN * each for each in self._sums], self._level
@@ -164,7 +177,7 @@ class CurveFit:
         pool = self._pool or self
         share = min(1.0, POOL_SAMPLES / pool.count) if pool.count else 0.0
         # The samples of all ranks as this rank would have shown them, else those of a slow one would count for less.
-        others = _slower(pool._sums, self._level)
+        others = _slower(pool._sums, self._level - pool._level)
         sums = [own + share * other for own, other in zip(self._sums, others, strict=True)]
         free = [at for at in range(3) if self._prior[at]]
         while free:
@@ -188,6 +201,33 @@ class CurveFit:
         for at, row in zip(free, table, strict=True):
             found[at] = row[-1]
         return found
+
+
+class StepPool(CurveFit):
+    """The steps of all ranks, as ranks that are as quick as most would have made them.
+
+    Slow ranks hold less than quick ones, so with their times as they are a step would seem to take the same whatever is in it. A prompt
+    is not made alike in this way: one that is far off shows mostly what a token takes.
+    """
+
+    __slots__ = ()
+
+    pool_fade = FADE
+
+    def unlike(self, level: float) -> float:
+        """Return how slow a rank is beside most. Where most have become slower, or quicker, the pool goes along."""
+        apart = level - self._level
+        if abs(apart) <= LEVEL_MOVED:
+            apart = 0.0
+        self.basis += MOST_FADE * (apart - self.basis)
+        if abs(self.basis) > LEVEL_MOVED:
+            self._sums = [FORGOTTEN * each for each in _slower(self._sums, self.basis)]
+            self.count *= FORGOTTEN
+            self._level += self.basis
+            apart -= self.basis
+            self.basis = 0.0
+            self.row = self._fitted()
+        return apart
 
 
 def _slower(sums: Sequence[float], level: float) -> list[float]:
@@ -246,7 +286,7 @@ class TimingLearner:
         self.moved: set[WorkerRank] = set()
         prefill, decode = DEFAULT_TIMING.prefill, DEFAULT_TIMING.decode
         self._prefill = CurveFit((prefill.base, prefill.linear * KILO, prefill.square * KILO * KILO))
-        self._decode = CurveFit((decode.base, decode.linear, DEFAULT_TIMING.stream_ms))
+        self._decode = StepPool((decode.base, decode.linear, DEFAULT_TIMING.stream_ms))
         self._ranks: dict[WorkerRank, _RankFits] = {}
         self._output_tokens = DEFAULT_TIMING.output_tokens
         self._answers = 0

@@ -48,13 +48,7 @@ def units(division: Division) -> dict[str, float]:
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate, Phase.shrink])
 @given(
     steps=st.lists(
-        st.tuples(
-            st.sampled_from(FRONTENDS),
-            st.floats(0, 20_000),
-            st.floats(0, 10),
-            st.floats(0, 1),
-            st.booleans(),
-        ),
+        st.tuples(st.sampled_from(FRONTENDS), st.floats(0, 20_000), st.floats(0, 10), st.floats(0, 1), st.booleans()),
         max_size=20,
     )
 )

@@ -10,6 +10,8 @@ full; the weights of the others are the parameters.
 - `prefill`: the pass that computes this prompt: what waits there already and joins the same pass, the prompt's own tokens
   that the rank does not hold, and one step of the streams. Blocks that the running pass is bringing in count as held. A pass
   that has been given work and begins only after the step that runs takes this prompt in as well.
+- `tail`: the cube of the three. A ms counts for more the later the first token is already, so that a long prompt, which makes
+  the longest waits, does not wait as well where a shorter one may. A square would count at 100 ms, too, and cost hits there.
 - `stall`: every stream that runs there, and every prompt that waits there, is held up by this prompt's tokens.
 - `future`: so are prompts that come while they are computed.
 - `decode`: the request's own steps, and how much longer its context makes those of the requests beside it. A rank without
@@ -51,8 +53,8 @@ from dynamo.placement.policies.kv_time_arrays import (
     lowest_of,
     numpy,
 )
-from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET
-from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, pass_ms
+from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET, pass_count
+from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, MOST_STEPS, pass_ms, rest_of_step_ms
 
 TYPE_NAME: Final = "time"
 
@@ -63,10 +65,6 @@ TRUSTED_SHARE: Final = {Trust.EXACT: 1.0, Trust.DEGRADED: 0.8, Trust.PREDICTED: 
 predicted may have been evicted meanwhile."""
 
 _EXACT: Final = Trust.EXACT
-
-MOST_STEPS: Final = 16.0
-"""So many steps after a pass was seen to end, the ends of further ones are reckoned with. Then the errors of the steps that were
-added up are as long as a step."""
 
 MOST_DECODED: Final = 64.0
 """Tokens of an answer whose steps count in `decode`. Later choices decide which loads stand beside those after them."""
@@ -80,10 +78,11 @@ MOST_IDLE_RATIO: Final = 4.0
 class TimeParameters(msgspec.Struct, frozen=True, gc=False):
     """How much a millisecond of others counts beside one of the request's own time to first token."""
 
-    stall_weight: Weight = 0.05
+    stall_weight: Weight = 0.08
     future_weight: Weight = 0.2
     decode_weight: Weight = 1.6
-    eviction_weight: Weight = 0.5
+    eviction_weight: Weight = 0.7
+    tail_weight: Weight = 0.4  # at a second a ms counts for this much three times more
     host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = HOST_HIT_WEIGHT
     disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = DISK_HIT_WEIGHT
     router_temperature: Weight = 0.0  # 0: the lowest cost; above: sampled by softmax
@@ -202,17 +201,9 @@ class TimeCost:
         else:
             position, tied = pick_lowest(costs, draw)
             reason = "lowest_cost"
-        return KvChoice(
-            self.name,
-            "ms",
-            state.ranks[position].rank,
-            position,
-            costs[position],
-            tied,
-            draw,
-            reason,
-            self._described(state, prompt, views, costs) if with_terms else (),
-        )
+        terms = self._described(state, prompt, views, costs) if with_terms else ()
+        rank, cost = state.ranks[position].rank, costs[position]
+        return KvChoice(self.name, "ms", rank, position, cost, tied, draw, reason, terms)
 
     # -- what ranks and the decision bring
 
@@ -254,7 +245,8 @@ class TimeCost:
         if arrays is None:
             if (np := numpy()) is None:
                 return None
-            limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO)
+            tail = self._parameters.tail_weight / 1e6
+            limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO, tail)
             rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
             arrays = self._arrays = TimeArrays(np, rows, limits)
         self._renew(arrays)
@@ -280,10 +272,11 @@ class TimeCost:
         if rank.pass_started_at is not None:
             begins_at = rank.pass_started_at
             if boundary_at < begins_at:  # it came in the middle of a step
-                begins_at += _rest_of_step(begins_at, boundary_at, step) / 1000
+                begins_at += rest_of_step_ms(begins_at, boundary_at, step) / 1000
             elif (boundary_at - begins_at) * 1000 <= step:
                 begins_at = boundary_at  # and that step was seen to end
-            ends_at = begins_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + step) / 1000
+            steps = step * pass_count(rank.pass_tokens, budget)
+            ends_at = begins_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + steps) / 1000
         output_blocks = rank.requests * timing.output_tokens / 2 / block_size
         free = math.inf
         if total and rank.held_blocks:
@@ -291,30 +284,13 @@ class TimeCost:
         elif rank.oldest_use_at is not None:
             free = 0.0
         return _View(
-            rank,
-            begins_at,
-            ends_at,
-            boundary_at,
-            step / 2,
-            timing.prefill.base,
-            timing.prefill.linear,
-            timing.prefill.square,
-            budget,
-            rank.waiting_tokens,
-            pass_ms(timing.prefill, rank.waiting_tokens, budget),
-            step,
+            rank, begins_at, ends_at, boundary_at, step / 2, timing.prefill.base, timing.prefill.linear, timing.prefill.square, budget,
+            rank.waiting_tokens, pass_ms(timing.prefill, rank.waiting_tokens, budget), step,
             weights.future_weight + weights.stall_weight * (rank.streams + rank.waiting_requests),
-            decode,
-            growth * (1 + rank.requests),
-            total - rank.decode_blocks - output_blocks if total else math.inf,
-            decode / total if total else 0.0,
-            free,
-            timing.prefill.linear * block_size,
-            rank.oldest_use_at or 0.0,
-            rank.requests,
-            rank.streams,
-            _seat_ms(rank, step or decode),
-        )
+            decode, growth * (1 + rank.requests), total - rank.decode_blocks - output_blocks if total else math.inf,
+            decode / total if total else 0.0, free, timing.prefill.linear * block_size, rank.oldest_use_at or 0.0,
+            rank.requests, rank.streams, _seat_ms(rank, step or decode),
+        )  # fmt: skip
 
     def _prompt(self, state: KvState, gaps: Gaps) -> _Prompt:
         request, weights, now, count = state.request, self._parameters, state.now, len(state.ranks)
@@ -347,6 +323,7 @@ class TimeCost:
         decoded = output * decode_weight
         fresh = float(max(1, tokens))  # to be computed where nothing is held
         is_timed = mean_idle > 0.0
+        tail = weights.tail_weight / 1e6
         costs = []
         # fmt: off
         for at, (begins_at, ends_at, boundary_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
@@ -373,14 +350,17 @@ class TimeCost:
                 since = (now - boundary_at) * 1000.0
                 if since < MOST_STEPS * step:
                     wait = step - since % step
-            cost = wait + seat + decoded * (decode + growth * added)
+            own = wait + seat
+            cost = decoded * (decode + growth * added)
             if is_computed:
                 if computed <= budget:
                     work = base + (linear + square * computed) * computed
-                    cost += work + step + others * (work - waiting_ms)
+                    own += work + step
                 else:
                     work = pass_ms(views[at].record.timing.prefill, computed, views[at].budget)
-                    cost += work + step * (computed // budget + 1) + others * (work - waiting_ms)
+                    own += work + step * (computed // budget + 1)
+                cost += others * (work - waiting_ms)
+            cost += own + tail * own * own * own
             if missing > free:
                 view, ratio = views[at], 1.0
                 if is_timed and view.oldest_use_at:
@@ -405,15 +385,8 @@ class TimeCost:
             parts = self._parts(state, prompt, view, match)
             if state.request.has_preferences and not state.request.is_pinned:
                 parts["preference"] = total - sum(parts.values())
-            described.append(
-                CandidateCost(
-                    view.record.rank,
-                    total,
-                    view.record.trust,
-                    match.overlap.device,
-                    tuple(CostTerm(name, value) for name, value in parts.items()),
-                )
-            )
+            terms, rank = tuple(CostTerm(name, value) for name, value in parts.items()), view.record
+            described.append(CandidateCost(rank.rank, total, rank.trust, match.overlap.device, terms))
         return tuple(described)
 
     def _parts(self, state: KvState, prompt: _Prompt, view: _View, match: RankMatch) -> dict[str, float]:
@@ -429,15 +402,17 @@ class TimeCost:
             steps = 1 if computed <= view.budget else computed // view.budget + 1
             prefill, added = work + view.step * steps, work - _waiting_ms(view, now)
         needed = prompt.blocks + prompt.output / state.block_size
-        ratio = 1.0
-        if prompt.mean_idle and view.oldest_use_at:
-            ratio = _idle_ratio(prompt.mean_idle, now - view.oldest_use_at)
+        is_timed = prompt.mean_idle and view.oldest_use_at
+        ratio = _idle_ratio(prompt.mean_idle, now - view.oldest_use_at) if is_timed else 1.0
         lost = max(0.0, needed - held - view.free)
         over = max(0.0, needed - match.active_blocks - view.room)
+        wait = _wait_ms(view, now)
+        own = wait + view.seat_ms + prefill
         return {
-            "wait": _wait_ms(view, now),
+            "wait": wait,
             "seats": view.seat_ms,
             "prefill": prefill,
+            "tail": weights.tail_weight / 1e6 * own * own * own,
             "stall": weights.stall_weight * (rank.streams + rank.waiting_requests) * added,
             "future": weights.future_weight * added,
             "decode": prompt.output * prompt.decode_weight * (view.decode + view.decode_growth * prompt.added),
@@ -468,17 +443,9 @@ def _decision_of(policy: TimeCost, state: KvState, prompt: _Prompt, views: list[
         uncached = max(prompt.tokens - blocks * state.block_size, 1.0)
         held[at] = uncached, needed - blocks, needed - match.active_blocks
     return TimeDecision(
-        state.now,
-        float(max(1, prompt.tokens)),
-        needed,
-        prompt.output,
-        prompt.output * prompt.decode_weight,
-        prompt.added,
-        prompt.is_computed,
-        prompt.mean_idle,
-        prompt.block_weight,
-        held,
-    )
+        state.now, float(max(1, prompt.tokens)), needed, prompt.output, prompt.output * prompt.decode_weight, prompt.added,
+        prompt.is_computed, prompt.mean_idle, prompt.block_weight, held,
+    )  # fmt: skip
 
 
 def _seat_ms(rank: RankState, step: float) -> float:
@@ -489,17 +456,11 @@ def _seat_ms(rank: RankState, step: float) -> float:
     return (rank.requests - seats + 1) / seats * rank.timing.output_tokens * step
 
 
-def _rest_of_step(at: float, boundary_at: float, step: float) -> float:
-    """Return the ms until the step ends that runs at the time `at`, by a pass that ended at `boundary_at`; 0: not known."""
-    since = (at - boundary_at) * 1000
-    return step - since % step if boundary_at and step and since < MOST_STEPS * step else 0.0
-
-
 def _wait_ms(view: _View, now: float) -> float:
     """Return the ms until the next pass begins at a rank. `_costs` has the same in line."""
     if view.ends_at:
         return max(0.0, ((view.begins_at if view.begins_at > now else view.ends_at) - now) * 1000.0)
-    return _rest_of_step(now, view.boundary_at, view.step) or view.idle_wait
+    return rest_of_step_ms(now, view.boundary_at, view.step) or view.idle_wait
 
 
 def _waiting_ms(view: _View, now: float) -> float:

@@ -23,6 +23,7 @@ class TimeConstants(NamedTuple):
     most_steps: float
     least_idle_seconds: float
     most_idle_ratio: float
+    tail: float  # of a cubed ms of the request's own time
 
 
 class TimeDecision(NamedTuple):
@@ -95,17 +96,17 @@ class TimeArrays:
             wait = where(begins_later, (begins_at - now) * 1000.0, wait)
             computed = where(begins_later, computed + pass_tokens, computed)
             waiting_ms = where(begins_later, waiting_with_pass_ms, waiting_ms)
-        cost = wait + seat + one.decoded * (decode + growth * one.added)
+        own, cost = wait + seat, one.decoded * (decode + growth * one.added)
         if one.is_computed:
             work = base + (linear + square * computed) * computed
-            added = work + step + others * (work - waiting_ms)
             is_long = computed > budget
             if is_long.any():
                 whole, rest = np.divmod(computed, budget)
-                work = whole * (base + (linear + square * budget) * budget)
-                work = work + where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
-                added = where(is_long, work + step * (whole + 1) + others * (work - waiting_ms), added)
-            cost = cost + added
+                passes = whole * (base + (linear + square * budget) * budget)
+                passes = passes + where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
+                work, step = where(is_long, passes, work), where(is_long, step * (whole + 1), step)
+            own, cost = own + (work + step), cost + others * (work - waiting_ms)
+        cost = cost + (own + limits.tail * own * own * own)
         lost = missing - free
         if (lost > 0.0).any():
             price = lost * block_ms * one.block_weight

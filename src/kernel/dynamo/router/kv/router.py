@@ -295,10 +295,7 @@ class KvRouter:
         return KvState(self._block_size, request, records, matches, now, part.excluded)
 
     def _matches(
-        self,
-        part: RankPart,
-        overlaps: Mapping[WorkerRank, Overlap],
-        tracking: Sequence[int],
+        self, part: RankPart, overlaps: Mapping[WorkerRank, Overlap], tracking: Sequence[int]
     ) -> dict[int, RankMatch]:
         """Return what each rank has of the prompt, by position; ranks that have nothing are left out."""
         matches: dict[int, RankMatch] = {}
