@@ -7,8 +7,8 @@ the same ones to each server in turn: by how much later they come in the mean of
 Their prompts are short (`--first-words`), and each burst is sent twice, of which the second one counts: llama.cpp has computed the
 prompts then, all but the last token. What we add does not depend on the prompt, and the time of a prompt in the engine varies by more
 than that from burst to burst. Loads are short, too, and many: a shared machine changes its speed from minute to minute.
-"At work" is the share of a load's time in which llama.cpp's process ran: where it is no less behind us, what the tokens' rates differ by is
-the machine's speed at that moment.
+"At work" is the share of a load's time in which llama.cpp's process ran: where it is no less behind us, it did not lack work from us,
+and the tokens' rates differ by how fast it ran.
 With `--without-model` a llama.cpp that answers at once stands in its place (`null_llama`): what is left is what we add, to a tenth of
 a millisecond. Requests that come together then wait for each other; beside a model they wait while it computes.
 """
