@@ -35,6 +35,7 @@ RUST_SAMPLE = os.environ.get("RUST_SAMPLE_ENGINE", "") if RUST_ENGINE else ""
 
 POLL_SECONDS = 0.01
 LAST_WORDS_SECONDS = 5.0
+LAST_WORDS_CHARS = 2500
 
 
 class Process:
@@ -227,6 +228,8 @@ class Cluster:
     ) -> None:
         for process in reversed(self._processes):
             process.close()
+        for process in self._processes:  # pytest shows it where the test has failed
+            print(f"the end of what {process.name} logged:", process.log[-LAST_WORDS_CHARS:], sep="\n")
 
     def frontend(
         self, name: str, *flags: str, within: Sequence[str] = (), python: str = sys.executable, **env: str

@@ -5,13 +5,11 @@ A short seeded run belongs to the suite; `make test-fuzz` runs the same for long
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 
 from dynamo.frontend.http.server import HttpServer  # noqa: E402
 from support.frontend_cluster import cluster, fail  # noqa: E402
+from support.own_thread import on_own_thread  # noqa: E402
 from support.patience import PATIENCE_SECONDS  # noqa: E402
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
@@ -72,53 +71,37 @@ class Fuzzed:
         return {found.ok().label: found.ok() for found in schema.get_all_operations()}
 
 
+@asynccontextmanager
+async def inspected(directory: Path) -> AsyncIterator[Fuzzed]:
+    async with cluster(directory, http_host="127.0.0.1", http_port=0, admin_port=0) as house:
+        server = HttpServer(house.frontend)
+        await server.start()
+        try:
+            worker = await house.worker(fail(RuntimeError("it broke")))
+            failed = await house.client.chat()
+            worker.script = worker.hold
+            for number in range(8):
+                house.client.begin_chat(headers={"x-request-id": f"mine-{number}"})
+            await worker.started.wait()
+            inspector = house.frontend.parts["inspector"].inspector
+            assert inspector is not None
+            inspector.actions.rate.take = lambda: True
+            (ended,) = inspector.tables.recent.ended()
+            assert (failed.status, ended.status) == (500, 500)
+            ids = {
+                "requests": [ended.exchange_id, *[f"mine-{number}" for number in range(8)]],
+                "errors": [ended.exchange_id],
+                "workers": [f"{worker.endpoint.connection_id():x}"],
+            }
+            yield Fuzzed(f"http://127.0.0.1:{server.admin_port}", inspector.token, ids)
+        finally:
+            await server.close()
+
+
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
-    """It is on a loop and a thread of its own: schemathesis is a blocking client."""
-    started: Future[tuple[Fuzzed, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def main(directory: Path) -> None:
-        async with cluster(directory, http_host="127.0.0.1", http_port=0, admin_port=0) as house:
-            server = HttpServer(house.frontend)
-            await server.start()
-            try:
-                worker = await house.worker(fail(RuntimeError("it broke")))
-                failed = await house.client.chat()
-                worker.script = worker.hold
-                for number in range(8):
-                    house.client.begin_chat(headers={"x-request-id": f"mine-{number}"})
-                await worker.started.wait()
-                inspector = house.frontend.parts["inspector"].inspector
-                assert inspector is not None
-                inspector.actions.rate.take = lambda: True
-                (ended,) = inspector.tables.recent.ended()
-                assert (failed.status, ended.status) == (500, 500)
-                ids = {
-                    "requests": [ended.exchange_id, *[f"mine-{number}" for number in range(8)]],
-                    "errors": [ended.exchange_id],
-                    "workers": [f"{worker.endpoint.connection_id():x}"],
-                }
-                found = Fuzzed(f"http://127.0.0.1:{server.admin_port}", inspector.token, ids)
-                stop = asyncio.Event()
-                started.set_result((found, asyncio.get_running_loop(), stop))
-                await stop.wait()
-            finally:
-                await server.close()
-
-    def run() -> None:
-        try:
-            asyncio.run(main(tmp_path_factory.mktemp("fuzz")))
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    thread = threading.Thread(target=run, name="fuzzed frontend")
-    thread.start()
-    found, loop, stop = started.result(PATIENCE_SECONDS)
-    yield found
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(PATIENCE_SECONDS)
+    with on_own_thread(inspected(tmp_path_factory.mktemp("fuzz"))) as found:
+        yield found
 
 
 def fuzz(fuzzed: Fuzzed, label: str, mode: Any, examples: int, *, derandomize: bool) -> Counter[int]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from dynamo.runtime.calls.context import Context  # noqa: E402
 from dynamo.runtime.calls.request_plane.base import ResponseSink  # noqa: E402
 from dynamo.worker.serving import RawServing  # noqa: E402
 from support.frontend_cluster import Script, cluster  # noqa: E402
+from support.own_thread import on_own_thread  # noqa: E402
 from support.patience import PATIENCE_SECONDS  # noqa: E402
 from support.pictures import RED, data_url  # noqa: E402
 from support.scenario_table import record  # noqa: E402
@@ -149,53 +149,34 @@ def raw(engine: RawEngine) -> Script:
     return serve
 
 
+@asynccontextmanager
+async def served(directory: Path) -> AsyncIterator[str]:
+    """A frontend with a worker of each kind."""
+    files = directory / "files"
+    async with cluster(directory, http_host="127.0.0.1", http_port=0, peek_seconds=0.2, files_dir=files) as house:
+        server = HttpServer(house.frontend)
+        await server.start()
+        try:
+            await house.worker(echo)
+            kinds = ModelType.Classify | ModelType.Pooling | ModelType.Rerank | ModelType.Embedding
+            await house.worker(vectors, model="vectors", model_type=kinds)
+            for name, engine, kind in (
+                ("images", SampleDiffusionEngine(delay=0), ModelType.Images),
+                ("speech", SampleSpeechEngine(delay=0), ModelType.Audios),
+                ("ears", SampleTranscriptionEngine(delay=0), ModelType.Audios),
+            ):
+                await house.worker(
+                    raw(engine), model=name, component=name, model_type=kind, model_input=ModelInput.Text
+                )
+            yield f"http://127.0.0.1:{server.port}"
+        finally:
+            await server.close()
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A frontend with one worker, on a loop and a thread of its own: schemathesis is a blocking client."""
-    started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def main(directory: Path) -> None:
-        settings: dict[str, Any] = {
-            "http_host": "127.0.0.1",
-            "http_port": 0,
-            "peek_seconds": 0.2,
-            "files_dir": directory / "files",
-        }
-        async with cluster(directory, **settings) as house:
-            server = HttpServer(house.frontend)
-            await server.start()
-            try:
-                await house.worker(echo)
-                kinds = ModelType.Classify | ModelType.Pooling | ModelType.Rerank | ModelType.Embedding
-                await house.worker(vectors, model="vectors", model_type=kinds)
-                for name, engine, kind in (
-                    ("images", SampleDiffusionEngine(delay=0), ModelType.Images),
-                    ("speech", SampleSpeechEngine(delay=0), ModelType.Audios),
-                    ("ears", SampleTranscriptionEngine(delay=0), ModelType.Audios),
-                ):
-                    await house.worker(
-                        raw(engine), model=name, component=name, model_type=kind, model_input=ModelInput.Text
-                    )
-                stop = asyncio.Event()
-                started.set_result((server.port, asyncio.get_running_loop(), stop))
-                await stop.wait()
-            finally:
-                await server.close()
-
-    def run() -> None:
-        try:
-            asyncio.run(main(tmp_path_factory.mktemp("fuzz")))
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    thread = threading.Thread(target=run, name="fuzzed frontend")
-    thread.start()
-    port, loop, stop = started.result(PATIENCE_SECONDS)
-    yield f"http://127.0.0.1:{port}"
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(PATIENCE_SECONDS)
+    with on_own_thread(served(tmp_path_factory.mktemp("fuzz"))) as found:
+        yield found
 
 
 def within_reach(body: dict[str, Any], good: dict[str, Any], number: int, *, few: bool) -> dict[str, Any]:

@@ -5,13 +5,11 @@ A short seeded run belongs to the suite; `make test-fuzz` runs the same for long
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from dynamo.runtime.calls.context import Context  # noqa: E402
 from dynamo.runtime.calls.request_plane.base import ResponseSink  # noqa: E402
 from support.access import bearer, closed_cluster, key, secret_of  # noqa: E402
 from support.frontend_cluster import say  # noqa: E402
+from support.own_thread import on_own_thread  # noqa: E402
 from support.patience import PATIENCE_SECONDS  # noqa: E402
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
@@ -50,48 +49,28 @@ async def vectors(body: Mapping[str, Any], context: Context, sink: ResponseSink)
     sink.end()
 
 
+@asynccontextmanager
+async def served(directory: Path) -> AsyncIterator[str]:
+    """A frontend behind keys with two workers."""
+    where: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, "files_dir": directory / "files"}
+    logs: dict[str, Any] = {"access_log": str(directory / "access.log"), "audit_log": str(directory / "audit.log")}
+    async with closed_cluster(directory, *KEYS, peek_seconds=0.2, **where, **logs) as house:
+        server = HttpServer(house.frontend)
+        await server.start()
+        try:
+            await house.worker(say("hello"))
+            kinds = ModelType.Classify | ModelType.Pooling | ModelType.Rerank | ModelType.Embedding
+            await house.worker(vectors, model="vectors", model_type=kinds)
+            yield f"http://127.0.0.1:{server.port}"
+        finally:
+            await server.close()
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A frontend behind keys with two workers, on a loop and a thread of its own: schemathesis is a blocking client."""
-    started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def main(directory: Path) -> None:
-        where: dict[str, Any] = {
-            "http_host": "127.0.0.1",
-            "http_port": 0,
-            "peek_seconds": 0.2,
-            "files_dir": directory / "files",
-        }
-        logs: dict[str, Any] = {"access_log": str(directory / "access.log"), "audit_log": str(directory / "audit.log")}
-        async with closed_cluster(directory, *KEYS, **where, **logs) as house:
-            server = HttpServer(house.frontend)
-            await server.start()
-            try:
-                await house.worker(say("hello"))
-                kinds = ModelType.Classify | ModelType.Pooling | ModelType.Rerank | ModelType.Embedding
-                await house.worker(vectors, model="vectors", model_type=kinds)
-                stop = asyncio.Event()
-                started.set_result((server.port, asyncio.get_running_loop(), stop))
-                await stop.wait()
-            finally:
-                await server.close()
-
     directory = tmp_path_factory.mktemp("fuzz")
-
-    def run() -> None:
-        try:
-            asyncio.run(main(directory))
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    thread = threading.Thread(target=run, name="fuzzed frontend")
-    thread.start()
-    port, loop, stop = started.result(PATIENCE_SECONDS)
-    yield f"http://127.0.0.1:{port}"
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(PATIENCE_SECONDS)
+    with on_own_thread(served(directory)) as found:
+        yield found
     written = b"".join([path.read_bytes() for path in directory.rglob("*") if path.is_file()])
     assert b'"key_id":"good"' in written.replace(b" ", b"")
     assert SECRET.encode() not in written

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,25 @@ async def test_every_mixture_of_roles_says_what_one_worker_says(
     encoded = b'dynamo_frontend_encoder_requests_total{outcome="success"} 14' in metrics
     assert encoded == ("encode" in mixture or "two" in mixture)
     assert b"dynamo_frontend_encoder_fallbacks_total 0" in metrics
+
+
+@pytest.mark.parametrize(
+    ("who", "seconds"), [("frontend", 6.0), ("encode", 11.0)]
+)  # above 5 s to connect, 10 s to greet
+async def test_a_process_that_stands_still_costs_no_answer(
+    who: str, seconds: float, stack: Stack, expected: list[list[int]]
+) -> None:
+    await stack.start(MIXTURES["encode-prefill-decode"])
+    (process,) = (each for each in (stack.frontend, *stack.workers) if each is not None and each.name.startswith(who))
+
+    async def stand_still() -> None:
+        await asyncio.sleep(0.1)  # while connections are made, as a rule: there is nothing to see of that from outside
+        process.signal(signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        process.signal(signal.SIGCONT)
+
+    answers = await asyncio.gather(stand_still(), *[stack.ask(each) for each in PICTURES[:12]])
+    assert [tokens_of(each) for each in answers[1:]] == expected[:12]
 
 
 async def test_a_worker_killed_in_each_phase_costs_no_answer(stack: Stack, expected: list[list[int]]) -> None:

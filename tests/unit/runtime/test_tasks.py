@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 
@@ -10,6 +11,9 @@ import pytest
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.tasks import AttemptCancelled, Background, SingleFlight, cut_when, first_of
+from dynamo.runtime.base.timers import loop_timeout
+from dynamo.runtime.calls.request_plane.dial import Dialled, Dialler
+from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 from dynamo.runtime.discovery import follow as following
 from dynamo.runtime.discovery.base import Change, Delete, Put
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
@@ -357,3 +361,43 @@ async def test_a_first_watch_that_fails_raises_where_the_caller_wants_it(store: 
     store.refuses = True
     with pytest.raises(CannotConnect):
         await anext(following.follow(store, "v1/instances", raises_first=True))
+
+
+# -- a limit of time
+
+
+class Reached(Dialled):
+    usable = True
+    transport: asyncio.BaseTransport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+async def test_a_connection_that_came_while_the_loop_stood_still_was_in_time() -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    dialler: Dialler[Reached] = Dialler(
+        lambda where: Reached(), lambda where, made: None, timeout_seconds=0.2, security=PlaneSecurity()
+    )
+    dialling = asyncio.ensure_future(dialler.connect(host, port))
+    await asyncio.sleep(0)  # its task has begun
+    asyncio.get_running_loop().call_soon(time.sleep, 0.4)  # the machine is suspended
+    (await dialling).close()
+    server.close()
+
+
+@pytest.mark.parametrize("after", [0.0, 0.16])  # in the first quarter, and in the last one
+async def test_what_does_not_come_in_time_is_a_timeout_and_a_standstill_counts_once(after: float) -> None:
+    loop = asyncio.get_running_loop()
+    loop.call_later(after, time.sleep, 0.3)
+    began = loop.time()
+    with pytest.raises(TimeoutError):
+        async with loop_timeout(0.2):
+            await asyncio.Event().wait()
+    assert (
+        loop.time() - began >= after + 0.3 + 0.05
+    )  # it was not over at once, as a timer of the loop's own would have been

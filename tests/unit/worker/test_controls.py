@@ -20,6 +20,7 @@ from dynamo.worker.controls import (
 from dynamo.worker.instance_record import GuardedRecord
 from dynamo.worker.lifecycle import AdminGate
 from support.cases import each_case
+from support.instance_record import WrittenRecord
 
 
 class Engine:
@@ -44,33 +45,13 @@ class Engine:
     engine_update = engine_control
 
 
-class Record:
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.failure: Exception | None = None
-        self.hold: asyncio.Event | None = None
-
-    async def _write(self, what: str) -> None:
-        if self.hold is not None:
-            await self.hold.wait()
-        if self.failure is not None:
-            raise self.failure
-        self.log.append(what)
-
-    async def advertise(self) -> None:
-        await self._write("advertise")
-
-    async def withdraw(self) -> None:
-        await self._write("withdraw")
-
-
 class Fixture:
     def __init__(self, **engine_hooks: Callable[..., Any]) -> None:
         self.log: list[str] = []
         self.engine = Engine(self.log)
         for name, hook in engine_hooks.items():
             setattr(self.engine, name, hook)
-        self.record = Record(self.log)
+        self.record = WrittenRecord(self.log)
         self.gate = AdminGate.OPEN
         self.taints: list[str] | None = None
         self.guarded = GuardedRecord(lambda: self.gate)

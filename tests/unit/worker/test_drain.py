@@ -12,6 +12,7 @@ from dynamo.worker import drain as drain_module
 from dynamo.worker.drain import DRAIN_TABLE, DrainEvent, DrainRefused, DrainState, WorkerDrain
 from dynamo.worker.instance_record import Hold
 from dynamo.worker.lifecycle import AdminGate
+from support.instance_record import WrittenRecord
 from support.patience import PATIENCE_SECONDS
 
 
@@ -20,27 +21,10 @@ def _short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "POLL_SECONDS", 0.005)
 
 
-class Served:
-    """An endpoint with so many unfinished requests; writes down what is done to it."""
+class Served(WrittenRecord):
+    """An endpoint with so many unfinished requests."""
 
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.unfinished = 0
-        self.failure: Exception | None = None
-        self.gate: asyncio.Event | None = None
-
-    async def _write(self, what: str) -> None:
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.failure is not None:
-            raise self.failure
-        self.log.append(what)
-
-    async def advertise(self) -> None:
-        await self._write("advertise")
-
-    async def withdraw(self) -> None:
-        await self._write("withdraw")
+    unfinished = 0
 
     async def wait_idle(self, timeout: float) -> bool:
         await asyncio.sleep(0 if not self.unfinished else timeout)
@@ -67,7 +51,7 @@ class Engine:
 
 class Fixture:
     def __init__(self, engine: Engine | None = None, *, is_prefill: bool = False, grace_seconds: float = 0.0) -> None:
-        self.served, self.engine, self.gate = Served(), engine or Engine(), AdminGate.OPEN
+        self.served, self.engine, self.gate = Served([]), engine or Engine(), AdminGate.OPEN
         self.drain = WorkerDrain(self.engine, lambda: self.gate, is_prefill=is_prefill, grace_seconds=grace_seconds)
         self.drain.attach(self.served)
 
@@ -134,13 +118,13 @@ async def test_a_second_drain_answers_the_status_and_does_nothing() -> None:
 
 async def test_a_client_that_hangs_up_does_not_strand_a_drain() -> None:
     it = Fixture()
-    it.served.gate = asyncio.Event()
+    it.served.hold = asyncio.Event()
     call = asyncio.ensure_future(it.drain.drain({}))
     await asyncio.sleep(0.005)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    it.served.gate.set()
+    it.served.hold.set()
     await it.reaches(state="drained", discovery_registered=False)
 
 
@@ -241,13 +225,13 @@ async def test_after_a_stop_nothing_is_changed() -> None:
 
 async def test_a_stop_while_discovery_is_written_answers_the_drain() -> None:
     it = Fixture()
-    it.served.gate = asyncio.Event()
+    it.served.hold = asyncio.Event()
     call = asyncio.ensure_future(it.drain.drain({}))
     await asyncio.sleep(0.005)
     closing = asyncio.ensure_future(it.drain.close())
     async with asyncio.timeout(PATIENCE_SECONDS):
         assert (await call)["state"] == "stopping"
-        it.served.gate.set()
+        it.served.hold.set()
         await closing
 
 

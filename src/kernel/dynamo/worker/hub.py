@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.settings.foreign import HUB_CACHE, HUB_HOME, HUB_OFFLINE
@@ -149,25 +149,20 @@ async def _in_thread(work: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)  # type: ignore[arg-type]  # the value is there whenever there is no error
+    def settle(keep: Callable[[Any], None], value: object) -> None:
+        if not done.cancelled():
+            keep(value)
 
     def body() -> None:
-        value: T | None = None
-        failure: BaseException | None = None
+        found: tuple[Callable[[Any], None], object]
         try:
-            value = work()
+            found = done.set_result, work()
         except StopIteration as error:  # a future cannot carry it
-            failure = RuntimeError(f"unexpected StopIteration: {error}")
+            found = done.set_exception, RuntimeError(f"unexpected StopIteration: {error}")
         except BaseException as error:  # handed to the waiting task
-            failure = error
+            found = done.set_exception, error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, failure)
+            loop.call_soon_threadsafe(settle, *found)
 
     threading.Thread(target=body, name="model-hub", daemon=True).start()
     return await done

@@ -10,6 +10,7 @@ from dynamo.contract.engine import GenerateChunk, final_chunk, usage
 from dynamo.errors import DynamoException
 from dynamo.reference.core import Core, Emission, RunningChoice
 from dynamo.reference.request import Job
+from dynamo.runtime.base.tasks import OneWaiter
 from dynamo.runtime.calls.context import Context, on_loop
 
 
@@ -23,7 +24,7 @@ class JobStream:
         self._job = job
         self._choices: list[RunningChoice] = []
         self._chunks: deque[GenerateChunk] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = OneWaiter()
         self._error: DynamoException | None = None
         self._open = set(range(job.choices))
         self._shown = 0  # tokens taken, of all choices
@@ -82,14 +83,12 @@ class JobStream:
         self.wake()
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
 
     async def wait(self) -> None:
         """Wait until there is a chunk, or for a wake-up. Raises what `fail` was given."""
         if self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._waiter.wait()
         if self._error is not None and not self._chunks:
             raise self._error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from dynamo.contract.embedding import Embedding, embedding
 from dynamo.errors import DynamoException
 from dynamo.reference.core import Core
 from dynamo.reference.pooling import InputJob, Pooled, RunningInput
+from dynamo.runtime.base.tasks import OneWaiter
 
 
 class VectorStream:
@@ -20,7 +20,7 @@ class VectorStream:
         self._running: list[RunningInput] = []
         self._ready: deque[Embedding] = deque()
         self._missing = len(jobs)
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = OneWaiter()
         self._error: DynamoException | None = None
 
     @property
@@ -48,14 +48,12 @@ class VectorStream:
         self.wake()
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
 
     async def wait(self) -> None:
         """Wait until there is a vector, or for a wake-up. Raises what `fail` was given."""
         if not self._ready and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._waiter.wait()
         if self._error is not None:
             raise self._error
 

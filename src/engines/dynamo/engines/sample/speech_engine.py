@@ -9,13 +9,12 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from dynamo.contract.config import WorkerConfig
-from dynamo.contract.engine import EngineConfig, RawEngine, RawRequest, RawResponseChunk
+from dynamo.contract.engine import RawRequest, RawResponseChunk
 from dynamo.contract.health_check import build_raw_health_check_payload, is_probe
 from dynamo.contract.requests.invalid import InvalidRequest
-from dynamo.engines.sample.raw_arguments import read_arguments
+from dynamo.engines.sample.raw_arguments import SampleRawEngine
 from dynamo.engines.sample.tones import Tones, wav_header
 from dynamo.runtime.calls.context import Context
 
@@ -23,26 +22,13 @@ MAX_CHARACTERS: Final = 4096  # OpenAI's limit
 PIECE_CHARACTERS: Final = 16
 
 
-class SampleSpeechEngine(RawEngine):
+class SampleSpeechEngine(SampleRawEngine):
     """Waits `delay` seconds and yields the tones of the input: piece by piece where the frontend takes pieces."""
 
-    def __init__(self, model_name: str = "sample-speech-model", delay: float = 0.05) -> None:
-        self.model_name = model_name
-        self.delay = delay
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
-        name, delay, config = read_arguments(
-            argv,
-            program="sample-speech-backend",
-            what="A backend that speaks without a model.",
-            model_name="sample-speech-model",
-            endpoint_types="audios",
-        )
-        return cls(name, delay), config
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model=self.model_name, served_model_name=self.model_name)
+    program = "sample-speech-backend"
+    what = "A backend that speaks without a model."
+    name = "sample-speech-model"
+    endpoint_types = "audios"
 
     async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
         text, tones, kind = spoken(request), voice(request), sound_format(request)

@@ -11,13 +11,12 @@ import io
 import re
 import wave
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from dynamo.contract.config import WorkerConfig
-from dynamo.contract.engine import EngineConfig, RawEngine, RawRequest, RawResponseChunk
+from dynamo.contract.engine import RawRequest, RawResponseChunk
 from dynamo.contract.health_check import build_raw_health_check_payload, is_probe
 from dynamo.contract.requests.invalid import InvalidRequest
-from dynamo.engines.sample.raw_arguments import data_of, read_arguments
+from dynamo.engines.sample.raw_arguments import SampleRawEngine, data_of
 from dynamo.engines.sample.tones import BYTES_PER_SECOND, SAMPLE_RATE, Heard, Tones, heard, wav_header
 from dynamo.runtime.calls.context import Context
 
@@ -29,26 +28,13 @@ ENGLISH: Final = {
 _WORD: Final = re.compile(r"[^\W\d_]+")
 
 
-class SampleTranscriptionEngine(RawEngine):
+class SampleTranscriptionEngine(SampleRawEngine):
     """Waits `delay` seconds and yields the text of a sound word by word, with the times of words and sentences."""
 
-    def __init__(self, model_name: str = "sample-transcription-model", delay: float = 0.05) -> None:
-        self.model_name = model_name
-        self.delay = delay
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
-        name, delay, config = read_arguments(
-            argv,
-            program="sample-transcription-backend",
-            what="A backend that transcribes the sample speech backend without a model.",
-            model_name="sample-transcription-model",
-            endpoint_types="audios",
-        )
-        return cls(name, delay), config
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model=self.model_name, served_model_name=self.model_name)
+    program = "sample-transcription-backend"
+    what = "A backend that transcribes the sample speech backend without a model."
+    name = "sample-transcription-model"
+    endpoint_types = "audios"
 
     async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
         samples = await asyncio.to_thread(samples_of, request)

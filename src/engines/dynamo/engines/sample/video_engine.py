@@ -9,16 +9,15 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from dynamo.contract.config import WorkerConfig
-from dynamo.contract.engine import DiffusionEngine, EngineConfig, RawRequest, RawResponseChunk
+from dynamo.contract.engine import RawRequest, RawResponseChunk
 from dynamo.contract.health_check import build_raw_health_check_payload, is_probe
 from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.engines.sample.diffusion_engine import image_seed, image_size
 from dynamo.engines.sample.drawing import Blocks
 from dynamo.engines.sample.png import animated_png
-from dynamo.engines.sample.raw_arguments import read_arguments
+from dynamo.engines.sample.raw_arguments import SampleRawEngine
 from dynamo.runtime.calls.context import Context
 
 DEFAULT_SECONDS: Final = 4  # OpenAI's
@@ -27,26 +26,13 @@ MAX_RATE: Final = 30
 MAX_PIXELS: Final = 32_000_000  # of all frames: about 100 MB before they are packed
 
 
-class SampleVideoEngine(DiffusionEngine):
+class SampleVideoEngine(SampleRawEngine):
     """Waits `delay` seconds and yields how far it is, then a video whose blocks move one place with each frame."""
 
-    def __init__(self, model_name: str = "sample-video-model", delay: float = 0.05) -> None:
-        self.model_name = model_name
-        self.delay = delay
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
-        name, delay, config = read_arguments(
-            argv,
-            program="sample-video-backend",
-            what="A backend that makes videos without a model.",
-            model_name="sample-video-model",
-            endpoint_types="videos",
-        )
-        return cls(name, delay), config
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model=self.model_name, served_model_name=self.model_name)
+    program = "sample-video-backend"
+    what = "A backend that makes videos without a model."
+    name = "sample-video-model"
+    endpoint_types = "videos"
 
     async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
         width, height = image_size(request)

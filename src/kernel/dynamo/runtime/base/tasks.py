@@ -163,6 +163,28 @@ class Background:
         return (await asyncio.wait(tasks, timeout=timeout_seconds))[1] if tasks else set()
 
 
+class OneWaiter:
+    """Where one task waits until there is something for it. Use it on one event loop."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Return at the next `wake`: check first whether there is something already."""
+        self._future = asyncio.get_running_loop().create_future()
+        try:
+            await self._future
+        finally:
+            self._future = None
+
+    def wake(self) -> None:
+        """Let the task go on, if it waits."""
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+
 class AttemptCancelled(Exception):
     """The attempt that several callers waited for was cancelled by `SingleFlight.cancel`."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 
+from dynamo.runtime.base.tasks import OneWaiter
 from dynamo.runtime.discovery.base import Change, Put
 
 
@@ -17,25 +17,25 @@ class ChangeFeed:
     def __init__(self) -> None:
         self._snapshot: list[Change] | None = None
         self._pending: dict[str, Change] = {}
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = OneWaiter()
         self._closed = False
 
     def open(self, snapshot: Mapping[str, bytes]) -> None:
         """Give the first batch; call it once, before any `post`."""
         self._snapshot = [Put(key, value) for key, value in snapshot.items()]
-        self._wake()
+        self._waiter.wake()
 
     def post(self, changes: Iterable[Change]) -> None:
         """Add changes; an older unread change of the same key is forgotten."""
         for change in changes:
             self._pending.pop(change.key, None)  # re-inserted at the end, so that the order is that of the last change
             self._pending[change.key] = change
-        self._wake()
+        self._waiter.wake()
 
     def close(self) -> None:
         """End the iteration once everything posted was read."""
         self._closed = True
-        self._wake()
+        self._waiter.wake()
 
     def __aiter__(self) -> ChangeFeed:
         return self
@@ -50,12 +50,4 @@ class ChangeFeed:
                 return batch
             if self._closed:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            await self._waiter.wait()

@@ -33,6 +33,7 @@ from dynamo.reference.kv_transfer.frames import (
 from dynamo.reference.kv_transfer.offers import Offer, Offers
 from dynamo.runtime.base.addresses import WILDCARDS, detect_host
 from dynamo.runtime.base.listening import start_listening
+from dynamo.runtime.base.timers import loop_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class TcpSender:
             await peer.close()
 
     async def _serve(self, peer: Peer, task: asyncio.Task[Any]) -> None:
-        async with asyncio.timeout(ASK_SECONDS):
+        async with loop_timeout(ASK_SECONDS):
             pull = decode_pull(await peer.read(TransferKind.PULL))
         if pull.count and pull.layout != self._layout:
             raise InvalidArgument(f"the decode worker's KV blocks are {pull.layout}, these are {self._layout}")

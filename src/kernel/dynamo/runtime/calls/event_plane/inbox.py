@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 
 from msgspec.structs import replace
 
+from dynamo.runtime.base.tasks import OneWaiter
 from dynamo.runtime.calls.event_plane.base import Event, EventCounts, SequenceWatch
 
 
@@ -21,21 +21,21 @@ class Inbox:
         self._capacity = capacity
         self._counts = counts
         self._watch = SequenceWatch()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = OneWaiter()
         self._closed = False
 
     def put(self, event: Event) -> None:
         """Take one event, or drop it."""
         if len(self._events) < self._capacity:
             self._events.append(event)
-            self._wake()
+            self._waiter.wake()
         else:
             self._counts.overflowed(event.topic)
 
     def close(self) -> None:
         """End the iteration once everything that came was read."""
         self._closed = True
-        self._wake()
+        self._waiter.wake()
 
     def __aiter__(self) -> Inbox:
         return self
@@ -51,12 +51,4 @@ class Inbox:
                 return replace(event, missed=missed) if missed else event
             if self._closed:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            await self._waiter.wait()

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.tasks import AttemptCancelled, SingleFlight
+from dynamo.runtime.base.timers import loop_timeout
 from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 
 
@@ -75,7 +76,7 @@ class Dialler(Generic[Connection]):
     async def _within_limits(self, host: str, port: int) -> Connection:
         address = f"{host}:{port}"
         try:
-            async with asyncio.timeout(self._timeout):
+            async with loop_timeout(self._timeout):
                 if self._slots is None:
                     return await self._reach(address, host, port)
                 async with self._slots:

@@ -15,6 +15,7 @@ from dynamo.runtime.base.addresses import WILDCARDS, detect_host
 from dynamo.runtime.base.limits import PendingBytes, Refused, uncounted, within_descriptors
 from dynamo.runtime.base.listening import start_listening
 from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.base.timers import LoopTimer
 from dynamo.runtime.base.tls import ServerTls
 from dynamo.runtime.base.tls_gate import TlsGate
 from dynamo.runtime.calls.request_plane.base import Handler, TransportMembers
@@ -262,7 +263,7 @@ class _Sniffer(asyncio.Protocol):
         self._listener = listener
         self._first_bytes = b""
         self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: LoopTimer | None = None
         self._is_over = False  # the limit of connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -282,7 +283,7 @@ class _Sniffer(asyncio.Protocol):
             transport.abort()
             return
         patience = GOODBYE_SECONDS if self._is_over else listener.settings.handshake_timeout_seconds
-        self._timer = asyncio.get_running_loop().call_later(patience, self._expire)
+        self._timer = LoopTimer(patience, self._expire)
 
     def data_received(self, data: bytes) -> None:
         self._first_bytes += data

@@ -22,6 +22,7 @@ from dynamo.errors import (
     revive,
 )
 from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.base.tasks import OneWaiter
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import (
     END_INDEX,
@@ -212,7 +213,7 @@ class MemorySink(SinkRecord):
         super().__init__(context, request_bytes)
         self._credit = INITIAL_CREDITS
         self._offsets = OffsetCounter()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = OneWaiter()
         # None: ended, so that the two do not keep each other.
         self.stream: MemoryStream | None = MemoryStream(loop, self)
 
@@ -258,11 +259,7 @@ class MemorySink(SinkRecord):
 
     async def wait_credit(self) -> None:
         while not (self.ended or self._credit > 0):
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter.wait()
 
     def end(self, error: BaseException | None = None) -> None:
         stream, self.stream = self.stream, None
@@ -271,7 +268,7 @@ class MemorySink(SinkRecord):
         self.failure = error
         record = _decode(_encode(describe(error))) if error is not None else None
         stream.end_with(StreamItem(0, END_INDEX, self._offsets.total, [], None, record))
-        self._wake()
+        self._waiter.wake()
 
     @property
     def ended(self) -> bool:
@@ -280,14 +277,10 @@ class MemorySink(SinkRecord):
     def grant(self, credits: int) -> None:
         """Add the credits of items that the caller has taken."""
         self._credit += credits
-        self._wake()
+        self._waiter.wake()
 
     def abandon(self) -> None:
         """Abandon the stream: the caller is gone."""
         self.stream = None
-        self._wake()
+        self._waiter.wake()
         self.context.kill()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

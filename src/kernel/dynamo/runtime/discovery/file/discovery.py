@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.forever import counted
@@ -347,22 +347,17 @@ class FileDiscovery:
             raise RuntimeError("this discovery store is closed" if self._closed else "call start() first")
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def settle(result: T | None, error: Exception | None) -> None:
-            if done.done():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result)  # type: ignore[arg-type]
+        def settle(keep: Callable[[Any], None], value: object) -> None:
+            if not done.done():
+                keep(value)
 
         def job() -> None:
             try:
                 result = work()
             except Exception as error:
-                failure = error
-                self._on_loop(lambda: settle(None, failure))
+                self._on_loop(partial(settle, done.set_exception, error))
             else:
-                self._on_loop(lambda: settle(result, None))
+                self._on_loop(partial(settle, done.set_result, result))
 
         self._jobs.put(job)
         return await done

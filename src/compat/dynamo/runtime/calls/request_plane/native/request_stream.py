@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from dynamo.runtime.base.tasks import OneWaiter
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import RequestStream
 from dynamo.runtime.calls.request_plane.expansion import exceeds_when_decoded
@@ -48,7 +49,7 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
         self._requests: deque[Any] = deque()
         self._has_ended = False
         self._is_reading = True
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = OneWaiter()
         self._transport: asyncio.Transport | None = None
         self._forget = context.on_cancel(self._cancelled)
 
@@ -58,11 +59,7 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
         while not self._requests:
             if self._has_ended:
                 raise StopAsyncIteration
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter.wait()
         request = self._requests.popleft()
         self._decode()
         return request
@@ -115,8 +112,8 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
         except MalformedFrame as error:
             self._broken(str(error))
         self._flow(reads=len(self._requests) < HELD_REQUESTS)
-        if self._waiter is not None and not self._waiter.done() and (self._requests or self._has_ended):
-            self._waiter.set_result(None)
+        if self._requests or self._has_ended:
+            self._waiter.wake()
 
     def _on_frame(self, frame: TwoPart) -> None:
         if not frame.header:
@@ -155,8 +152,7 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
         self._context.kill()
         if self._transport is not None:
             self._transport.abort()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
 
     def _cancelled(self, killed: bool) -> None:
         if killed:
@@ -167,8 +163,7 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
         self._requests.clear()
         if self._transport is not None:
             self._transport.abort()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
 
 
 def _decode_request(codec: Codec, max_decoded_bytes: int, data: bytes) -> Any:

@@ -13,6 +13,7 @@ import msgspec
 from dynamo.errors import DynamoException, InvalidArgument, Overloaded, describe
 from dynamo.runtime.base.limits import PendingBytes, Refused, uncounted
 from dynamo.runtime.base.settings import RequestPlaneSettings
+from dynamo.runtime.base.timers import LoopTimer
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import END_INDEX
 from dynamo.runtime.calls.request_plane.core import ServerCore
@@ -452,19 +453,18 @@ class MuxServerProtocol(asyncio.Protocol):
 class _PeerWatch:
     """The timers of one connection: whether the caller greets in time, sends, and reads."""
 
-    __slots__ = ("_check_at", "_connection", "_loop", "_stall_timer", "_timer", "heard_at")
+    __slots__ = ("_connection", "_loop", "_stall_timer", "_timer", "heard_at")
 
     def __init__(self, connection: MuxServerProtocol) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self.heard_at = self._check_at = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
+        self.heard_at = self._loop.time()
+        self._timer: LoopTimer | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
     def start(self, seconds: float) -> None:
         """Check in so many seconds whether the caller is still there."""
-        self._check_at = self._loop.time() + seconds
-        self._timer = self._loop.call_at(self._check_at, self._check)
+        self._timer = LoopTimer(seconds, self._check)
 
     def stop(self) -> None:
         """Stop: the connection is lost."""
@@ -486,10 +486,6 @@ class _PeerWatch:
     def _check(self) -> None:
         settings = self._connection.settings
         limit = settings.silence_seconds
-        if self._loop.time() - self._check_at >= limit / 4:
-            # Late by so much: this process stood still, and what the caller sent meanwhile is yet to be read.
-            self.start(limit)
-            return
         missing = self._connection.late_greeting()
         if missing is not None:
             self._connection.refused("handshake_time")
