@@ -111,6 +111,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["serve", "none.gguf"], "error: there is no file or directory none.gguf"),
         (["serve", "/nowhere/at/all"], "there is no file or directory /nowhere/at/all, nor its folder /nowhere/at"),
         (["serve", "./m"], "error: there is no file or directory ./m"),
+        (["serve", "http://h:1/v1"], "http://h:1/v1 is an address: dynamo serve --upstream http://h:1/v1 --model NAME"),
         (["serve", "m.gguf"], "m.gguf is named like a GGUF file, and is not one"),
         (["serve", "gguf-in-disguise"], "gguf-in-disguise is a GGUF file, for which llama.cpp is needed: pip install"),
         (["serve", "alone.safetensors"], "is a file of weights (safetensors); the engine needs all of the model"),
