@@ -8,8 +8,8 @@ then to the last byte of an answer of one token. Processor time is that of each 
 
     python benchmarks/picker.py --no-envoy --rate 200 --seconds 5 --rounds 5 [--duplex] [--split]
 
-sends the picker what Envoy sends it. The time is then that of the choice. `--split` runs the picker under cProfile, which makes it
-two to three times slower, and prints the share of each part.
+sends the picker what Envoy sends it. The time is then that of the choice. `--split` takes samples of the picker's stack beside
+(`sampled.py`), and prints the share of each part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import asyncio
 import copy
 import json
 import os
-import pstats
 import re
 import shutil
 import signal
@@ -229,7 +228,7 @@ def process(argv: list[str], **variables: str) -> Iterator[subprocess.Popen[byte
     finally:
         made.send_signal(signal.SIGTERM)
         try:
-            made.wait(5)
+            made.wait(20)
         except subprocess.TimeoutExpired:
             made.kill()
             made.wait()
@@ -347,29 +346,29 @@ async def measure_calls(options: argparse.Namespace, port: int, pid: int) -> int
     return 0
 
 
-# Where the time of a request goes, by the files of the package; the first that matches.
+# Where the time of a request goes, by the innermost file of the package; the first that matches.
 PARTS: Final = (
     ("HPACK", "picker/grpc/hpack"), ("HTTP/2 and gRPC", "picker/grpc/"), ("messages", "picker/messages|picker/wire"),
-    ("exchange, booking", "picker/exchange|picker/bookings|picker/server"), ("pods", "picker/pods|runtime/http|httptools|aiohttp"),
-    ("addresses and choice of the picker", "picker/"), ("reading and checks", "frontend/pipeline|protocol/|frontend/apis|msgspec"),
-    ("template and tokenizer", "dynamo/text/|tokenizers"), ("router and policies", "dynamo/router|dynamo/placement|dynamo/kv/"),
-    ("the rest of the frontend", "dynamo/frontend"), ("runtime and metrics", "dynamo/runtime"), ("asyncio", "asyncio/|uvloop"),
+    ("exchange, booking", "picker/exchange|picker/bookings|picker/server"), ("pods", "picker/pods|runtime/http"),
+    ("addresses and choice of the picker", "picker/choice|picker/addresses|picker/prefill"),
+    ("tokenizer", "dynamo/text/tokenizer"), ("template and cache of prompts", "dynamo/text/"),
+    ("reading and checks", "frontend/pipeline|protocol/|frontend/apis"),
+    ("hashes and index of blocks", "dynamo/kv/"), ("router and policies", "dynamo/router|dynamo/placement"),
+    ("the rest of the frontend", "dynamo/frontend"), ("runtime and metrics", "dynamo/runtime"),
 )  # fmt: skip
 
 
-def print_split(file: str, requests: int) -> None:
-    """Print the time of each part, under the profiler."""
-    parts = dict[str, float]()
-    for (path, _, name), (_, _, own, _, callers) in pstats.Stats(file).stats.items():  # type: ignore[attr-defined]
-        if path != "~":
-            shares = [(path, own)]
-        else:  # a function in C counts for those that call it
-            shares = [(caller[0], each[2]) for caller, each in callers.items()] or [(name, own)]
-        for where, seconds in shares:
-            part = next((part for part, pattern in PARTS if re.search(pattern, where)), "other")
-            parts[part] = parts.get(part, 0.0) + seconds
-    for part, seconds in sorted(parts.items(), key=lambda each: -each[1]):
-        print(f"{part:36} {seconds / requests * 1e6:7.0f} us a request, profiled")
+def print_split(file: Path) -> None:
+    """Print the share of each part, but for the start of the process."""
+    parts, total = dict[str, int](), 0
+    for stack, count in json.loads(file.read_bytes()):
+        if not any(function == "_serve" or "picker/grpc" in path or "asyncio/" in path for path, function in stack):
+            continue  # imports
+        part = next((name for path, _ in stack for name, pattern in PARTS if re.search(pattern, path)), "the loop")
+        parts[part] = parts.get(part, 0) + count
+        total += count
+    for part, count in sorted(parts.items(), key=lambda each: -each[1]):
+        print(f"{part:36} {count / total:6.1%}")
 
 
 def main() -> int:
@@ -402,8 +401,7 @@ def main() -> int:
             stack.enter_context(process([sys.executable, __file__, "--serve-pods", listed]))
             argv = [
                 sys.executable,
-                *(["-m", "cProfile", "-o", str(profile)] if options.split else []),
-                "-m",
+                *([str(REPOSITORY / "benchmarks" / "sampled.py"), str(profile)] if options.split else ["-m"]),
                 "dynamo.picker",
             ]
             argv += ["--host", "127.0.0.1", "--port", str(port), "--pod-event-port", "0"]
@@ -415,7 +413,7 @@ def main() -> int:
                     return runner.run(measure(options, [with_picker, without, port, system], pids))
                 ended = runner.run(measure_calls(options, port, picker.pid))
             if options.split:
-                print_split(str(profile), int(options.rate * (options.rounds * options.seconds + 1)))
+                print_split(profile)
             return ended
 
 
