@@ -42,6 +42,7 @@ from dynamo.router.dispatch.course import Choose
 from dynamo.router.dispatch.failover import AnswerSoFar, DispatchRequest, Failover
 from dynamo.router.dispatch.stages import PrefillStage
 from dynamo.router.workers.pool import ChosenWorker, ModelPool
+from dynamo.runtime.base.identifiers import random_uuid
 from dynamo.runtime.calls.context import Context
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ class Picker:
             body, prompt, record=plan.tally(), timer=timer, limits=plan.limits, pinned_instance_id=plan.pinned_instance_id,
             answer=AnswerSoFar(model.takes_text),
         )  # fmt: skip
-        context = Context()
+        context = Context(random_uuid())
         if resolved.effects.metadata:
             context.metadata = resolved.effects.metadata
         hold.add(context.kill)

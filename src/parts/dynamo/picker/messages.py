@@ -44,7 +44,7 @@ class MessagePhase(IntEnum):
     RESPONSE_TRAILERS = 7
 
 
-_PHASES: Final = [(int(phase), phase) for phase in MessagePhase]
+_PHASES: Final = {int(phase): phase for phase in MessagePhase}
 # The field number of the answer to each phase, in a ProcessingResponse.
 _ANSWER: Final = {
     MessagePhase.REQUEST_HEADERS: 1,
@@ -88,7 +88,7 @@ class Message(Struct, frozen=True):
 def read_message(data: bytes) -> Message:
     """Read one message of the proxy. Raises MalformedMessage."""
     fields = read(data)
-    phase = next((phase for number, phase in _PHASES if number in fields), None)
+    phase = next(filter(None, map(_PHASES.get, fields)), None)
     if phase is None:
         raise MalformedMessage("a message without a phase")
     inner = read(last_bytes(fields, phase) or b"")
