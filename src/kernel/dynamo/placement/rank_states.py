@@ -108,7 +108,7 @@ class RankSet:
 class RankStates:
     """One `RankState` per known rank, in the order of the ranks. Bounded by the ranks."""
 
-    __slots__ = ("_held", "_is_read", "_load", "_states", "known", "loads", "timing")
+    __slots__ = ("_held", "_is_read", "_load", "_now", "_states", "known", "loads", "timing")
 
     def __init__(
         self, load: ActiveLoad, timing: TimingLearner, held: Callable[[WorkerRank], int] | None = None
@@ -118,7 +118,8 @@ class RankStates:
         self._held = held or (lambda _: 0)
         self.known = RankSet({})
         self.loads: Sequence[LoadOfRank] = ()  # in the order of `ranks`
-        self._states = Records.after(None, (), ())
+        self._now: list[RankState] = []  # the newest records
+        self._states = Records.after(None, (), ())  # those that were handed out, or are next
         self._is_read = True  # these records were handed out
 
     def set(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
@@ -143,7 +144,7 @@ class RankStates:
     def _reorder(self, ranks: Mapping[WorkerRank, RankInfo], new: Sequence[WorkerRank]) -> None:
         """Take other ranks than before: `new` ones, in order, and not all of the others."""
         before, order = self.ranks, [*self.ranks]
-        loads, states = [*self.loads], [*self._states]
+        loads, states = [*self.loads], self._now
         gone = (
             [] if len(before) + len(new) == len(ranks) else [at for at, rank in enumerate(before) if rank not in ranks]
         )
@@ -175,7 +176,7 @@ class RankStates:
         """Return the record of every rank as it is now."""
         changed, moved, known = self._load.changed, self.timing.moved, self.known.positions
         if changed or moved:
-            former, states = self._states, list(self._states)
+            former, states = self._states, self._now
             positions = [known[rank] for rank in changed if rank in known]
             for at in positions:
                 states[at] = self._state(self.ranks[at], self.loads[at])

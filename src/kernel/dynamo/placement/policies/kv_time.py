@@ -192,7 +192,7 @@ class TimeCost:
                 found = arrays.costs(_decision_of(self, state, prompt, views, gaps))
                 if gaps.at:
                     found = arrays.np.delete(found, gaps.at)
-                position, cost, tied = lowest_of(arrays.np, found, draw)
+                position, cost, tied = lowest_of(found, draw)
                 return KvChoice(self.name, "ms", state.ranks[position].rank, position, cost, tied, draw)
         views, rows = (gaps.left(views), gaps.left(self._rows)) if gaps.at else (views, self._rows)
         costs = self._costs(state, prompt, views, rows)
@@ -202,17 +202,8 @@ class TimeCost:
         else:
             position, tied = pick_lowest(costs, draw)
             reason = "lowest_cost"
-        return KvChoice(
-            self.name,
-            "ms",
-            state.ranks[position].rank,
-            position,
-            costs[position],
-            tied,
-            draw,
-            reason,
-            self._described(state, prompt, views, costs) if with_terms else (),
-        )
+        rank, described = state.ranks[position].rank, self._described(state, prompt, views, costs) if with_terms else ()
+        return KvChoice(self.name, "ms", rank, position, costs[position], tied, draw, reason, described)
 
     # -- what ranks and the decision bring
 

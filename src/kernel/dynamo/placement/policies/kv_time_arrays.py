@@ -127,12 +127,12 @@ def reordered(np: ModuleType, table: NDArray[float64], gone: Sequence[int], new:
     return found
 
 
-def lowest_of(np: ModuleType, costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
+def lowest_of(costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
     """Return where the lowest cost is, the cost, and how many share it. Among those `draw` in [0, 1) decides, evenly."""
     at = int(costs.argmin())
     lowest = costs[at]
-    is_lowest = costs == lowest
-    tied = int(np.count_nonzero(is_lowest))
+    places = (costs == lowest).nonzero()[0]
+    tied = len(places)
     if tied > 1:
-        at = int(np.flatnonzero(is_lowest)[min(int(draw * tied), tied - 1)])
+        at = int(places[min(int(draw * tied), tied - 1)])
     return at, float(lowest), tied
