@@ -131,10 +131,13 @@ def _row_of(view: _View) -> _Row:
 
 
 def _more_of(view: _View) -> _Row:
-    """Return what the arrays hold of a view beyond its row, in their order."""
-    tokens = view.record.pass_tokens
+    """Return what the arrays hold of a view beyond its row, in their order. Last: until when more is known of its steps than how
+    long one takes, a ms longer than it is, as sums of times are not exact."""
+    tokens, until = view.record.pass_tokens, math.inf if view.ends_at else 0.0
+    if not until and view.boundary_at and view.step:
+        until = view.boundary_at + (MOST_STEPS * view.step + 1.0) / 1000
     with_pass = pass_ms(view.record.timing.prefill, view.waiting + tokens, view.budget)
-    return float(tokens), with_pass, view.block_ms, view.oldest_use_at, view.room_ms
+    return float(tokens), with_pass, view.block_ms, view.oldest_use_at, view.room_ms, until
 
 
 class _Prompt(NamedTuple):
