@@ -78,6 +78,7 @@ class DefaultCost:
     __slots__ = ("_columns", "_parameters")
 
     name: Final = "default"
+    reads_timing: Final = False
 
     def __init__(self, parameters: DefaultCostParameters | None = None) -> None:
         self._parameters = parameters or DefaultCostParameters()

@@ -102,13 +102,8 @@ class TimeArrays:
         cost += seat
         cost += one.decoded * (decode + growth * one.added)
         if one.is_computed:
-            work = square * computed
-            work += linear
-            work *= computed
-            work += base
-            added = work - waiting_ms
-            added *= others
-            added += work + step
+            work = base + (linear + square * computed) * computed
+            added = work + step + others * (work - waiting_ms)
             is_long = computed > budget
             if is_long.any():
                 whole, rest = np.divmod(computed, budget)

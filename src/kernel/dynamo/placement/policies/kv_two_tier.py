@@ -33,6 +33,7 @@ class TwoTierCost:
     __slots__ = ("_counts", "_parameters", "_seen")
 
     name: Final = "two-tier"
+    reads_timing: Final = False
 
     def __init__(self, parameters: TwoTierParameters | None = None) -> None:
         self._parameters = parameters or TwoTierParameters()
