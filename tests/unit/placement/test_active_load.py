@@ -52,12 +52,12 @@ def test_prefill_tokens_leave_with_the_first_token_and_blocks_with_the_end() -> 
 def test_blocks_of_several_requests_count_once() -> None:
     load = ActiveLoad(BLOCK)
     load.add("r", A, chain(1, 2, 3), prompt_tokens=48, cached_tokens=0, now=0.0)
-    assert load.new_blocks(A, chain(1, 2, 9, 9)) == 2
+    assert load.of(A).active_blocks(chain(1, 2, 9, 9)) == 2
     load.add("s", A, chain(1, 2, 9, 9), prompt_tokens=64, cached_tokens=0, now=0.0)
     assert load.decode_blocks(A) == 5
     load.free("r", 1.0)
     assert load.decode_blocks(A) == 4
-    assert load.new_blocks(B, chain(1, 2)) == 2
+    assert load.of(B).active_blocks(chain(1, 2)) == 0
 
 
 def test_adding_a_known_request_changes_nothing() -> None:

@@ -24,6 +24,7 @@ from dynamo.placement.kv_query import (
 )
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.rank_load import common_blocks
+from dynamo.placement.timing import DEFAULT_TIMING
 from dynamo.router.kv.router import KvRouter, KvRouterOptions
 
 A, B, C = WorkerRank(1), WorkerRank(2), WorkerRank(3)
@@ -49,13 +50,8 @@ class HeldPrompts:
 
 
 def make(index: HeldPrompts | None = None, policy: str = "default", **options: object) -> KvRouter:
-    router = KvRouter(
-        block_size=BLOCK,
-        policy=kv_policy(policy),
-        rng=random.Random(1),
-        index=index,
-        options=KvRouterOptions(**options),  # type: ignore[arg-type]
-    )
+    chosen = KvRouterOptions(**options)  # type: ignore[arg-type]
+    router = KvRouter(block_size=BLOCK, policy=kv_policy(policy), rng=random.Random(1), index=index, options=chosen)
     router.set_ranks({A: RankInfo(), B: RankInfo(), C: RankInfo()})
     return router
 
@@ -182,20 +178,27 @@ def test_what_a_pass_computes_now_is_seen_as_coming() -> None:
     first = router.select(KvQuery(token_ids=PROMPT), 0.0)
     router.book("first", first, 0.0)
     again = router.select(KvQuery(token_ids=[*PROMPT, *range(700, 732)]), 0.01)
-    match = again.state.matches[
-        router.select(KvQuery(token_ids=PROMPT), 0.01).state.ranks.index(
-            next(each for each in again.state.ranks if each.rank == first.rank)
-        )
-    ]
+    match = again.state.matches[first.choice.position]
     assert (match.active_blocks, match.coming_blocks) == (10, 10)
     router.first_token("first", 0.5)
     later = router.select(KvQuery(token_ids=PROMPT), 0.5)
-    assert (
-        later.state.matches[
-            later.state.ranks.index(next(r for r in later.state.ranks if r.rank == first.rank))
-        ].coming_blocks
-        == 0
-    )
+    assert later.state.matches[first.choice.position].coming_blocks == 0
+
+
+@pytest.mark.parametrize("policy", ["default", "two-tier"])
+def test_a_policy_that_reads_no_speeds_gets_none_until_something_else_reads_them(policy: str) -> None:
+    routers = [make(policy=policy), make(policy=policy)]
+    routers[1].timed(())
+    for number in range(30):
+        chosen = [router.select(KvQuery(token_ids=PROMPT[number:]), number) for router in routers]
+        for router, selection in zip(routers, chosen, strict=True):
+            router.book("r", selection, number)
+            router.first_token("r", number + 0.1)
+            router.free("r", number + 0.5)
+    assert chosen[0].choice == chosen[1].choice
+    assert {each.timing for each in chosen[0].state.ranks} == {DEFAULT_TIMING}
+    assert routers[0].timed(chosen[0].state.ranks) == routers[0].records() == routers[1].records()
+    assert routers[1].records()[0].timing != DEFAULT_TIMING
 
 
 def test_a_prefix_that_waits_for_a_full_pass_is_seen_as_coming_and_is_no_work_a_second_time() -> None:

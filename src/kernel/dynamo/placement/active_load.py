@@ -260,11 +260,6 @@ class ActiveLoad:
         load = self._ranks.get(rank)
         return 0.0 if load is None else load.decode_blocks
 
-    def new_blocks(self, rank: WorkerRank, sequence: Sequence[int]) -> int:
-        """Return how many blocks of a prompt are not active on the rank."""
-        load = self._ranks.get(rank)
-        return len(sequence) if load is None else len(sequence) - load.active_blocks(sequence)
-
     def requests(self, rank: WorkerRank) -> int:
         """Return the active requests."""
         load = self._ranks.get(rank)

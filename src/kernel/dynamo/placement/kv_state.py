@@ -201,7 +201,10 @@ class KvChoice(msgspec.Struct, frozen=True, gc=False):
 
 
 class KvPolicy(Protocol):
-    """Chooses a rank from a recorded state. `dynamo.placement.policies` has one file for each."""
+    """Chooses a rank from a recorded state. `dynamo.placement.policies` has one file for each.
+
+    Where an attribute `reads_timing` of it is False, it reads neither `timing` nor `held_blocks` of records.
+    """
 
     @property
     def name(self) -> str:

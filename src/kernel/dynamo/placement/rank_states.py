@@ -16,6 +16,7 @@ from dynamo.placement.gaps import NO_GAPS, Gaps
 from dynamo.placement.kv_query import KvQuery, RankExclusion, RankInfo, eligible_ranks, exclusion_of, names_ranks
 from dynamo.placement.kv_state import RankState, Records
 from dynamo.placement.rank_load import LoadOfRank
+from dynamo.placement.timing import DEFAULT_TIMING
 from dynamo.placement.timing_learner import TimingLearner
 
 MOVED_AT_ONCE: Final = 8
@@ -108,7 +109,7 @@ class RankSet:
 class RankStates:
     """One `RankState` per known rank, in the order of the ranks. Bounded by the ranks."""
 
-    __slots__ = ("_held", "_is_read", "_load", "_states", "known", "loads", "timing")
+    __slots__ = ("_held", "_is_read", "_load", "_now", "_states", "follows_timing", "known", "loads", "timing")
 
     def __init__(
         self, load: ActiveLoad, timing: TimingLearner, held: Callable[[WorkerRank], int] | None = None
@@ -116,9 +117,11 @@ class RankStates:
         """`held`: how many blocks a rank's cache holds, as far as an index knows."""
         self._load, self.timing = load, timing
         self._held = held or (lambda _: 0)
+        self.follows_timing = True  # False: records do not have the speed of their ranks
         self.known = RankSet({})
         self.loads: Sequence[LoadOfRank] = ()  # in the order of `ranks`
-        self._states = Records.after(None, (), ())
+        self._now: list[RankState] = []  # the newest records
+        self._states = Records.after(None, (), ())  # those that were handed out, or are next
         self._is_read = True  # these records were handed out
 
     def set(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
@@ -143,7 +146,7 @@ class RankStates:
     def _reorder(self, ranks: Mapping[WorkerRank, RankInfo], new: Sequence[WorkerRank]) -> None:
         """Take other ranks than before: `new` ones, in order, and not all of the others."""
         before, order = self.ranks, [*self.ranks]
-        loads, states = [*self.loads], [*self._states]
+        loads, states = [*self.loads], self._now
         gone = (
             [] if len(before) + len(new) == len(ranks) else [at for at, rank in enumerate(before) if rank not in ranks]
         )
@@ -175,11 +178,11 @@ class RankStates:
         """Return the record of every rank as it is now."""
         changed, moved, known = self._load.changed, self.timing.moved, self.known.positions
         if changed or moved:
-            former, states = self._states, list(self._states)
+            former, states = self._states, self._now
             positions = [known[rank] for rank in changed if rank in known]
             for at in positions:
                 states[at] = self._state(self.ranks[at], self.loads[at])
-            most = MOVED_AT_ONCE if len(known) <= MANY else MOVED_OF_MANY
+            most = (MOVED_AT_ONCE if len(known) <= MANY else MOVED_OF_MANY) if self.follows_timing else 0
             for rank in [moved.pop() for _ in range(min(len(moved), most))]:
                 if rank in known and rank not in changed:  # of its record only this can be another
                     positions.append(at := known[rank])
@@ -212,6 +215,6 @@ class RankStates:
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_seqs=info.max_num_seqs,
             trust=info.trust,
-            timing=self.timing.timing(rank),
+            timing=self.timing.timing(rank) if self.follows_timing else DEFAULT_TIMING,
             taints=info.taints,
         )

@@ -64,13 +64,12 @@ class _Columns:
         """Return the tokens to be computed, the blocks and the requests of each rank as it is now, and which ranks are not to be chosen."""
         records, gaps, (gone, new, changed) = self._seen.take(ranks)
         self._table = reordered(self.np, self._table, gone, new)
-        for at in (*new, *changed):
-            self._table[:, at] = _row(records[at])
+        pending, decode, requests = self._table
+        for at in (*new, *changed):  # one figure after the other: a column at once takes twice as long
+            rank = records[at]
+            pending[at] = rank.prefill_tokens if rank.has_load else 0
+            decode[at], requests[at] = rank.decode_blocks, rank.requests
         return self._table, gaps
-
-
-def _row(rank: RankState) -> tuple[float, float, float]:
-    return rank.prefill_tokens if rank.has_load else 0, rank.decode_blocks, rank.requests
 
 
 class DefaultCost:
@@ -79,6 +78,7 @@ class DefaultCost:
     __slots__ = ("_columns", "_parameters")
 
     name: Final = "default"
+    reads_timing: Final = False
 
     def __init__(self, parameters: DefaultCostParameters | None = None) -> None:
         self._parameters = parameters or DefaultCostParameters()
@@ -102,7 +102,7 @@ class DefaultCost:
             if self._columns is None and (np := numpy()) is not None:
                 self._columns = _Columns(np)
             if (columns := self._columns) is not None:
-                position, lowest, tied = lowest_of(columns.np, cost.of_columns(columns), draw)
+                position, lowest, tied = lowest_of(cost.of_columns(columns), draw)
                 return KvChoice(self.name, "blocks", state.ranks[position].rank, position, lowest, tied, draw)
         costs = cost.totals()
         if weights.router_temperature > 0.0:
@@ -111,29 +111,8 @@ class DefaultCost:
         else:
             position, tied = pick_lowest(costs, draw)
             reason = "lowest_cost"
-        ranks = state.ranks
-        return KvChoice(
-            self.name,
-            "blocks",
-            ranks[position].rank,
-            position,
-            costs[position],
-            tied,
-            draw,
-            reason,
-            tuple(
-                CandidateCost(
-                    rank.rank,
-                    costs[at],
-                    rank.trust,
-                    state.matches.get(at, NO_MATCH).overlap.device,
-                    cost.terms(at, costs[at]),
-                )
-                for at, rank in enumerate(ranks)
-            )
-            if with_terms
-            else (),
-        )
+        rank, described = state.ranks[position].rank, cost.described(costs) if with_terms else ()
+        return KvChoice(self.name, "blocks", rank, position, costs[position], tied, draw, reason, described)
 
 
 def _overridden(weights: DefaultCostParameters, overrides: KvOverrides) -> DefaultCostParameters:
@@ -182,10 +161,13 @@ class _Cost:
         """Return the same as `totals` in the common case, for all ranks at once."""
         request, weights = self._state.request, self._weights
         (pending, decode, requests), gaps = columns.take(self._state.ranks)
-        costs: NDArray[float64] = weights.prefill_load_scale * (
-            (pending + request.prompt_tokens) / self._state.block_size
-        ) + (decode + request.complete_blocks)
-        costs += weights.decode_active_request_weight * requests
+        costs: NDArray[float64] = pending + request.prompt_tokens
+        costs /= self._state.block_size
+        if weights.prefill_load_scale != 1.0:
+            costs *= weights.prefill_load_scale
+        costs += decode + request.complete_blocks
+        if weights.decode_active_request_weight:
+            costs += weights.decode_active_request_weight * requests
         if gaps.at:
             costs = columns.np.delete(costs, gaps.at)
         self._match(costs)
@@ -267,6 +249,14 @@ class _Cost:
         if request.is_pinned or not request.has_preferences:
             return 1.0
         return math.exp(-math.tanh(match.preferred_weight))
+
+    def described(self, costs: Sequence[float]) -> tuple[CandidateCost, ...]:
+        """Return every rank with the parts of its cost."""
+        matches, found = self._state.matches, enumerate(zip(self._state.ranks, costs, strict=True))
+        return tuple(
+            CandidateCost(rank.rank, total, rank.trust, matches.get(at, NO_MATCH).overlap.device, self.terms(at, total))
+            for at, (rank, total) in found
+        )
 
     def terms(self, at: int, total: float) -> tuple[CostTerm, ...]:
         """Return the parts of the cost of one rank; they add up to `total`."""

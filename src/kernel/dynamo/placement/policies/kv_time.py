@@ -131,10 +131,13 @@ def _row_of(view: _View) -> _Row:
 
 
 def _more_of(view: _View) -> _Row:
-    """Return what the arrays hold of a view beyond its row, in their order."""
-    tokens = view.record.pass_tokens
+    """Return what the arrays hold of a view beyond its row, in their order. Last: until when more is known of its steps than how
+    long one takes, a ms longer than it is, as sums of times are not exact."""
+    tokens, until = view.record.pass_tokens, math.inf if view.ends_at else 0.0
+    if not until and view.boundary_at and view.step:
+        until = view.boundary_at + (MOST_STEPS * view.step + 1.0) / 1000
     with_pass = pass_ms(view.record.timing.prefill, view.waiting + tokens, view.budget)
-    return float(tokens), with_pass, view.block_ms, view.oldest_use_at, view.room_ms
+    return float(tokens), with_pass, view.block_ms, view.oldest_use_at, view.room_ms, until
 
 
 class _Prompt(NamedTuple):
@@ -192,7 +195,7 @@ class TimeCost:
                 found = arrays.costs(_decision_of(self, state, prompt, views, gaps))
                 if gaps.at:
                     found = arrays.np.delete(found, gaps.at)
-                position, cost, tied = lowest_of(arrays.np, found, draw)
+                position, cost, tied = lowest_of(found, draw)
                 return KvChoice(self.name, "ms", state.ranks[position].rank, position, cost, tied, draw)
         views, rows = (gaps.left(views), gaps.left(self._rows)) if gaps.at else (views, self._rows)
         costs = self._costs(state, prompt, views, rows)
@@ -202,17 +205,8 @@ class TimeCost:
         else:
             position, tied = pick_lowest(costs, draw)
             reason = "lowest_cost"
-        return KvChoice(
-            self.name,
-            "ms",
-            state.ranks[position].rank,
-            position,
-            costs[position],
-            tied,
-            draw,
-            reason,
-            self._described(state, prompt, views, costs) if with_terms else (),
-        )
+        rank, described = state.ranks[position].rank, self._described(state, prompt, views, costs) if with_terms else ()
+        return KvChoice(self.name, "ms", rank, position, costs[position], tied, draw, reason, described)
 
     # -- what ranks and the decision bring
 

@@ -17,6 +17,9 @@ ARRAYS_FROM: Final = 128
 """Ranks from which on this is quicker than the loop."""
 
 
+_ROOM_AND_FREE: Final = slice(14, 16)  # rows of the table
+
+
 class TimeConstants(NamedTuple):
     """Constants of the policy."""
 
@@ -76,26 +79,28 @@ class TimeArrays:
     def _costs(self, one: TimeDecision) -> NDArray[float64]:
         (
             begins_at, ends_at, boundary_at, idle_wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth,
-            room, free, seat, pass_tokens, waiting_with_pass_ms, block_ms, oldest, room_ms,
+            room, free, seat, pass_tokens, waiting_with_pass_ms, block_ms, oldest, room_ms, known_until,
         ) = self._table  # fmt: skip
         np, now, limits, where = self.np, one.now, self._limits, self.np.where
         computed = waiting + one.fresh
-        missing = over = one.needed
-        if one.held:
-            missing, over = np.full(len(waiting), one.needed), np.full(len(waiting), one.needed)
-            for at, (uncached, lost, beyond) in one.held.items():
-                computed[at], missing[at], over[at] = waiting[at] + uncached, lost, beyond
-        begins_later = begins_at > now
-        since = (now - boundary_at) * 1000.0
-        wait = where(
-            (boundary_at != 0.0) & (step != 0.0) & (since < limits.most_steps * step), step - since % step, idle_wait
-        )
-        wait = where(ends_at != 0.0, np.maximum((ends_at - now) * 1000.0, 0.0), wait)
-        if begins_later.any():
-            wait = where(begins_later, (begins_at - now) * 1000.0, wait)
-            computed = where(begins_later, computed + pass_tokens, computed)
-            waiting_ms = where(begins_later, waiting_with_pass_ms, waiting_ms)
-        cost = wait + seat + one.decoded * (decode + growth * one.added)
+        for at, (uncached, _, _) in one.held.items():
+            computed[at] = waiting[at] + uncached
+        cost: NDArray[float64] = idle_wait.copy()  # for now
+        timed = (known_until > now).nonzero()[0]
+        if len(timed):  # of few ranks more is known than how long a step takes
+            begin, end, boundary, takes = begins_at[timed], ends_at[timed], boundary_at[timed], step[timed]
+            since = (now - boundary) * 1000.0
+            wait = where(since < limits.most_steps * takes, takes - since % takes, cost[timed])
+            wait = where(end != 0.0, np.maximum((end - now) * 1000.0, 0.0), wait)
+            later = timed[begin > now]
+            cost[timed] = wait
+            if len(later):
+                cost[later] = (begins_at[later] - now) * 1000.0
+                computed[later] += pass_tokens[later]
+                waiting_ms = waiting_ms.copy()
+                waiting_ms[later] = waiting_with_pass_ms[later]
+        cost += seat
+        cost += one.decoded * (decode + growth * one.added)
         if one.is_computed:
             work = base + (linear + square * computed) * computed
             added = work + step + others * (work - waiting_ms)
@@ -105,7 +110,12 @@ class TimeArrays:
                 work = whole * (base + (linear + square * budget) * budget)
                 work = work + where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
                 added = where(is_long, work + step * (whole + 1) + others * (work - waiting_ms), added)
-            cost = cost + added
+            cost += added
+        if one.needed <= self._table[_ROOM_AND_FREE].min():  # as nearly always: there is space everywhere
+            return cost
+        missing, over = np.full(len(cost), one.needed), np.full(len(cost), one.needed)
+        for at, (_, lacking, beyond) in one.held.items():
+            missing[at], over[at] = lacking, beyond
         lost = missing - free
         if (lost > 0.0).any():
             price = lost * block_ms * one.block_weight
@@ -114,8 +124,7 @@ class TimeArrays:
                 price = price * where(oldest != 0.0, np.minimum(limits.most_idle_ratio, ratio * ratio), 1.0)
             cost = where(lost > 0.0, cost + price, cost)
         is_over = (beyond := over - room) > 0.0
-        found: NDArray[float64] = where(is_over, cost + beyond * room_ms * one.output, cost) if is_over.any() else cost
-        return found
+        return where(is_over, cost + beyond * room_ms * one.output, cost) if is_over.any() else cost
 
 
 def reordered(np: ModuleType, table: NDArray[float64], gone: Sequence[int], new: Sequence[int]) -> NDArray[float64]:
@@ -127,12 +136,12 @@ def reordered(np: ModuleType, table: NDArray[float64], gone: Sequence[int], new:
     return found
 
 
-def lowest_of(np: ModuleType, costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
+def lowest_of(costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
     """Return where the lowest cost is, the cost, and how many share it. Among those `draw` in [0, 1) decides, evenly."""
     at = int(costs.argmin())
     lowest = costs[at]
-    is_lowest = costs == lowest
-    tied = int(np.count_nonzero(is_lowest))
+    places = (costs == lowest).nonzero()[0]
+    tied = len(places)
     if tied > 1:
-        at = int(np.flatnonzero(is_lowest)[min(int(draw * tied), tied - 1)])
+        at = int(places[min(int(draw * tied), tied - 1)])
     return at, float(lowest), tied

@@ -14,7 +14,7 @@ from dynamo.placement.candidates import MOST_LOAD
 from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, SeenRecords
 from dynamo.placement.policies.kv_draw import pick_lowest
 from dynamo.placement.policies.kv_parameters import read_parameters
-from dynamo.placement.policies.least_loaded import lowest_load, nth
+from dynamo.placement.policies.least_loaded import highest_load, lowest_load, nth
 
 TYPE_NAME: Final = "dynamo-two-tier-cost-fn"
 
@@ -33,6 +33,7 @@ class TwoTierCost:
     __slots__ = ("_counts", "_parameters", "_seen")
 
     name: Final = "two-tier"
+    reads_timing: Final = False
 
     def __init__(self, parameters: TwoTierParameters | None = None) -> None:
         self._parameters = parameters or TwoTierParameters()
@@ -50,8 +51,9 @@ class TwoTierCost:
 
     def choose(self, state: KvState, draw: float, *, with_terms: bool = False) -> KvChoice:
         """Choose the rank with the fewest requests, or the one with the longest match."""
-        counts: Sequence[int] = self._current_counts(state)
-        fewest, most = lowest_load(counts), max(counts)
+        loads = self._current_counts(state)
+        counts: Sequence[int] = loads
+        fewest, most = lowest_load(loads), highest_load(loads)
         if most == MOST_LOAD:
             counts = [rank.requests for rank in state.ranks]
             fewest, most = min(counts), max(counts)
@@ -62,17 +64,12 @@ class TwoTierCost:
         else:
             tied = counts.count(fewest)
             position = nth(counts, fewest, min(int(draw * tied), tied - 1))
-        return KvChoice(
-            self.name,
-            "requests",
+        rank, cost, described = (
             state.ranks[position].rank,
-            position,
             float(counts[position]),
-            tied,
-            draw,
-            reason,
             _described(state) if with_terms else (),
         )
+        return KvChoice(self.name, "requests", rank, position, cost, tied, draw, reason, described)
 
     def _current_counts(self, state: KvState) -> bytearray:
         """Return the requests of each rank of a state."""

@@ -33,6 +33,15 @@ def lowest_load(loads: Sequence[int]) -> int:
     return next(load for load in range(MOST_LOAD + 1) if load in loads)
 
 
+def highest_load(loads: bytearray) -> int:
+    """Return the highest of some loads: what is left without those up to one of them, until none is left."""
+    highest = 0
+    while loads:
+        highest = loads[len(loads) // 2]
+        loads = loads.translate(None, bytes(range(highest + 1)))
+    return highest
+
+
 def nth(loads: Sequence[int], load: int, skip: int) -> int:
     """Return where a load is that comes after `skip` others of the same number."""
     low, high = 0, len(loads)

@@ -173,6 +173,8 @@ class _DomainMaker:
             predicted=None if index is None else guesses,
             options=router_options(settings, is_prefill=key.role == _PREFILL),
         )
+        if self._shadow is not None or self._decisions is not None:
+            router.timed(())  # another policy may get the same state
         made: Callable[..., KvPlacement] = KvPlacement
         if self._shadow is not None or is_of_user(router.policy.name):
             made = partial(

@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 HASHED_AT_ONCE: Final = 16_384  # tokens; about a millisecond. A longer prompt lets others run in between
 OUTPUT_SECONDS: Final = 0.1  # how often the output of running requests is counted, where it counts as load
 
-_PINNED: Final = (PlacementReason("pinned"),)
-
 
 class HashedPrompts(Protocol):
     """Where the hashes of a request's prompts are kept, for its choices and stages."""

@@ -259,7 +259,7 @@ class QueueGate:
         try:
             if request.due is not None:
                 ahead = self._queue.tokens_ahead(request, policy, now)
-                check_target(policy.name, request, selection.state.ranks, ahead, now)
+                check_target(policy.name, request, self._router.timed(selection.state.ranks), ahead, now)
             self._queue.park(request, policy, self._ranks.workers(), now)
         except RouterQueueLimitExceeded as error:
             if self._metrics is not None:

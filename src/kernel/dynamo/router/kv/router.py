@@ -106,6 +106,7 @@ class KvRouter:
             expiry_seconds=self._options.expiry_seconds,
         )
         self._states = RankStates(self.load, TimingLearner(), self.indexes.held)
+        self._states.follows_timing = getattr(policy, "reads_timing", True)
         self.observer: BookingObserver | None = None
         self._own_blocks = _OWN_BLOCKS  # the last name of a block that is not shared
 
@@ -129,7 +130,16 @@ class KvRouter:
 
     def records(self) -> Sequence[RankState]:
         """Return the record of every rank as it is now."""
-        return self._states.current()
+        return self.timed(self._states.current())
+
+    def timed(self, records: Sequence[RankState]) -> Sequence[RankState]:
+        """Return records with the speed of their ranks. All have it from now on, whatever the policy reads."""
+        if self._states.follows_timing:
+            return records
+        self._states.follows_timing = True
+        self.load.changed.update(self._states.ranks)
+        now = dict(zip(self._states.ranks, self._states.current(), strict=True))
+        return tuple([now[each.rank] for each in records if each.rank in now])
 
     def set_ranks(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
         """Take the ranks there are. What is booked on a rank that is gone is forgotten."""
@@ -199,6 +209,8 @@ class KvRouter:
         load = self.load.of(booked.rank)
         passes = load.prefill_pass.take_finished()
         if passes is not None:
+            if not self._states.follows_timing:
+                self._states.timing.timing(booked.rank)  # its steps are left out of what the passes took
             self._states.timing.prefilled(booked.rank, load, passes, now)
         if self.observer is not None:
             self.observer.prefill_completed(request_id, booked.rank)
@@ -295,10 +307,7 @@ class KvRouter:
         return KvState(self._block_size, request, records, matches, now, part.excluded)
 
     def _matches(
-        self,
-        part: RankPart,
-        overlaps: Mapping[WorkerRank, Overlap],
-        tracking: Sequence[int],
+        self, part: RankPart, overlaps: Mapping[WorkerRank, Overlap], tracking: Sequence[int]
     ) -> dict[int, RankMatch]:
         """Return what each rank has of the prompt, by position; ranks that have nothing are left out."""
         matches: dict[int, RankMatch] = {}
@@ -340,10 +349,7 @@ class KvRouter:
 
     def _coming_tokens(self, selection: Selection) -> int:
         """Return the tokens of a prompt that others compute on its rank, beyond the cached ones."""
-        matches = selection.state.matches
-        if not matches:
-            return 0
-        match = matches.get(selection.choice.position, _NO_MATCH)
+        match = selection.state.matches.get(selection.choice.position, _NO_MATCH)
         return max(0, match.coming_blocks * self._block_size - selection.cached_tokens)
 
     def _potential_blocks(self, active: float, shared: int, lookup: Lookup) -> float:
