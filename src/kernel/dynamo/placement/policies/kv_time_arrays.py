@@ -23,21 +23,21 @@ class TimeConstants(NamedTuple):
     most_steps: float
     least_idle_seconds: float
     most_idle_ratio: float
+    tail: float  # of a cubed ms of the request's own time
 
 
-class TimeDecision(NamedTuple):
+class TimePrompt(NamedTuple):
     """What the costs of one decision have in common."""
 
-    now: float
-    fresh: float  # tokens to be computed where nothing is held
-    needed: float  # blocks
-    output: float  # tokens
-    decoded: float
-    added: float
-    is_computed: bool
-    mean_idle: float
-    block_weight: float
-    held: Mapping[int, tuple[float, float, float]]  # by position: tokens to compute, blocks missing, blocks over
+    tokens: int
+    needed: float  # blocks, with those of the answer
+    output: float
+    added: float  # tokens of context that the request adds, in the mean of its life
+    credit: float  # of a held block
+    is_computed: bool  # False: the prompt is computed elsewhere
+    mean_idle: float  # seconds since the oldest block of a rank was used, in the mean of the ranks
+    decode_weight: float
+    block_weight: float  # of a ms that it takes to compute an evicted block again
 
 
 def numpy() -> ModuleType | None:
@@ -68,22 +68,22 @@ class TimeArrays:
         """Take the figures of a rank that has changed."""
         self._table[:, at] = row
 
-    def costs(self, one: TimeDecision) -> NDArray[float64]:
-        """Return the cost of each rank, as an array."""
+    def costs(self, now: float, one: TimePrompt, held: Mapping[int, tuple[float, float, float]]) -> NDArray[float64]:
+        """Return the cost of each rank, as an array; `held`, by position: tokens to compute, blocks missing, blocks over."""
         with self.np.errstate(all="ignore"):  # what is infinite or not a number is left out
-            return self._costs(one)
+            return self._costs(now, one, held)
 
-    def _costs(self, one: TimeDecision) -> NDArray[float64]:
+    def _costs(self, now: float, one: TimePrompt, held: Mapping[int, tuple[float, float, float]]) -> NDArray[float64]:
         (
             begins_at, ends_at, boundary_at, idle_wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth,
             room, free, seat, pass_tokens, waiting_with_pass_ms, block_ms, oldest, room_ms,
         ) = self._table  # fmt: skip
-        np, now, limits, where = self.np, one.now, self._limits, self.np.where
-        computed = waiting + one.fresh
+        np, limits, where = self.np, self._limits, self.np.where
+        computed = waiting + float(max(1, one.tokens))
         missing = over = one.needed
-        if one.held:
+        if held:
             missing, over = np.full(len(waiting), one.needed), np.full(len(waiting), one.needed)
-            for at, (uncached, lost, beyond) in one.held.items():
+            for at, (uncached, lost, beyond) in held.items():
                 computed[at], missing[at], over[at] = waiting[at] + uncached, lost, beyond
         begins_later = begins_at > now
         since = (now - boundary_at) * 1000.0
@@ -95,17 +95,17 @@ class TimeArrays:
             wait = where(begins_later, (begins_at - now) * 1000.0, wait)
             computed = where(begins_later, computed + pass_tokens, computed)
             waiting_ms = where(begins_later, waiting_with_pass_ms, waiting_ms)
-        cost = wait + seat + one.decoded * (decode + growth * one.added)
+        own, cost = wait + seat, one.output * one.decode_weight * (decode + growth * one.added)
         if one.is_computed:
             work = base + (linear + square * computed) * computed
-            added = work + step + others * (work - waiting_ms)
             is_long = computed > budget
             if is_long.any():
                 whole, rest = np.divmod(computed, budget)
-                work = whole * (base + (linear + square * budget) * budget)
-                work = work + where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
-                added = where(is_long, work + step * (whole + 1) + others * (work - waiting_ms), added)
-            cost = cost + added
+                passes = whole * (base + (linear + square * budget) * budget)
+                passes = passes + where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
+                work, step = where(is_long, passes, work), where(is_long, step * (whole + 1), step)
+            own, cost = own + (work + step), cost + others * (work - waiting_ms)
+        cost = cost + (own + limits.tail * own * own * own)
         lost = missing - free
         if (lost > 0.0).any():
             price = lost * block_ms * one.block_weight
