@@ -56,6 +56,11 @@ def test_a_request_waits_for_the_pass_that_runs_and_shares_the_next_one() -> Non
     assert parts(choose(late))["wait"] == 0.0  # longer than expected: it may end at any moment
 
 
+def test_the_streams_make_a_step_in_every_pass_that_runs() -> None:
+    seen = {"pass_started_at": 99.9, "boundary_at": 99.9, "pass_tokens": 2400, "max_num_batched_tokens": 1000}
+    assert parts(choose(rank(1, streams=4, requests=5, **seen)))["wait"] == pytest.approx(3 * 20 + 24 + 3 * 10 - 100)
+
+
 def test_a_millisecond_counts_for_more_the_later_the_first_token_is() -> None:
     found = parts(choose(rank(1, pass_started_at=99.99, pass_tokens=3000)))
     assert found["tail"] == pytest.approx(0.4e-6 * (found["wait"] + found["prefill"]) ** 3)

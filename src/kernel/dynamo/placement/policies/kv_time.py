@@ -53,8 +53,8 @@ from dynamo.placement.policies.kv_time_arrays import (
     lowest_of,
     numpy,
 )
-from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET
-from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, pass_ms
+from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET, pass_count
+from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, MOST_STEPS, pass_ms, rest_of_step_ms
 
 TYPE_NAME: Final = "time"
 
@@ -65,10 +65,6 @@ TRUSTED_SHARE: Final = {Trust.EXACT: 1.0, Trust.DEGRADED: 0.8, Trust.PREDICTED: 
 predicted may have been evicted meanwhile."""
 
 _EXACT: Final = Trust.EXACT
-
-MOST_STEPS: Final = 16.0
-"""So many steps after a pass was seen to end, the ends of further ones are reckoned with. Then the errors of the steps that were
-added up are as long as a step."""
 
 MOST_DECODED: Final = 64.0
 """Tokens of an answer whose steps count in `decode`. Later choices decide which loads stand beside those after them."""
@@ -262,10 +258,11 @@ class TimeCost:
         if rank.pass_started_at is not None:
             begins_at = rank.pass_started_at
             if boundary_at < begins_at:  # it came in the middle of a step
-                begins_at += _rest_of_step(begins_at, boundary_at, step) / 1000
+                begins_at += rest_of_step_ms(begins_at, boundary_at, step) / 1000
             elif (boundary_at - begins_at) * 1000 <= step:
                 begins_at = boundary_at  # and that step was seen to end
-            ends_at = begins_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + step) / 1000
+            steps = step * pass_count(rank.pass_tokens, budget)
+            ends_at = begins_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + steps) / 1000
         output_blocks = rank.requests * timing.output_tokens / 2 / block_size
         free = math.inf
         if total and rank.held_blocks:
@@ -456,17 +453,11 @@ def _seat_ms(rank: RankState, step: float) -> float:
     return (rank.requests - seats + 1) / seats * rank.timing.output_tokens * step
 
 
-def _rest_of_step(at: float, boundary_at: float, step: float) -> float:
-    """Return the ms until the step ends that runs at the time `at`, by a pass that ended at `boundary_at`; 0: not known."""
-    since = (at - boundary_at) * 1000
-    return step - since % step if boundary_at and step and since < MOST_STEPS * step else 0.0
-
-
 def _wait_ms(view: _View, now: float) -> float:
     """Return the ms until the next pass begins at a rank. `_costs` has the same in line."""
     if view.ends_at:
         return max(0.0, ((view.begins_at if view.begins_at > now else view.ends_at) - now) * 1000.0)
-    return _rest_of_step(now, view.boundary_at, view.step) or view.idle_wait
+    return rest_of_step_ms(now, view.boundary_at, view.step) or view.idle_wait
 
 
 def _waiting_ms(view: _View, now: float) -> float:
