@@ -33,10 +33,8 @@ def test_what_arrives_during_a_pass_waits_for_the_next() -> None:
     assert rank.take_finished() == FinishedPasses(1, 100, 10_000.0, 0.5, True)
     assert rank.take_finished() is None
     assert (rank.running_tokens, rank.waiting_tokens, rank.started_at) == (50, 0, 0.5)
-    rank.complete("b", 0.75)
-    assert rank.take_finished() == FinishedPasses(1, 50, 2_500.0, 0.25, False)
-    rank.complete("c", 0.75)  # its token came in the same moment: the pass was seen to end already
-    assert rank.take_finished() is None
+    assert rank.complete("b", 0.75) == FinishedPasses(1, 50, 2_500.0, 0.25, False)
+    assert rank.complete("c", 0.75) is None  # its token came in the same moment: the pass was seen to end already
     assert (rank.running, rank.running_tokens) == ({}, 0)
 
 
@@ -49,8 +47,7 @@ def test_two_first_tokens_in_one_moment_are_of_one_pass() -> None:
     assert rank.complete("b", 0.0305) is None  # no pass ended: it is the same one
     assert rank.take_finished() == FinishedPasses(1, 800, 800.0**2, 0.030, True, is_corrected=True)
     assert (dict(rank.running), rank.running_tokens, rank.started_at) == ({"c": 100}, 100, 0.030)
-    rank.complete("c", 0.052)
-    assert rank.take_finished() == FinishedPasses(1, 100, 100.0**2, about(0.022), False)
+    assert rank.complete("c", 0.052) == FinishedPasses(1, 100, 100.0**2, about(0.022), False)
 
 
 def test_a_third_prompt_of_one_pass_counts_as_well() -> None:
@@ -94,9 +91,8 @@ def test_a_prompt_beyond_the_budget_goes_on_in_the_next_pass() -> None:
     rank = sent(100, first=10, long=250, last=30)
     rank.complete("first", 1.0)
     assert list(rank.running) == ["long", "last"]
-    rank.take_finished()
-    rank.complete("long", 4.0)  # 100, 100, 80 with the last one
-    assert rank.take_finished() == FinishedPasses(3, 280, 100.0**2 * 2 + 80.0**2, 3.0, False)
+    # 100, 100, 80 with the last one.
+    assert rank.complete("long", 4.0) == FinishedPasses(3, 280, 100.0**2 * 2 + 80.0**2, 3.0, False)
     assert rank.running == {}
 
 
