@@ -47,13 +47,12 @@ def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:
 
 
 def test_a_request_waits_for_the_pass_that_runs_and_shares_the_next_one() -> None:
-    running = rank(1, pass_started_at=99.99, pass_tokens=3000, waiting_tokens=400, waiting_requests=2)
-    found = parts(choose(running))
+    found = parts(choose(rank(1, pass_started_at=99.99, pass_tokens=3000, waiting_tokens=400, waiting_requests=2)))
     assert found["wait"] == pytest.approx(20 + 30 - 10)
     assert found["prefill"] == 20 + 20
     assert found["stall"] == pytest.approx(0.05 * 2 * 16)  # two wait with it: 16 ms longer each
-    late = rank(1, pass_started_at=90.0, pass_tokens=3000)
-    assert parts(choose(late))["wait"] == 0.0  # longer than expected: it may end at any moment
+    # One that takes longer than expected may end at any moment.
+    assert parts(choose(rank(1, pass_started_at=90.0, pass_tokens=3000)))["wait"] == 0.0
 
 
 def test_the_streams_make_a_step_in_every_pass_that_runs() -> None:
@@ -102,11 +101,9 @@ def test_a_report_that_is_not_exact_counts_for_less() -> None:
 
 def test_a_prompt_that_nobody_holds_goes_where_the_oldest_blocks_lie() -> None:
     ranks = [rank(1, oldest_use_at=95.0), rank(2, oldest_use_at=40.0), rank(3, oldest_use_at=60.0)]
-    choice = choose(*ranks)
-    assert choice.rank == WorkerRank(2)
+    assert choose(*ranks).rank == WorkerRank(2)
     assert choose(*ranks, rank(4)).rank == WorkerRank(4)  # nothing is lost where there is room
-    held = {0: RankMatch(Overlap(100))}
-    assert choose(*ranks, held=held).rank == WorkerRank(1)
+    assert choose(*ranks, held={0: RankMatch(Overlap(100))}).rank == WorkerRank(1)
 
 
 def test_room_that_blocks_in_the_index_leave_is_free() -> None:

@@ -152,17 +152,13 @@ def test_the_sums_are_those_of_the_requests_and_nothing_is_left_at_the_end(steps
         elif step == "drop":
             known.discard(request_id)
             rank.drop(request_id, float(now))
-        assert known.issuperset(rank.running)
-        assert known.issuperset(rank.waiting)
+        assert known.issuperset([*rank.running, *rank.waiting])
         assert rank.running_tokens == sum(rank.running.values())
         assert rank.waiting_tokens == sum(tokens for tokens, _ in rank.waiting.values())
         assert rank.running or not rank.waiting
     for request_id in known:
         rank.drop(request_id, 0.0)
-    assert not rank.running
-    assert not rank.waiting
-    assert not rank.running_tokens
-    assert not rank.waiting_tokens
+    assert (rank.running, rank.waiting, rank.running_tokens, rank.waiting_tokens) == ({}, {}, 0, 0)
 
 
 def test_a_long_queue_costs_each_first_token_no_more_than_a_short_one() -> None:

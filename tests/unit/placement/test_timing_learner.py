@@ -147,8 +147,7 @@ def test_what_chance_may_have_shown_is_not_taken_for_the_speed_of_a_rank() -> No
     engine = Engine(TimeCurve(20, 0.001), TimeCurve(10, 0))
     for _ in range(8):
         for rank, factor in ((A, engine.rng.uniform(0.7, 1.2)), (B, engine.rng.uniform(0.8, 1.3))):
-            for _ in range(4):  # a crowd: its samples err alike
-                engine.answer(rank, factor)
+            engine.answer_in_turns(4, (rank, factor))  # a crowd: its samples err alike
     one, other = engine.learner.timing(A), engine.learner.timing(B)
     assert other.prefill.at(18) == pytest.approx(one.prefill.at(18), rel=0.03)
     assert other.decode.at(0.01) == pytest.approx(one.decode.at(0.01), rel=0.03)
@@ -169,8 +168,7 @@ def test_a_rank_four_times_slower_than_all_others_is_known_after_a_dozen_request
     engine.answer_in_turns(30, (A, 1.0))
     for _ in range(12):
         engine.answer(B, factor=4.0)
-        for _ in range(6):
-            engine.answer(A)
+        engine.answer_in_turns(6, (A, 1.0))
     learned = engine.learner.timing(B)
     assert learned.prefill.at(2000) == pytest.approx(4 * 46, rel=0.25)  # it was 1.4 times that of the others
     assert learned.decode.at(0.05) == pytest.approx(4 * 9, rel=0.25)
