@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_the_first_failure_can_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_all_ends.py").write_text(TESTS.replace("number == 0", "number == 1"))
     done = run(tmp_path, "-x")
     assert done.returncode == 1
-    assert "stopping after 1 failures" in done.stdout
+    assert re.search(r"stopping after [12] failures", done.stdout)  # another process may have failed in the same moment
 
 
 def test_a_test_that_is_cut_by_the_first_failure_is_taken_down(tmp_path: Path) -> None:

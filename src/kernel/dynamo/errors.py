@@ -348,17 +348,5 @@ def chain(error: BaseException) -> list[BaseException]:
     return found
 
 
-def chain_matches(
-    error: BaseException,
-    matching: tuple[type[BaseException], ...],
-    excluded: tuple[type[BaseException], ...] = (),
-) -> bool:
-    """Return whether a cause is of a matching kind and none is of an excluded one (exclusion wins)."""
-    causes = chain(error)
-    if excluded and any(isinstance(cause, excluded) for cause in causes):
-        return False
-    return any(isinstance(cause, matching) for cause in causes)
-
-
 def _snake(name: str) -> str:
     return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")

@@ -19,6 +19,7 @@ from dynamo.router import KvEventFeed
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from support.http_client import CHAT, ask
+from support.patience import PATIENCE_SECONDS
 from support.ports import free_ports
 from support.processes import Cluster, Frontend, Process, until, wait
 
@@ -103,21 +104,21 @@ async def test_two_workers_of_one_process_answer_and_publish_their_blocks(
     assert workers.log.count("Engine cleanup complete") == 2
 
 
-async def test_a_kv_router_sends_a_prompt_to_the_worker_that_holds_it(cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_kv_router_sends_a_prompt_to_the_worker_that_holds_it(cluster: Cluster) -> None:
     frontend = cluster.frontend("frontend", "--router-mode", "kv")
     mocker(cluster, "mocker", "--num-workers", "4", "--block-size", "16", "--speedup-ratio", "20")
     serving(frontend, "m", 4)
-    held = Held()
-    store = FileDiscovery(tmp_path / "store")
-    async with (
-        DistributedRuntime(None, None, "tcp", discovery=store) as runtime,
-        KvEventFeed(runtime.endpoint("dynamo.backend.generate"), held),
-    ):
-        first = await chat(frontend, "x" * 400)
-        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        await until(lambda: any(len(blocks) >= 25 for blocks in held.blocks.values()), lambda: str(held.blocks))
-        again = [await chat(frontend, "x" * 400) for _ in range(4)]
-    assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 400 for answer in again)
+
+    async def cached() -> int:
+        answer = await chat(frontend, "x" * 400)
+        found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    assert await cached() == 0
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await cached() < 400:  # until the frontend has received what the first worker announces
+            pass
+    assert min([await cached() for _ in range(8)]) >= 400
 
 
 async def test_an_answer_is_the_same_when_its_worker_dies_in_the_middle(cluster: Cluster) -> None:

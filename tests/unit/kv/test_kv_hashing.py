@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.kv import block_hashes, sequence_hashes, to_unsigned
-from dynamo.kv.hashing import block_seed, extend_sequence, media_by_block, media_pad_token, with_pad_tokens
+from dynamo.kv.hashing import block_seed, extend_sequence, media_pad_token, with_pad_tokens
 from support.cases import each_case
 
 TOKENS = list(range(1, 33))
@@ -85,13 +85,6 @@ def test_a_hash_of_more_than_64_bits_has_no_place_in_a_sequence() -> None:
     for wrong in ([2**64], [1, 2**64]):
         with pytest.raises((ValueError, struct.error)):
             sequence_hashes(wrong)
-
-
-def test_a_media_object_touches_every_block_of_its_range() -> None:
-    assert media_by_block([(7, 0, 16), (8, 15, 33), (9, 40, 40)], 16) == {0: [7, 8], 1: [8], 2: [8]}
-    for start, end in ((5, 3), (-1, 3)):
-        with pytest.raises(ValueError, match="range"):
-            media_by_block([(7, start, end)], 16)
 
 
 def test_a_pad_token_stands_for_each_run_of_image_tokens() -> None:

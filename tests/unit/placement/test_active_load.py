@@ -49,6 +49,16 @@ def test_prefill_tokens_leave_with_the_first_token_and_blocks_with_the_end() -> 
     assert (load.prefill_tokens(A), load.decode_blocks(A), load.requests(A), len(load)) == (0, 0, 0, 0)
 
 
+def test_a_long_prompt_that_comes_in_the_step_of_a_short_one_is_begun_with_it() -> None:
+    load = ActiveLoad(BLOCK)
+    load.add("stream", A, (), prompt_tokens=10, cached_tokens=0, now=0.0)
+    load.prefill_completed("stream", 1.0)  # a step takes 6.05 ms from now on
+    for name, tokens, now in (("short", 100, 1.001), ("long", 10_000, 1.006), ("late", 100, 1.007)):
+        load.add(name, A, (), prompt_tokens=tokens, cached_tokens=0, now=now)
+    load.prefill_completed("short", 1.2)
+    assert dict(load.of(A).prefill_pass.running) == {"long": 10_100 - 8192, "late": 100}
+
+
 def test_blocks_of_several_requests_count_once() -> None:
     load = ActiveLoad(BLOCK)
     load.add("r", A, chain(1, 2, 3), prompt_tokens=48, cached_tokens=0, now=0.0)
@@ -213,7 +223,7 @@ def test_the_account_is_what_a_recount_gives(steps: list[tuple[str, str, WorkerR
             assert account.clock.streams == sum(r.rank == each and r.streams for r in plain.requests.values())
             waiting = account.prefill_pass
             assert waiting.running_tokens == sum(waiting.running.values())
-            assert waiting.waiting_tokens == sum(waiting.waiting.values())
+            assert waiting.waiting_tokens == sum(tokens for tokens, _ in waiting.waiting.values())
             assert bool(waiting.running) or not waiting.waiting
         heads: dict[int, Counter[WorkerRank]] = {}
         for request in plain.requests.values():

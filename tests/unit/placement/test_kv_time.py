@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.overlap import Overlap, WorkerRank
@@ -46,13 +47,28 @@ def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:
 
 
 def test_a_request_waits_for_the_pass_that_runs_and_shares_the_next_one() -> None:
-    running = rank(1, pass_started_at=99.99, pass_tokens=3000, waiting_tokens=400, waiting_requests=2)
-    found = parts(choose(running))
+    found = parts(choose(rank(1, pass_started_at=99.99, pass_tokens=3000, waiting_tokens=400, waiting_requests=2)))
     assert found["wait"] == pytest.approx(20 + 30 - 10)
     assert found["prefill"] == 20 + 20
     assert found["stall"] == pytest.approx(0.05 * 2 * 16)  # two wait with it: 16 ms longer each
-    late = rank(1, pass_started_at=90.0, pass_tokens=3000)
-    assert parts(choose(late))["wait"] == 0.0  # longer than expected: it may end at any moment
+    # One that takes longer than expected may end at any moment.
+    assert parts(choose(rank(1, pass_started_at=90.0, pass_tokens=3000)))["wait"] == 0.0
+
+
+def test_the_streams_make_a_step_in_every_pass_that_runs() -> None:
+    seen = {"pass_started_at": 99.9, "boundary_at": 99.9, "pass_tokens": 2400, "max_num_batched_tokens": 1000}
+    assert parts(choose(rank(1, streams=4, requests=5, **seen)))["wait"] == pytest.approx(3 * 20 + 24 + 3 * 10 - 100)
+
+
+def test_a_millisecond_counts_for_more_the_later_the_first_token_is() -> None:
+    found = parts(choose(rank(1, pass_started_at=99.99, pass_tokens=3000)))
+    assert found["tail"] == pytest.approx(0.4e-6 * (found["wait"] + found["prefill"]) ** 3)
+
+
+def test_a_long_prompt_rather_holds_up_streams_than_waits_as_well() -> None:
+    ranks = rank(1, pass_started_at=100.0, pass_tokens=11_000), rank(2, streams=9, requests=9)
+    state = KvState(BLOCK, KvRequest(20_000, 1250), ranks, now=100.0)
+    assert [kv_policy("time", {"tail_weight": each}).choose(state, 0.0).position for each in (0.0, 0.4)] == [0, 1]
 
 
 def test_streams_are_stalled_and_their_step_is_in_the_pass() -> None:
@@ -73,7 +89,7 @@ def test_a_prefix_that_is_being_computed_counts_as_held() -> None:
     choice = choose(busy, rank(2), held={0: RankMatch(active_blocks=100, coming_blocks=100)})
     assert parts(choice)["prefill"] == pytest.approx(20.01)
     assert parts(choice)["wait"] == pytest.approx(36)
-    unknown = choose(msgspec_replace(busy, trust=Trust.NONE), held={0: RankMatch(coming_blocks=100)})
+    unknown = choose(replace(busy, trust=Trust.NONE), held={0: RankMatch(coming_blocks=100)})
     assert parts(unknown)["prefill"] == 36
 
 
@@ -85,11 +101,9 @@ def test_a_report_that_is_not_exact_counts_for_less() -> None:
 
 def test_a_prompt_that_nobody_holds_goes_where_the_oldest_blocks_lie() -> None:
     ranks = [rank(1, oldest_use_at=95.0), rank(2, oldest_use_at=40.0), rank(3, oldest_use_at=60.0)]
-    choice = choose(*ranks)
-    assert choice.rank == WorkerRank(2)
+    assert choose(*ranks).rank == WorkerRank(2)
     assert choose(*ranks, rank(4)).rank == WorkerRank(4)  # nothing is lost where there is room
-    held = {0: RankMatch(Overlap(100))}
-    assert choose(*ranks, held=held).rank == WorkerRank(1)
+    assert choose(*ranks, held={0: RankMatch(Overlap(100))}).rank == WorkerRank(1)
 
 
 def test_room_that_blocks_in_the_index_leave_is_free() -> None:
@@ -153,12 +167,6 @@ def test_ranks_that_report_nothing_are_placed_by_load() -> None:
     assert choose(*plain).tied == 2
     loaded = RankState(WorkerRank(1), requests=3, streams=3, context_tokens=9000, prefill_tokens=500)
     assert choose(loaded, plain[1]).rank == WorkerRank(2)
-
-
-def msgspec_replace(record: RankState, **values: Any) -> RankState:
-    import msgspec
-
-    return msgspec.structs.replace(record, **values)
 
 
 def test_the_rest_of_a_step_is_counted_from_the_last_pass_that_was_seen_to_end() -> None:

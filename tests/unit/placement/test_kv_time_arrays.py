@@ -61,9 +61,7 @@ def state_of(rng: random.Random, ranks: tuple[RankState, ...]) -> KvState:
     for at in rng.sample(range(len(ranks)), rng.choice([0, 3, 60])):
         overlap = Overlap(rng.randrange(blocks + 1), rng.randrange(3), rng.randrange(3))
         matches[at] = RankMatch(overlap, rng.randrange(blocks + 1), rng.randrange(blocks + 1))
-    request = KvRequest(
-        tokens, blocks, rng.choice([None, 0, 500]), tracks_prefill=rng.random() < 0.8,
-    )  # fmt: skip
+    request = KvRequest(tokens, blocks, rng.choice([None, 0, 500]), tracks_prefill=rng.random() < 0.8)
     return KvState(BLOCK, request, ranks, matches, NOW)
 
 

@@ -42,6 +42,12 @@ class Engine:
         assert booked is not None
         self.learner.ended(booked, account, self.now)
 
+    def answer_in_turns(self, count: int, *ranks: tuple[WorkerRank, float]) -> None:
+        """Serve so many requests at each rank, which is slower by a factor."""
+        for _ in range(count):
+            for rank, factor in ranks:
+                self.answer(rank, factor)
+
     def answer_together(self, *prompts: int, ends_first: bool = False) -> None:
         """Compute some prompts in one pass; their first tokens are seen 20 us apart."""
         names = [f"{self.number}.{at}" for at in range(len(prompts))]
@@ -107,8 +113,7 @@ def test_the_last_pass_before_a_pause_is_learned() -> None:
 def test_the_curves_come_close_to_the_truth(speed: float) -> None:
     prefill, decode = TimeCurve(30 / speed, 0.03 / speed, 1e-6 / speed), TimeCurve(12 / speed, 20 / speed)
     engine = Engine(prefill, decode)
-    for _ in range(60):
-        engine.answer()
+    engine.answer_in_turns(60, (A, 1.0))
     learned = engine.learner.timing(A)
     for tokens in (500, 2000, 8000):
         assert learned.prefill.at(tokens) == pytest.approx(prefill.at(tokens), rel=0.1)
@@ -119,8 +124,7 @@ def test_the_curves_come_close_to_the_truth(speed: float) -> None:
 def test_a_rank_that_has_shown_nothing_is_taken_for_one_of_its_pool() -> None:
     engine = Engine(TimeCurve(60, 0.06), TimeCurve(25, 0))
     assert engine.learner.timing(B).prefill.at(4000) == pytest.approx(DEFAULT_TIMING.prefill.at(4000))
-    for _ in range(20):
-        engine.answer(A)
+    engine.answer_in_turns(20, (A, 1.0))
     assert engine.learner.timing(B).prefill.at(4000) == pytest.approx(300, rel=0.1)
     engine.answer(B)
     assert engine.learner.timing(B).prefill.at(4000) == pytest.approx(300, rel=0.3)
@@ -133,12 +137,9 @@ def test_ranks_are_named_when_the_pool_moves_that_they_are_compared_with() -> No
     alone, believed = engine.learner.timing(A), engine.learner.timing(B)
     # As far from the prior as the only rank that has shown anything: else B would seem faster for no reason.
     assert believed.prefill.at(4000) == pytest.approx(alone.prefill.at(4000))
-    for _ in range(60):
-        engine.answer(A)
-        engine.answer(B)
+    engine.answer_in_turns(60, (A, 1.0), (B, 1.0))
     engine.learner.moved.clear()
-    for _ in range(8):
-        engine.answer(A)
+    engine.answer_in_turns(8, (A, 1.0))
     assert engine.learner.moved == set()  # nothing new was shown
 
 
@@ -146,8 +147,7 @@ def test_what_chance_may_have_shown_is_not_taken_for_the_speed_of_a_rank() -> No
     engine = Engine(TimeCurve(20, 0.001), TimeCurve(10, 0))
     for _ in range(8):
         for rank, factor in ((A, engine.rng.uniform(0.7, 1.2)), (B, engine.rng.uniform(0.8, 1.3))):
-            for _ in range(4):  # a crowd: its samples err alike
-                engine.answer(rank, factor)
+            engine.answer_in_turns(4, (rank, factor))  # a crowd: its samples err alike
     one, other = engine.learner.timing(A), engine.learner.timing(B)
     assert other.prefill.at(18) == pytest.approx(one.prefill.at(18), rel=0.03)
     assert other.decode.at(0.01) == pytest.approx(one.decode.at(0.01), rel=0.03)
@@ -165,12 +165,10 @@ def test_what_each_stream_adds_to_a_step_is_learned() -> None:
 
 def test_a_rank_four_times_slower_than_all_others_is_known_after_a_dozen_requests() -> None:
     engine = Engine(TimeCurve(16, 0.015), TimeCurve(8, 20))
-    for _ in range(30):
-        engine.answer(A)
+    engine.answer_in_turns(30, (A, 1.0))
     for _ in range(12):
         engine.answer(B, factor=4.0)
-        for _ in range(6):
-            engine.answer(A)
+        engine.answer_in_turns(6, (A, 1.0))
     learned = engine.learner.timing(B)
     assert learned.prefill.at(2000) == pytest.approx(4 * 46, rel=0.25)  # it was 1.4 times that of the others
     assert learned.decode.at(0.05) == pytest.approx(4 * 9, rel=0.25)
@@ -178,12 +176,8 @@ def test_a_rank_four_times_slower_than_all_others_is_known_after_a_dozen_request
 
 def test_a_rank_that_becomes_slower_is_known_to_within_a_dozen_requests() -> None:
     engine = Engine(TimeCurve(16, 0.015), TimeCurve(8, 20))
-    for _ in range(60):
-        engine.answer(A)
-        engine.answer(B)
-    for _ in range(12):
-        engine.answer(A)
-        engine.answer(B, factor=3.0)
+    engine.answer_in_turns(60, (A, 1.0), (B, 1.0))
+    engine.answer_in_turns(12, (A, 1.0), (B, 3.0))
     learned = engine.learner.timing(B)
     assert learned.prefill.at(2000) == pytest.approx(3 * 46, rel=0.25)
     assert learned.decode.at(0.05) == pytest.approx(3 * 9, rel=0.25)
@@ -192,17 +186,14 @@ def test_a_rank_that_becomes_slower_is_known_to_within_a_dozen_requests() -> Non
 
 def test_a_slower_rank_is_told_from_the_others() -> None:
     engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
-    for _ in range(40):
-        engine.answer(A)
-        engine.answer(B, factor=3.0)
+    engine.answer_in_turns(40, (A, 1.0), (B, 3.0))
     fast, slow = (engine.learner.timing(each).prefill.at(4000) for each in (A, B))
     assert slow / fast == pytest.approx(3.0, rel=0.3)
 
 
 def test_one_odd_sample_moves_little() -> None:
     engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
-    for _ in range(40):
-        engine.answer()
+    engine.answer_in_turns(40, (A, 1.0))
     before = engine.learner.timing(A).prefill.at(4000)
     engine.answer(factor=100.0)
     assert engine.learner.timing(A).prefill.at(4000) == pytest.approx(before, rel=0.5)
@@ -211,16 +202,13 @@ def test_one_odd_sample_moves_little() -> None:
 def test_the_length_of_answers_is_learned() -> None:
     engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
     assert engine.learner.timing(A).output_tokens == DEFAULT_TIMING.output_tokens
-    for _ in range(100):
-        engine.answer()
+    engine.answer_in_turns(100, (A, 1.0))
     assert engine.learner.timing(B).output_tokens == pytest.approx(110, rel=0.25)
 
 
 def test_ranks_that_are_gone_are_forgotten() -> None:
     engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
-    for _ in range(40):
-        engine.answer(A)
-        engine.answer(B, factor=3.0)
+    engine.answer_in_turns(40, (A, 1.0), (B, 3.0))
     slow = engine.learner.timing(B).prefill.at(4000)
     engine.learner.keep({A}, {})
     engine.learner.keep({A, B}, {A: CAPACITY, B: CAPACITY})

@@ -15,7 +15,7 @@ from dynamo.protocol.responses.events import EventNumbers
 from dynamo.protocol.responses.items import pack_reasoning, unpack_reasoning
 from dynamo.protocol.responses.output import ItemIds, OutputShape, OutputWriter
 from dynamo.protocol.responses.request import ResponseObject, ResponsesBody
-from dynamo.protocol.responses.tools import CustomInputReader, OfferedTool, custom_input
+from dynamo.protocol.responses.tools import CustomInputReader, OfferedTool
 from support.response_streams import ResponseReader, read_events
 
 ID = "resp_" + "0123456789abcdef" * 2
@@ -36,6 +36,11 @@ SHAPES = st.builds(OutputShape, has_summary=st.booleans(), packs_reasoning=st.bo
 
 def called(name: str) -> OfferedTool:
     return {"patch": OfferedTool("patch", is_custom=True), "ns__f": OfferedTool("f", "ns")}.get(name, OfferedTool(name))
+
+
+def custom_input(arguments: str) -> str:
+    reader = CustomInputReader()
+    return reader.push(arguments) + reader.finish()
 
 
 class Response:

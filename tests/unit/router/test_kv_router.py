@@ -212,7 +212,7 @@ def test_a_prefix_that_waits_for_a_full_pass_is_seen_as_coming_and_is_no_work_a_
     second = router.select(KvQuery(token_ids=[*PROMPT, *range(700, 708)]), 0.01)
     assert second.state.matches[0].coming_blocks == 10
     router.book("second", second, 0.01)
-    assert router.load.of(A).prefill_pass.waiting == {"first": 160, "second": 8}
+    assert router.load.of(A).prefill_pass.waiting == {"first": (160, 0.0), "second": (8, 0.01)}
     assert router.load.prefill_tokens(A) == 100 + 160 + 168  # what the native account says stays
 
 

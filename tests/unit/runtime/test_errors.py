@@ -10,8 +10,6 @@ from dynamo.errors import (
     HTTP_ERROR_MESSAGE_LIMIT,
     MAX_CAUSES,
     RULES,
-    Cancelled,
-    Disconnected,
     DynamoException,
     EngineShutdown,
     HttpError,
@@ -20,7 +18,6 @@ from dynamo.errors import (
     SelectionServiceError,
     Unknown,
     chain,
-    chain_matches,
     describe,
     kind_of,
     revive,
@@ -93,12 +90,3 @@ def test_what_was_not_written_for_clients_stays_private() -> None:
     revived = revive(describe(error))
     assert isinstance(revived, InvalidArgument)
     assert not revived.public
-
-
-def test_exclusion_wins_over_a_match_anywhere_in_the_chain() -> None:
-    error = Disconnected("outer")
-    error.__cause__ = Cancelled("inner")
-    assert chain_matches(error, (Disconnected,))
-    assert chain_matches(error, (Cancelled,))
-    assert not chain_matches(error, (Disconnected,), (Cancelled,))
-    assert not chain_matches(error, (EngineShutdown,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Final
 
@@ -101,22 +101,6 @@ def to_unsigned(value: int) -> int:
     if not -(2**63) <= value <= _MASK:
         raise ValueError(f"{value} does not fit into 64 bits")
     return value & _MASK
-
-
-def media_by_block(objects: Iterable[tuple[int, int, int]], block_size: int) -> dict[int, list[int]]:
-    """Return the hashes of the media that touch each block, by block number.
-
-    An object is (mm_hash, start, end): the positions of its tokens in the prompt, `end` behind its last one.
-    """
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    touched: dict[int, list[int]] = {}
-    for mm_hash, start, end in objects:
-        if not 0 <= start <= end:
-            raise ValueError(f"the tokens of a media object must be a range, got {start} to {end}")
-        for number in range(start // block_size, -(-end // block_size) if end > start else 0):
-            touched.setdefault(number, []).append(mm_hash)
-    return touched
 
 
 def media_pad_token(mm_hash: int) -> int:

@@ -114,7 +114,7 @@ class ActiveLoad:
         if counts_prefill:
             booked.prefill_tokens = max(0, prompt_tokens - cached_tokens)
             load.prefill_tokens += booked.prefill_tokens
-            load.prefill_pass.join(request_id, max(1, booked.prefill_tokens - coming_tokens), now)
+            load.join_pass(request_id, max(1, booked.prefill_tokens - coming_tokens), now, self._block_size)
         self.changed.add(booked.rank)
         return True
 

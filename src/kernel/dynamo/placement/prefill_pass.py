@@ -46,6 +46,7 @@ class PrefillPass:
     """The running pass of one rank and what waits behind it. Bounded by the active requests."""
 
     __slots__ = (
+        "_begins_at",
         "_finished",
         "_last",
         "budget",
@@ -54,17 +55,17 @@ class PrefillPass:
         "started_at",
         "waiting",
         "waiting_tokens",
-        "was_idle",
     )
 
     def __init__(self) -> None:
         self.budget = DEFAULT_PASS_BUDGET
         # Request id to the uncached tokens that are left, in the order of arrival: an order that can be taken from in front.
         self.running: OrderedDict[str, int] = OrderedDict()
-        self.waiting: dict[str, int] = {}
+        self.waiting: OrderedDict[str, tuple[int, float]] = OrderedDict()  # the same, with when each joined
         self.running_tokens = self.waiting_tokens = 0
         self.started_at = 0.0
-        self.was_idle = False
+        # When the running pass begins, at least; None: when the one before has ended.
+        self._begins_at: float | None = None
         self._finished: FinishedPasses | None = None
         self._last: FinishedPasses | None = None  # that ended when those that run began
 
@@ -77,14 +78,17 @@ class PrefillPass:
         """Whether what waits fills the next pass, so that a new prompt is begun after it."""
         return self.waiting_tokens >= self.budget
 
-    def join(self, request_id: str, tokens: int, now: float) -> None:
-        """Count a request with `tokens` uncached tokens that is sent to the rank at `now`."""
+    def join(self, request_id: str, tokens: int, now: float, begins_at: float = 0.0) -> None:
+        """Count a request with `tokens` uncached tokens that is sent to the rank at `now`.
+
+        `begins_at`: when its pass begins at a rank that computes no prompt; what comes until then may be in the same pass.
+        """
         if self.running:
-            self.waiting[request_id] = tokens
+            self.waiting[request_id] = tokens, now
             self.waiting_tokens += tokens
         else:
             self.running[request_id] = self.running_tokens = tokens
-            self.started_at, self.was_idle, self._last = now, True, None
+            self.started_at, self._last, self._begins_at = now, None, begins_at
 
     def complete(self, request_id: str, now: float) -> FinishedPasses | None:
         """Count the first token of a request; return the passes that it shows to have ended, if it is the first one of them."""
@@ -99,9 +103,10 @@ class PrefillPass:
         if self._correct_last(request_id, at, now):
             return None
         passes = max(1, pass_count(at, self.budget))
+        self._fill(passes, now)
         done = min(passes * self.budget, self.running_tokens)
         self._finished = self._last = FinishedPasses(
-            passes, done, pass_squares(done, self.budget), now - self.started_at, self.was_idle
+            passes, done, pass_squares(done, self.budget), now - self.started_at, self._begins_at is not None
         )
         self._start_next(done, now)
         return self._finished
@@ -114,7 +119,7 @@ class PrefillPass:
                 self._last = None
                 self._start_next(0, now)
         else:
-            self.waiting_tokens -= self.waiting.pop(request_id, 0)
+            self.waiting_tokens -= self.waiting.pop(request_id, (0, now))[0]
 
     def take_finished(self) -> FinishedPasses | None:
         """Return what the first token of the last pass showed, once."""
@@ -137,8 +142,27 @@ class PrefillPass:
         if not self.running and self.waiting:  # they came after that pass had ended, to a rank without prompts
             self._last = None
             self._start_next(0, now)
-            self.was_idle = True
+            self._begins_at = now
         return True
+
+    def _fill(self, passes: int, now: float) -> None:
+        """Count what waited when the last of some passes began with it, where that filled it and a prompt goes on in the next.
+
+        What fitted into it whole need not be guessed: its first tokens come with that of the pass.
+        """
+        began = max(self.started_at, self._begins_at or 0.0)
+        begun_at = began + (now - began) * (passes - 1) / passes
+        filled, inside, room = self.running_tokens, 0, passes * self.budget
+        for tokens, joined_at in self.waiting.values():
+            if filled > room or joined_at >= begun_at:
+                break
+            filled, inside = filled + tokens, inside + 1
+        if filled > room:
+            for _ in range(inside):
+                request_id, (tokens, _) = self.waiting.popitem(last=False)
+                self.running[request_id] = tokens
+                self.waiting_tokens -= tokens
+            self.running_tokens = filled
 
     def _start_next(self, done: int, now: float) -> None:
         """Begin the pass after one that computed the first `done` tokens of those that ran."""
@@ -153,9 +177,9 @@ class PrefillPass:
             del running[request_id]
             self.running_tokens -= tokens
             done -= tokens
-        running.update(self.waiting)
-        self.waiting, self.waiting_tokens = {}, 0
-        self.started_at, self.was_idle = now, False
+        running.update((request_id, tokens) for request_id, (tokens, _) in self.waiting.items())
+        self.waiting, self.waiting_tokens = OrderedDict(), 0
+        self.started_at, self._begins_at = now, None
 
 
 def pass_count(tokens: int, budget: int) -> int:

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
+from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, DEFAULT_TIMING, rest_of_step_ms
 
 ENTRIES: Final = 384  # samples of a full cache; the estimate is off by about one part in twenty
 
@@ -199,6 +200,7 @@ class LoadOfRank:
         "prefill_pass",
         "prefill_tokens",
         "reuse",
+        "timing",
         "weights",
     )
 
@@ -212,6 +214,16 @@ class LoadOfRank:
         self.clock = LoadClock()
         self.prefill_pass = PrefillPass()
         self.reuse = ReuseClock()
+        self.timing = DEFAULT_TIMING  # as it was believed to be when the rank was last described
+
+    def join_pass(self, request_id: str, tokens: int, now: float, block_size: int) -> None:
+        """Let a prompt wait for its pass, which does not begin before the step ends that the streams make now."""
+        rest, clock = 0.0, self.clock
+        if clock.streams and not self.prefill_pass.running:
+            fill = clock.context_tokens / ((self.reuse.blocks or 0) * block_size or DEFAULT_CAPACITY_TOKENS)
+            step = self.timing.step_ms(min(1.0, fill), clock.streams)
+            rest = rest_of_step_ms(now, self.boundary_at or 0.0, step)
+        self.prefill_pass.join(request_id, tokens, now, now + rest / 1000)
 
     @property
     def decode_blocks(self) -> float:

@@ -197,6 +197,7 @@ class RankStates:
 
     def _state(self, rank: WorkerRank, load: LoadOfRank) -> RankState:
         info, prefill = self.infos[rank], load.prefill_pass
+        load.timing = timing = self.timing.timing(rank) if self.follows_timing else DEFAULT_TIMING
         return RankState(
             rank=rank,
             prefill_tokens=load.prefill_tokens,
@@ -215,6 +216,6 @@ class RankStates:
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_seqs=info.max_num_seqs,
             trust=info.trust,
-            timing=self.timing.timing(rank) if self.follows_timing else DEFAULT_TIMING,
+            timing=timing,
             taints=info.taints,
         )

@@ -13,6 +13,9 @@ import msgspec
 
 DEFAULT_CAPACITY_TOKENS: Final = 262_144  # of the cache of a rank that does not report it
 
+MOST_STEPS: Final = 16.0
+"""So many steps are reckoned with after a pass was seen to end. Then their errors, added up, are as long as a step."""
+
 
 class TimeCurve(msgspec.Struct, frozen=True, gc=False):
     """Milliseconds as a function of some amount x of work."""
@@ -47,6 +50,12 @@ def pass_ms(curve: TimeCurve, tokens: float, budget: int) -> float:
         return curve.at(tokens)
     whole, rest = divmod(tokens, budget)
     return whole * curve.at(budget) + (curve.at(rest) if rest else 0.0)
+
+
+def rest_of_step_ms(at: float, boundary_at: float, step: float) -> float:
+    """Return the ms until the step ends that runs at the time `at`, by a pass that ended at `boundary_at`; 0: not known."""
+    since = (at - boundary_at) * 1000
+    return step - since % step if boundary_at and step and since < MOST_STEPS * step else 0.0
 
 
 # Before anything has been seen: the shape of a medium accelerator and model. A prefill has a fixed cost, a cost per token,

@@ -10,6 +10,8 @@ full; the weights of the others are the parameters.
 - `prefill`: the pass that computes this prompt: what waits there already and joins the same pass, the prompt's own tokens
   that the rank does not hold, and one step of the streams. Blocks that the running pass is bringing in count as held. A pass
   that has been given work and begins only after the step that runs takes this prompt in as well.
+- `tail`: the cube of the three. A ms counts for more the later the first token is already, so that a long prompt, which makes
+  the longest waits, does not wait as well where a shorter one may. A square would count at 100 ms, too, and cost hits there.
 - `stall`: every stream that runs there, and every prompt that waits there, is held up by this prompt's tokens.
 - `future`: so are prompts that come while they are computed.
 - `decode`: the request's own steps, and how much longer its context makes those of the requests beside it. A rank without
@@ -47,12 +49,12 @@ from dynamo.placement.policies.kv_time_arrays import (
     ARRAYS_FROM,
     TimeArrays,
     TimeConstants,
-    TimeDecision,
+    TimePrompt,
     lowest_of,
     numpy,
 )
-from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET
-from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, pass_ms
+from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET, pass_count
+from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, MOST_STEPS, pass_ms, rest_of_step_ms
 
 TYPE_NAME: Final = "time"
 
@@ -63,10 +65,6 @@ TRUSTED_SHARE: Final = {Trust.EXACT: 1.0, Trust.DEGRADED: 0.8, Trust.PREDICTED: 
 predicted may have been evicted meanwhile."""
 
 _EXACT: Final = Trust.EXACT
-
-MOST_STEPS: Final = 16.0
-"""So many steps after a pass was seen to end, the ends of further ones are reckoned with. Then the errors of the steps that were
-added up are as long as a step."""
 
 MOST_DECODED: Final = 64.0
 """Tokens of an answer whose steps count in `decode`. Later choices decide which loads stand beside those after them."""
@@ -84,6 +82,7 @@ class TimeParameters(msgspec.Struct, frozen=True, gc=False):
     future_weight: Weight = 0.2
     decode_weight: Weight = 1.6
     eviction_weight: Weight = 0.5
+    tail_weight: Weight = 0.4  # at a second a ms counts for this much three times more
     host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = HOST_HIT_WEIGHT
     disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = DISK_HIT_WEIGHT
     router_temperature: Weight = 0.0  # 0: the lowest cost; above: sampled by softmax
@@ -140,20 +139,6 @@ def _more_of(view: _View) -> _Row:
     return float(tokens), with_pass, view.block_ms, view.oldest_use_at, view.room_ms, until
 
 
-class _Prompt(NamedTuple):
-    """What the costs of one decision have in common."""
-
-    tokens: int
-    blocks: int
-    output: float
-    added: float  # tokens of context that the request adds, in the mean of its life
-    credit: float  # of a held block
-    is_computed: bool  # False: the prompt is computed elsewhere
-    mean_idle: float  # seconds since the oldest block of a rank was used, in the mean of the ranks
-    decode_weight: float
-    block_weight: float  # of a ms that it takes to compute an evicted block again
-
-
 class TimeCost:
     """The policy `time`."""
 
@@ -192,7 +177,7 @@ class TimeCost:
         if len(state.ranks) >= ARRAYS_FROM and not (temperature or with_terms or request.has_preferences):
             arrays = self._current_arrays(views)
             if arrays is not None:
-                found = arrays.costs(_decision_of(self, state, prompt, views, gaps))
+                found = arrays.costs(state.now, prompt, self._held(state, prompt, views, gaps))
                 if gaps.at:
                     found = arrays.np.delete(found, gaps.at)
                 position, cost, tied = lowest_of(found, draw)
@@ -248,7 +233,8 @@ class TimeCost:
         if arrays is None:
             if (np := numpy()) is None:
                 return None
-            limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO)
+            tail = self._parameters.tail_weight / 1e6
+            limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO, tail)
             rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
             arrays = self._arrays = TimeArrays(np, rows, limits)
         self._renew(arrays)
@@ -274,10 +260,11 @@ class TimeCost:
         if rank.pass_started_at is not None:
             begins_at = rank.pass_started_at
             if boundary_at < begins_at:  # it came in the middle of a step
-                begins_at += _rest_of_step(begins_at, boundary_at, step) / 1000
+                begins_at += rest_of_step_ms(begins_at, boundary_at, step) / 1000
             elif (boundary_at - begins_at) * 1000 <= step:
                 begins_at = boundary_at  # and that step was seen to end
-            ends_at = begins_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + step) / 1000
+            steps = step * pass_count(rank.pass_tokens, budget)
+            ends_at = begins_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + steps) / 1000
         output_blocks = rank.requests * timing.output_tokens / 2 / block_size
         free = math.inf
         if total and rank.held_blocks:
@@ -310,7 +297,7 @@ class TimeCost:
             _seat_ms(rank, step or decode),
         )
 
-    def _prompt(self, state: KvState, gaps: Gaps) -> _Prompt:
+    def _prompt(self, state: KvState, gaps: Gaps) -> TimePrompt:
         request, weights, now, count = state.request, self._parameters, state.now, len(state.ranks)
         oldest = gaps.left(self._oldest) if gaps.at else self._oldest
         requests = self._requests - sum([self._views[at].requests for at in gaps.at])
@@ -319,9 +306,9 @@ class TimeCost:
         idle = known * now - sum(oldest)
         output = state.ranks[0].timing.output_tokens if request.expected_output is None else request.expected_output
         credit = None if request.overrides is None else request.overrides.overlap_score_credit
-        return _Prompt(
+        return TimePrompt(
             request.prompt_tokens,
-            -(-request.prompt_tokens // state.block_size),
+            -(-request.prompt_tokens // state.block_size) + output / state.block_size,
             output,
             request.prompt_tokens + output / 2,
             1.0 if credit is None else credit,
@@ -333,14 +320,13 @@ class TimeCost:
 
     # -- costs
 
-    def _costs(self, state: KvState, prompt: _Prompt, views: list[_View], rows: list[_Row]) -> list[float]:
+    def _costs(self, state: KvState, prompt: TimePrompt, views: list[_View], rows: list[_Row]) -> list[float]:
         """Return the cost of each rank, in the order of the state."""
         matches, now, block_size, weights = state.matches, state.now, state.block_size, self._parameters
-        tokens, blocks, output, added, _, is_computed, mean_idle, decode_weight, block_weight = prompt
-        needed = blocks + output / block_size
+        tokens, needed, output, added, _, is_computed, mean_idle, decode_weight, block_weight = prompt
         decoded = output * decode_weight
         fresh = float(max(1, tokens))  # to be computed where nothing is held
-        is_timed = mean_idle > 0.0
+        is_timed, tail = mean_idle > 0.0, weights.tail_weight / 1e6
         costs = []
         # fmt: off
         for at, (begins_at, ends_at, boundary_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
@@ -367,14 +353,17 @@ class TimeCost:
                 since = (now - boundary_at) * 1000.0
                 if since < MOST_STEPS * step:
                     wait = step - since % step
-            cost = wait + seat + decoded * (decode + growth * added)
+            own = wait + seat
+            cost = decoded * (decode + growth * added)
             if is_computed:
                 if computed <= budget:
                     work = base + (linear + square * computed) * computed
-                    cost += work + step + others * (work - waiting_ms)
+                    own += work + step
                 else:
                     work = pass_ms(views[at].record.timing.prefill, computed, views[at].budget)
-                    cost += work + step * (computed // budget + 1) + others * (work - waiting_ms)
+                    own += work + step * (computed // budget + 1)
+                cost += others * (work - waiting_ms)
+            cost += own + tail * own * own * own
             if missing > free:
                 view, ratio = views[at], 1.0
                 if is_timed and view.oldest_use_at:
@@ -387,10 +376,22 @@ class TimeCost:
             return [cost * _preference(matches.get(at, NO_MATCH)) for at, cost in enumerate(costs)]
         return costs
 
+    def _held(
+        self, state: KvState, prompt: TimePrompt, views: list[_View], gaps: Gaps
+    ) -> dict[int, tuple[float, float, float]]:
+        """Return what the arrays take of the ranks that hold some of the prompt."""
+        held = {}
+        for place, match in state.matches.items():
+            at = gaps.origin(place)
+            blocks = _held_blocks(self._parameters, views[at].record, match, prompt)
+            uncached = max(prompt.tokens - blocks * state.block_size, 1.0)
+            held[at] = uncached, prompt.needed - blocks, prompt.needed - match.active_blocks
+        return held
+
     # -- the same, part by part
 
     def _described(
-        self, state: KvState, prompt: _Prompt, views: list[_View], costs: list[float]
+        self, state: KvState, prompt: TimePrompt, views: list[_View], costs: list[float]
     ) -> tuple[CandidateCost, ...]:
         """Return every candidate with the parts of its cost."""
         described = []
@@ -399,18 +400,11 @@ class TimeCost:
             parts = self._parts(state, prompt, view, match)
             if state.request.has_preferences and not state.request.is_pinned:
                 parts["preference"] = total - sum(parts.values())
-            described.append(
-                CandidateCost(
-                    view.record.rank,
-                    total,
-                    view.record.trust,
-                    match.overlap.device,
-                    tuple(CostTerm(name, value) for name, value in parts.items()),
-                )
-            )
+            terms, rank = tuple(CostTerm(name, value) for name, value in parts.items()), view.record
+            described.append(CandidateCost(rank.rank, total, rank.trust, match.overlap.device, terms))
         return tuple(described)
 
-    def _parts(self, state: KvState, prompt: _Prompt, view: _View, match: RankMatch) -> dict[str, float]:
+    def _parts(self, state: KvState, prompt: TimePrompt, view: _View, match: RankMatch) -> dict[str, float]:
         """Return the parts of the cost of one rank."""
         weights, rank = self._parameters, view.record
         held, now = _held_blocks(weights, rank, match, prompt), state.now
@@ -422,16 +416,17 @@ class TimeCost:
             work = pass_ms(rank.timing.prefill, computed, view.budget)
             steps = 1 if computed <= view.budget else computed // view.budget + 1
             prefill, added = work + view.step * steps, work - _waiting_ms(view, now)
-        needed = prompt.blocks + prompt.output / state.block_size
         ratio = 1.0
         if prompt.mean_idle and view.oldest_use_at:
             ratio = _idle_ratio(prompt.mean_idle, now - view.oldest_use_at)
-        lost = max(0.0, needed - held - view.free)
-        over = max(0.0, needed - match.active_blocks - view.room)
+        lost = max(0.0, prompt.needed - held - view.free)
+        over = max(0.0, prompt.needed - match.active_blocks - view.room)
+        wait = _wait_ms(view, now)
         return {
-            "wait": _wait_ms(view, now),
+            "wait": wait,
             "seats": view.seat_ms,
             "prefill": prefill,
+            "tail": weights.tail_weight / 1e6 * (wait + view.seat_ms + prefill) ** 3,
             "stall": weights.stall_weight * (rank.streams + rank.waiting_requests) * added,
             "future": weights.future_weight * added,
             "decode": prompt.output * prompt.decode_weight * (view.decode + view.decode_growth * prompt.added),
@@ -440,7 +435,7 @@ class TimeCost:
         }
 
 
-def _held_blocks(weights: TimeParameters, rank: RankState, match: RankMatch, prompt: _Prompt) -> float:
+def _held_blocks(weights: TimeParameters, rank: RankState, match: RankMatch, prompt: TimePrompt) -> float:
     """Return the blocks of the prompt that need not be computed."""
     overlap = match.overlap
     held: float = overlap.device
@@ -452,29 +447,6 @@ def _held_blocks(weights: TimeParameters, rank: RankState, match: RankMatch, pro
     return prompt.credit * TRUSTED_SHARE[rank.trust] * held
 
 
-def _decision_of(policy: TimeCost, state: KvState, prompt: _Prompt, views: list[_View], gaps: Gaps) -> TimeDecision:
-    """Return what the costs have in common for all ranks, and what is held where."""
-    needed = prompt.blocks + prompt.output / state.block_size
-    held = {}
-    for place, match in state.matches.items():
-        at = gaps.origin(place)
-        blocks = _held_blocks(policy.parameters, views[at].record, match, prompt)
-        uncached = max(prompt.tokens - blocks * state.block_size, 1.0)
-        held[at] = uncached, needed - blocks, needed - match.active_blocks
-    return TimeDecision(
-        state.now,
-        float(max(1, prompt.tokens)),
-        needed,
-        prompt.output,
-        prompt.output * prompt.decode_weight,
-        prompt.added,
-        prompt.is_computed,
-        prompt.mean_idle,
-        prompt.block_weight,
-        held,
-    )
-
-
 def _seat_ms(rank: RankState, step: float) -> float:
     """Return the ms until a rank admits one more request: streams end one after the other, each after a mean answer."""
     seats = rank.max_num_seqs
@@ -483,17 +455,11 @@ def _seat_ms(rank: RankState, step: float) -> float:
     return (rank.requests - seats + 1) / seats * rank.timing.output_tokens * step
 
 
-def _rest_of_step(at: float, boundary_at: float, step: float) -> float:
-    """Return the ms until the step ends that runs at the time `at`, by a pass that ended at `boundary_at`; 0: not known."""
-    since = (at - boundary_at) * 1000
-    return step - since % step if boundary_at and step and since < MOST_STEPS * step else 0.0
-
-
 def _wait_ms(view: _View, now: float) -> float:
     """Return the ms until the next pass begins at a rank. `_costs` has the same in line."""
     if view.ends_at:
         return max(0.0, ((view.begins_at if view.begins_at > now else view.ends_at) - now) * 1000.0)
-    return _rest_of_step(now, view.boundary_at, view.step) or view.idle_wait
+    return rest_of_step_ms(now, view.boundary_at, view.step) or view.idle_wait
 
 
 def _waiting_ms(view: _View, now: float) -> float:

@@ -26,21 +26,21 @@ class TimeConstants(NamedTuple):
     most_steps: float
     least_idle_seconds: float
     most_idle_ratio: float
+    tail: float  # of a cubed ms of the request's own time
 
 
-class TimeDecision(NamedTuple):
+class TimePrompt(NamedTuple):
     """What the costs of one decision have in common."""
 
-    now: float
-    fresh: float  # tokens to be computed where nothing is held
-    needed: float  # blocks
-    output: float  # tokens
-    decoded: float
-    added: float
-    is_computed: bool
-    mean_idle: float
-    block_weight: float
-    held: Mapping[int, tuple[float, float, float]]  # by position: tokens to compute, blocks missing, blocks over
+    tokens: int
+    needed: float  # blocks, with those of the answer
+    output: float
+    added: float  # tokens of context that the request adds, in the mean of its life
+    credit: float  # of a held block
+    is_computed: bool  # False: the prompt is computed elsewhere
+    mean_idle: float  # seconds since the oldest block of a rank was used, in the mean of the ranks
+    decode_weight: float
+    block_weight: float  # of a ms that it takes to compute an evicted block again
 
 
 def numpy() -> ModuleType | None:
@@ -71,50 +71,51 @@ class TimeArrays:
         """Take the figures of a rank that has changed."""
         self._table[:, at] = row
 
-    def costs(self, one: TimeDecision) -> NDArray[float64]:
-        """Return the cost of each rank, as an array."""
+    def costs(self, now: float, one: TimePrompt, held: Mapping[int, tuple[float, float, float]]) -> NDArray[float64]:
+        """Return the cost of each rank, as an array; `held`, by position: tokens to compute, blocks missing, blocks over."""
         with self.np.errstate(all="ignore"):  # what is infinite or not a number is left out
-            return self._costs(one)
+            return self._costs(now, one, held)
 
-    def _costs(self, one: TimeDecision) -> NDArray[float64]:
+    def _costs(self, now: float, one: TimePrompt, held: Mapping[int, tuple[float, float, float]]) -> NDArray[float64]:
         (
             begins_at, ends_at, boundary_at, idle_wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth,
             room, free, seat, pass_tokens, waiting_with_pass_ms, block_ms, oldest, room_ms, known_until,
         ) = self._table  # fmt: skip
-        np, now, limits, where = self.np, one.now, self._limits, self.np.where
-        computed = waiting + one.fresh
-        for at, (uncached, _, _) in one.held.items():
+        np, limits, where = self.np, self._limits, self.np.where
+        computed = waiting + float(max(1, one.tokens))
+        for at, (uncached, _, _) in held.items():
             computed[at] = waiting[at] + uncached
-        cost: NDArray[float64] = idle_wait.copy()  # for now
+        own: NDArray[float64] = idle_wait.copy()  # for now
         timed = (known_until > now).nonzero()[0]
         if len(timed):  # of few ranks more is known than how long a step takes
             begin, end, boundary, takes = begins_at[timed], ends_at[timed], boundary_at[timed], step[timed]
             since = (now - boundary) * 1000.0
-            wait = where(since < limits.most_steps * takes, takes - since % takes, cost[timed])
+            wait = where(since < limits.most_steps * takes, takes - since % takes, own[timed])
             wait = where(end != 0.0, np.maximum((end - now) * 1000.0, 0.0), wait)
             later = timed[begin > now]
-            cost[timed] = wait
+            own[timed] = wait
             if len(later):
-                cost[later] = (begins_at[later] - now) * 1000.0
+                own[later] = (begins_at[later] - now) * 1000.0
                 computed[later] += pass_tokens[later]
                 waiting_ms = waiting_ms.copy()
                 waiting_ms[later] = waiting_with_pass_ms[later]
-        cost += seat
-        cost += one.decoded * (decode + growth * one.added)
+        own += seat
+        cost: NDArray[float64] = one.output * one.decode_weight * (decode + growth * one.added)
         if one.is_computed:
             work = base + (linear + square * computed) * computed
-            added = work + step + others * (work - waiting_ms)
             is_long = computed > budget
             if is_long.any():
                 whole, rest = np.divmod(computed, budget)
-                work = whole * (base + (linear + square * budget) * budget)
-                work = work + where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
-                added = where(is_long, work + step * (whole + 1) + others * (work - waiting_ms), added)
-            cost += added
+                passes = whole * (base + (linear + square * budget) * budget)
+                passes += where(rest != 0.0, base + (linear + square * rest) * rest, 0.0)
+                work, step = where(is_long, passes, work), where(is_long, step * (whole + 1), step)
+            own += work + step
+            cost += others * (work - waiting_ms)
+        cost += own + limits.tail * own * own * own
         if one.needed <= self._table[_ROOM_AND_FREE].min():  # as nearly always: there is space everywhere
             return cost
         missing, over = np.full(len(cost), one.needed), np.full(len(cost), one.needed)
-        for at, (_, lacking, beyond) in one.held.items():
+        for at, (_, lacking, beyond) in held.items():
             missing[at], over[at] = lacking, beyond
         lost = missing - free
         if (lost > 0.0).any():

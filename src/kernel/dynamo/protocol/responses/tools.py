@@ -297,15 +297,6 @@ class CustomInputReader:
         return "".join(found)
 
 
-def custom_input(arguments: str) -> str:
-    """Return the input that arguments hold; of arguments that were cut off, as much as there is.
-
-    A model that wrote something else than the one argument is taken at its word: the text of its only string, or all of it.
-    """
-    reader = CustomInputReader()
-    return reader.push(arguments) + reader.finish()
-
-
 def _unescaped(raw: str) -> tuple[str, int]:
     """Return the text of the escape at the beginning of `raw`, and its length; 0: more of it must come."""
     kind = raw[1:2]

@@ -231,6 +231,7 @@ _TERMS: Final = {
     "stall": "for the streams and prompts there, which wait while this prompt is computed",
     "future": "for requests that arrive while this prompt is computed",
     "decode": "longer steps, as the worker has one more context to read",
+    "tail": "more for each millisecond, the later the first token",
     "eviction": "computing again what has to leave the cache",
     "room": "until running requests have ended and left room for the prompt",
     "preference": "for the taints or the place that the request prefers",

@@ -136,11 +136,6 @@ class FrameDecoder:
             self._buffer += data[start:]
         return frames
 
-    def check_eof(self) -> None:
-        """Raise ProtocolError if the peer left in the middle of a frame."""
-        if self._buffer:
-            raise ProtocolError(f"the peer left in the middle of a frame ({len(self._buffer)} bytes of it arrived)")
-
 
 def frame(kind: Kind, payload: bytes = b"", *, stream_id: int = 0, flags: int = 0) -> bytes:
     """Encode one frame."""
