@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 
@@ -11,7 +13,7 @@ import pytest
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.base.tasks import AttemptCancelled, Background, SingleFlight, cut_when, first_of
-from dynamo.runtime.base.timers import loop_timeout
+from dynamo.runtime.base.timers import LoopTimer, loop_timeout
 from dynamo.runtime.calls.request_plane.dial import Dialled, Dialler
 from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 from dynamo.runtime.discovery import follow as following
@@ -375,6 +377,26 @@ class Reached(Dialled):
 
     def close(self) -> None:
         self.transport.close()
+
+
+class Timed:
+    def __init__(self, seconds: float) -> None:
+        self.fired = asyncio.Event()
+        self.timer = LoopTimer(seconds, self.fire)
+
+    def fire(self) -> None:
+        self.fired.set()
+
+
+async def test_a_timer_that_has_fired_or_was_cancelled_keeps_nothing() -> None:
+    fires, is_cancelled = Timed(0.01), Timed(60.0)
+    kept = weakref.ref(fires), weakref.ref(is_cancelled)
+    await fires.fired.wait()
+    is_cancelled.timer.cancel()
+    gc.disable()
+    del fires, is_cancelled
+    gc.enable()
+    assert [each() for each in kept] == [None, None]
 
 
 async def test_a_connection_that_came_while_the_loop_stood_still_was_in_time() -> None:

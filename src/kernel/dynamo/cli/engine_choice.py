@@ -169,7 +169,7 @@ def locate_model(name: str, *, allow_download: bool, fetch: Fetch) -> Path:
 
 def _not_here(name: str) -> str:
     """Return what to do about a model that is not here, by the form of its name."""
-    if "://" in name:
+    if name.startswith(("http://", "https://")):
         return f"{name} is an address: dynamo serve --upstream {name} --model NAME serves a model of that server"
     parts = name.split("/")
     if len(parts) == 2 and all(parts) and name[0] not in "./~" and not name.endswith(".gguf"):

@@ -177,7 +177,7 @@ class RankStates:
     def current(self) -> Records:
         """Return the record of every rank as it is now."""
         changed, moved, known = self._load.changed, self.timing.moved, self.known.positions
-        if changed or moved:
+        if changed or (moved and self.follows_timing):
             former, states = self._states, self._now
             positions = [known[rank] for rank in changed if rank in known]
             for at in positions:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
-from dynamo.contract.engine import RawRequest, RawResponseChunk
+from dynamo.contract.engine import DiffusionEngine, RawRequest, RawResponseChunk
 from dynamo.contract.health_check import build_raw_health_check_payload, is_probe
 from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.engines.sample.diffusion_engine import image_seed, image_size
@@ -26,7 +26,7 @@ MAX_RATE: Final = 30
 MAX_PIXELS: Final = 32_000_000  # of all frames: about 100 MB before they are packed
 
 
-class SampleVideoEngine(SampleRawEngine):
+class SampleVideoEngine(SampleRawEngine, DiffusionEngine):
     """Waits `delay` seconds and yields how far it is, then a video whose blocks move one place with each frame."""
 
     program = "sample-video-backend"

@@ -173,11 +173,12 @@ class OneWaiter:
 
     async def wait(self) -> None:
         """Return at the next `wake`: check first whether there is something already."""
-        self._future = asyncio.get_running_loop().create_future()
+        own = self._future = asyncio.get_running_loop().create_future()
         try:
-            await self._future
+            await own
         finally:
-            self._future = None
+            if self._future is own:  # else another task waits by now
+                self._future = None
 
     def wake(self) -> None:
         """Let the task go on, if it waits."""

@@ -30,21 +30,24 @@ class LoopTimer:
     __slots__ = ("_callback", "_left", "_loop", "_slice", "_timer")
 
     def __init__(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._loop, self._callback = asyncio.get_running_loop(), callback
+        self._loop = asyncio.get_running_loop()
+        self._callback: Callable[[], None] | None = callback
         self._slice, self._left = seconds / _SLICES, _SLICES
         self._timer = self._loop.call_later(self._slice, self._tick)
 
     def cancel(self) -> None:
         """Never call back. Idempotent."""
         self._timer.cancel()
+        self._callback = None  # it may hold this timer: no circle is left to the collector
 
     def _tick(self) -> None:
         self._left -= 1
         is_late = self._loop.time() - due_of(self._timer) > self._slice / 2
         if self._left > 0 or (self._left == 0 and is_late):
             self._timer = self._loop.call_later(self._slice, self._tick)
-        else:
-            self._callback()
+        elif (callback := self._callback) is not None:
+            self._callback = None
+            callback()
 
 
 @asynccontextmanager

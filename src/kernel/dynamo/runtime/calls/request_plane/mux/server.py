@@ -496,4 +496,4 @@ class _PeerWatch:
         if silence >= limit:
             self._connection.drop("idle", "a caller was silent for %.0f s; its connection is dropped", silence)
             return
-        self.start(limit - silence)
+        self.start(max(limit - silence, limit / 4))  # a short timer leaves no time after a standstill
