@@ -51,6 +51,7 @@ SMALLEST: Final = {
     "key_checks": [],
     "choices": ["--repeats", "1", "--sizes", "3"],
     "processes": ["--turns", "1", "--only", "one-token requests, kv"],
+    "sampled": ["/dev/null", "platform"],
     "parsing": ["--rounds", "1"],
     "peers": ["--peers", "ours"],
     "picker": ["--rate", "20", "--seconds", "0.5", "--rounds", "1"],
