@@ -23,9 +23,8 @@ from dynamo.replay.trace import Stretch, Trace, TraceRequest
 
 # The prefill curve: prompts of these lengths, one at a time. A longer prompt takes several passes of the greatest length.
 LENGTHS: Final = (32, 256, 1024, 2048, 4096, 8192, 16384, 32768)
-REPEATS: Final = (
-    5  # the second shortest counts: whatever else runs on the machine makes a prompt take longer, never shorter
-)
+# The second shortest counts: whatever else runs on the machine makes a prompt take longer, never shorter.
+REPEATS: Final = 5
 # The decode curve: so many sequences at once, each with so much context.
 SEQUENCES: Final = (1, 4, 16, 64, 256)
 CONTEXTS: Final = (128, 1024, 4096)
