@@ -75,7 +75,6 @@ def test_a_native_flag_without_an_effect_changes_nothing(flag: str) -> None:
     ("flag", "value"),
     [
         ("--dyn-chat-processor", "dynamo"),
-        ("--tokenizer", "default"),
         ("--router-tracking-hash", "public-xxh3-v1"),
         ("--shared-cache-type", "none"),
     ],

@@ -245,13 +245,12 @@ INERT: Final = _flags(
     --ais-mtp-seed --ais-nextn --ais-nextn-accept-rates --ais-perf-config --ais-system --ais-tp-size
     """,
     """
-    --dyn-debug-perf --tokenizer-fallback --trust-remote-code
+    --dyn-debug-perf --trust-remote-code
     """,
 )
 
 ONE_VALUE: Final = (
     declared(None, one_of("dynamo"), "`dynamo` is the only one", flag="--dyn-chat-processor", group="requests"),
-    declared(None, one_of("default"), "`default` is the only one", flag="--tokenizer", group="requests"),
     declared(None, one_of("public-xxh3-v1"), "`public-xxh3-v1` is the only one", flag="--router-tracking-hash",
              group="kv router"),
     declared(None, one_of("none"), "`none` is the only one", flag="--shared-cache-type", group="kv router"),

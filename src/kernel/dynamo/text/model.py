@@ -17,6 +17,7 @@ from dynamo.protocol.openai.responses import ChatLogprobPieces
 from dynamo.protocol.openai.shapes import JsonMapping
 from dynamo.text.control_tokens import ControlTokens
 from dynamo.text.prefix_cache import CachedTokenizer
+from dynamo.text.quick_encoder import OWN_ENCODER, TokenizerChoice
 from dynamo.text.template_budget import NO_CLOCK, BudgetSpec
 from dynamo.text.templates import PLAIN_TEMPLATE, ChatTemplate
 from dynamo.text.tokenizer import (
@@ -205,6 +206,7 @@ def load_text_model(
     template_budget: BudgetSpec | None = None,
     template_clock: Callable[[], float] = NO_CLOCK,
     tokenizer_cache_bytes: int = 0,
+    tokenizer_choice: TokenizerChoice = OWN_ENCODER,
     image_processor: JsonMapping | None = None,
 ) -> TextModel:
     """Read a model directory; None is a model known only by name: bytes as tokens, and the plain template.
@@ -212,6 +214,7 @@ def load_text_model(
     `custom_template` replaces the model's template: its text, or the path of a file with it. `named_templates` stand
     beside either, in place of those in the directory: `tool_use` is for requests with tools. `now` is the clock that
     templates may print; `template_budget` bounds each rendering, its seconds as `template_clock` counts them. A positive `tokenizer_cache_bytes` puts a `CachedTokenizer` of that size in front.
+    `tokenizer_choice` is of the encoder behind it.
     `image_processor` stands in for preprocessor_config.json.
 
     Raises:
@@ -227,7 +230,7 @@ def load_text_model(
     config = read_json_object(directory / "config.json")
     generation = read_json_object(directory / "generation_config.json")
     tokenizer_config = read_json_object(directory / "tokenizer_config.json")
-    loaded = load_tokenizer(directory)
+    loaded = load_tokenizer(directory, tokenizer_choice)
     if named_templates is None:
         extra = () if custom else sorted(directory.glob("additional_chat_templates/*.jinja"))
         named_templates = {path.stem: path.read_text(encoding="utf-8") for path in extra}

@@ -26,6 +26,7 @@ from dynamo.text.tokenizer import BatchTokenizer, ByteTokenizer, JsonTokenizer, 
 CHUNK_CHARS: Final = 1024  # what parts two prompts costs encoding up to this much again; smaller means more entries
 SHORT_CHARS: Final = 256  # of the first chunks: a short prompt is nearly all found again, for six entries more
 MIN_TEXT_CHARS: Final = 256  # a shorter text is encoded faster than it is looked up and stored
+MIN_TEXT_CHARS_QUICK: Final = 2048  # the same where the tokenizer is quick
 ENTRY_OVERHEAD_BYTES: Final = 300  # key object, list object and dict slot, beside their contents
 BYTES_PER_ID: Final = 8  # a reference: see `_ints`
 DEFAULT_MAX_BYTES: Final = 64 * 1024 * 1024
@@ -70,6 +71,10 @@ class CachedTokenizer:
         return self._tokenizer.vocab_size
 
     @property
+    def is_quick(self) -> bool:
+        return self._tokenizer.is_quick
+
+    @property
     def bos_token(self) -> str | None:
         return self._tokenizer.bos_token
 
@@ -78,8 +83,9 @@ class CachedTokenizer:
         return self._tokenizer.eos_token
 
     def encode(self, text: str) -> list[int]:
-        if len(text) < MIN_TEXT_CHARS or self._max_bytes <= 0:
-            ids = self._tokenizer.encode(text)
+        tokenizer, length = self._tokenizer, len(text)
+        if length < MIN_TEXT_CHARS or self._max_bytes <= 0 or (length < MIN_TEXT_CHARS_QUICK and tokenizer.is_quick):
+            ids = tokenizer.encode(text)
             self.stats.uncached_tokens += len(ids)
             return ids
         chunks = self._cut(text)

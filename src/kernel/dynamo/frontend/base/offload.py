@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -71,6 +72,16 @@ def return_memory() -> None:
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)  # ctypes lets other threads run meanwhile
+
+
+def load_aside(load: Callable[[], None]) -> None:
+    """Run `load` in a thread of its own, which does not hold up the end of the process; give back what it needed for a time."""
+
+    def run() -> None:
+        load()
+        return_memory()
+
+    threading.Thread(target=run, name="dynamo-load", daemon=True).start()
 
 
 class Offload(Protocol):

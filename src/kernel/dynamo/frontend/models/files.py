@@ -27,12 +27,13 @@ from urllib.parse import unquote, urlsplit
 from blake3 import blake3
 
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
-from dynamo.frontend.base.offload import Offload, ThreadOffload
+from dynamo.frontend.base.offload import Offload, ThreadOffload, load_aside
 from dynamo.frontend.models.file_policy import FilePolicy, check_url, path_part
 from dynamo.frontend.models.settings import ModelSettings
-from dynamo.protocol.records import IMAGE_PROCESSOR, FileRef, ModelCard
+from dynamo.protocol.records import IMAGE_PROCESSOR, FileRef, ModelCard, ModelRuntimeConfig
 from dynamo.runtime.base.addresses import detect_host
 from dynamo.text.model import TextModel, load_text_model, templates_by_name
+from dynamo.text.quick_encoder import BACKENDS, TokenizerChoice
 from dynamo.text.template_budget import NO_CLOCK
 
 FILE_NAMES: Final = {
@@ -83,8 +84,17 @@ class TextModelLoader:
             template_budget=self._settings.template_budget,
             template_clock=self._template_clock,
             tokenizer_cache_bytes=self._settings.tokenizer_cache_bytes,
+            tokenizer_choice=tokenizer_choice(self._settings, card.runtime_config),
             image_processor=processor if isinstance(processor, Mapping) else None,
         )
+
+
+def tokenizer_choice(settings: ModelSettings, config: ModelRuntimeConfig) -> TokenizerChoice:
+    """Return what is set here, else what the worker's card demands, where that is built."""
+    if settings.tokenizer != "auto" or config.tokenizer_backend not in BACKENDS:
+        return TokenizerChoice(settings.tokenizer, settings.tokenizer_fallback, load_aside)
+    may_fall_back = settings.tokenizer_fallback and config.tokenizer_fallback_enabled is not False
+    return TokenizerChoice(config.tokenizer_backend, may_fall_back, load_aside)
 
 
 class ChecksumMismatch(DynamoException):

@@ -48,6 +48,7 @@ MAX_PROMPT_TOKENS: Final = 1 << 20  # of a model that does not report how many i
 CHARACTERS_PER_TOKEN: Final = 4  # a text of more of them for each token of the limit is probed before it is tokenised
 PROBED_CHARACTERS: Final = 64 * 1024  # that are tokenised at once while a prompt is probed
 TOKENS_PER_CUT: Final = 64
+QUICK_TIMES: Final = 8  # as long a text is tokenised on the loop where the tokenizer is quick
 _QUERY: Final = "query_instance_id:"
 
 
@@ -273,7 +274,10 @@ class Preprocessor:
             least = await self._offload(partial(least_tokens, model.text.tokenizer, prompt.text, limit))
             if least >= limit:
                 raise PromptTooLong(limit, f"at least {least}", is_chat=is_chat)
-        if len(prompt.text) > self._settings.inline_tokenize_characters:
+        most_inline = self._settings.inline_tokenize_characters
+        if len(prompt.text) > most_inline and (
+            len(prompt.text) > most_inline * QUICK_TIMES or not model.text.tokenizer.is_quick
+        ):
             started, ids = await self._offload(lambda: (perf_counter(), _encoded(model, prompt)))
             overhead.mark_until(QUEUE, started)
         else:
