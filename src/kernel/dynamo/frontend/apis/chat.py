@@ -78,21 +78,22 @@ class _ChatRenderer(Renderer):
 
     def stream(self, output: ChoiceOutput) -> bytes:
         events = output.events
-        if self._is_plain and len(events) < 2:
-            # Nearly every output: nothing yet, or one piece of text.
-            if not events:
-                return b""
-            event = events[0]
-            if isinstance(event, Content):
-                return self._opened().delta(output.choice, event.text)
-            if isinstance(event, Reasoning):
-                return self._opened().plain_member(output.choice, self._reasoning_head, event.text)
-        elif self._is_plain and len(events) == 2:
-            text, scored = events
-            if isinstance(text, Content) and text.text and isinstance(scored, Logprobs):
-                logprobs = self._logprobs((scored,))
-                if logprobs is not None:
-                    return self._opened().scored(output.choice, text.text, logprobs)
+        if not self._is_plain or len(events) > 2:
+            return self._in_full(output)
+        # Nearly every output: nothing yet, or one piece of text, or the end of the choice.
+        if not events:
+            return b""
+        first, last = events[0], events[-1]
+        text = first.text if isinstance(first, Content) else ""
+        if first is last:
+            if isinstance(first, Content):
+                return self._opened().delta(output.choice, text)
+            if isinstance(first, Reasoning):
+                return self._opened().plain_member(output.choice, self._reasoning_head, first.text)
+        if isinstance(last, Finished) and last.stop_reason is None and (text or first is last):
+            return self._opened().delta(output.choice, text, finish_reason=self._reason(last))
+        if text and isinstance(last, Logprobs) and (logprobs := self._logprobs((last,))) is not None:
+            return self._opened().scored(output.choice, text, logprobs)
         return self._in_full(output)
 
     def splice(self) -> tuple[bytes, bytes] | None:

@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from dynamo.frontend.base.asgi import Send
+from dynamo.frontend.base.asgi import Message, Send
 from dynamo.frontend.pipeline.sink import HeaderPairs, SplicedEvents
 from dynamo.protocol.openai.sse import KEEP_ALIVE
-from dynamo.runtime.http.cycle import CUT_MESSAGE, PUSH_EXTENSION, SPLICE_EXTENSION
+from dynamo.runtime.http.cycle import CUT_MESSAGE, FIRST_BODY, PUSH_EXTENSION, SPLICE_EXTENSION
 
 __all__ = ["PUSH_EXTENSION", "SPLICE_EXTENSION", "ByteStream", "EventStream", "Push", "Splice"]
 
@@ -68,12 +68,10 @@ class EventStream:
         if self._sending is not None:
             await self._sending  # the timer was a moment earlier
             self._sending = None
-        if not self.is_committed:
-            self.is_committed = True
-            self._rearm()
-            await self._start()
         self._last_write = self._loop.time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if not self.is_committed:
+            self._rearm()
+        await self._send_data(data)
 
     @property
     def can_push(self) -> bool:
@@ -100,10 +98,7 @@ class EventStream:
         self.close()
         if self._sending is not None:
             await self._sending
-        if not self.is_committed:
-            self.is_committed = True
-            await self._start()
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send_data(data, more=False)
 
     def close(self) -> None:
         """Stop the timer; idempotent, for every path."""
@@ -118,10 +113,18 @@ class EventStream:
             await self._sending
             self._sending = None
 
-    async def _start(self) -> None:
-        fixed, late_headers = self._headers
-        headers = [*fixed, *late_headers()]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _send_data(self, data: bytes, *, more: bool = True) -> None:
+        """Send `data`, the first time behind the head: as one write where our own listener is below."""
+        if not self.is_committed:
+            self.is_committed = True
+            fixed, late_headers = self._headers
+            start: Message = {"type": "http.response.start", "status": 200, "headers": [*fixed, *late_headers()]}
+            if self._splice is not None:
+                start[FIRST_BODY] = data, more
+            await self._send(start)
+            if self._splice is not None:
+                return
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     def _rearm(self) -> None:
         if self._timer is not None:
@@ -137,17 +140,11 @@ class EventStream:
             if silent < self._keep_alive_seconds:  # data went out meanwhile: check again when it could be due
                 self._timer = self._loop.call_later(self._keep_alive_seconds - silent, self._tick)
                 return
-        self.is_committed = True
         if self._sending is None or self._sending.done():  # else the client does not read: nothing to keep alive
             # Awaited in write.
-            self._sending = self._loop.create_task(self._comment(first), name="frontend: keep-alive")
+            self._last_write = self._loop.time()
+            self._sending = self._loop.create_task(self._send_data(self._keep_alive), name="frontend: keep-alive")
         self._rearm()
-
-    async def _comment(self, first: bool) -> None:
-        if first:
-            await self._start()
-        self._last_write = self._loop.time()
-        await self._send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
 
 
 class ByteStream:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from msgspec import Struct
 
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
-from dynamo.text.output import Joined, joined
+from dynamo.text.output import Content, Joined, joined
+
+_UNSEEN: Final = (Logprobs, Finished)
+_ONLY_TEXT: Final = {Content}
 
 
 class CollectedChoice(Struct, eq=False):
@@ -48,9 +52,10 @@ class CollectedChoice(Struct, eq=False):
 
     def joined(self) -> Joined:
         """Return its text, reasoning and calls."""
-        return joined(
-            event for events in self.outputs for event in events if not isinstance(event, Logprobs | Finished)
-        )
+        shown = [event for events in self.outputs for event in events if not isinstance(event, _UNSEEN)]
+        if set(map(type, shown)) <= _ONLY_TEXT:  # as nearly every answer
+            return Joined("".join([event.text for event in shown]))  # type: ignore[union-attr]
+        return joined(shown)
 
 
 class CollectedAnswer:

@@ -184,13 +184,18 @@ class StreamDelivery(_Delivery):
 
     async def _send_single(self, stream: AnswerStream, head: bytes) -> bytes:
         """Send one choice: its first delta waits for its turn, the others go from socket to socket while the client
-        keeps up. Return what of `head` is still to be sent."""
+        keeps up. Return what is still to be sent: the last delta leaves with the end of the stream, in one write."""
         answer, exchange, encode = self._answer, self._exchange, self._encode
+        holds_last = self._renderer.keeping is None and not exchange.timer.is_wanted
         refused: list[bytes] = []  # what could not be pushed; at most one entry
         loop_time = asyncio.get_running_loop().time
 
         def accept(deltas: list[Delta]) -> bool:
+            nonlocal head
             data = encode(deltas)
+            if choice.is_over and holds_last:
+                head = data
+                return False
             if not data or stream.push(data, loop_time()):
                 return True
             refused.append(data)
@@ -199,9 +204,13 @@ class StreamDelivery(_Delivery):
         choice = open_only_choice(answer.model, answer.work, exchange.context)
         try:
             while not choice.is_over and (delta := await choice.next()) is not None:
-                if data := self._explained(head) + encode([delta]):
+                head = self._explained(head) + encode([delta])
+                if choice.is_over and holds_last:
+                    exchange.timer.answering()
+                    break
+                if head:
+                    await stream.write(head)
                     head = b""
-                    await stream.write(data)
                     exchange.timer.answering()
                 while stream.can_push and not choice.is_over:
                     splice = self._renderer.splice() if self._tap is None else None  # a tap sees every delta

@@ -82,6 +82,8 @@ class RequestBody(Struct, eq=False):
 
 CUT_MESSAGE: Final = "dynamo.http.cut"
 """The type of a message to `send` that ends the connection in place of an answer that has begun and cannot be finished."""
+FIRST_BODY: Final = "dynamo.first_body"
+"""A member of the message that starts an answer: the first data, and whether more comes. Both are one write then."""
 
 LEAVE_EXTENSION: Final = "dynamo.on_leave"
 PUSH_EXTENSION: Final = "dynamo.push"
@@ -114,7 +116,7 @@ class Cycle:
         self, connection: HttpConnection, gate: Gate, scope: Scope, *, keep_alive: bool, expects_continue: bool = False
     ) -> None:
         self._connection, self._gate = connection, gate
-        self._batch = WriteBatch.of_this_loop()
+        self._batch = connection.batch
         self._leave: Callable[[], None] | None = None  # called when the client leaves before its answer is complete
         self._left: int | None = 0  # bytes of the announced content that are still to come, or CHUNKED, or TO_THE_END
         self.is_pushable = False
@@ -163,7 +165,11 @@ class Cycle:
         if not self.response_started:
             if kind != "http.response.start":
                 raise RuntimeError(f"expected 'http.response.start' from the application, got {kind!r}")
-            self._start(message["status"], message.get("headers", ()))
+            head, first = self._head(message["status"], message.get("headers", ())), message.get(FIRST_BODY)
+            if first is None:
+                self._connection.transport.write(head)
+            else:
+                self._send_body(*first, head)
         elif not self.response_complete:
             if kind == CUT_MESSAGE:
                 self._cut()
@@ -173,9 +179,6 @@ class Cycle:
             self._send_body(message.get("body", b""), message.get("more_body", False))
         else:
             raise RuntimeError(f"got {kind!r} from the application after its answer was complete")
-
-    def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        self._connection.transport.write(self._head(status, headers))
 
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """Write down the head, and note how the body is framed. Raises RuntimeError for a header that is not valid."""
@@ -192,20 +195,18 @@ class Cycle:
         self.request.expects_continue = False
         return head
 
-    def _send_body(self, body: bytes, more: bool) -> None:
-        transport, left = self._connection.transport, self._left
+    def _send_body(self, body: bytes, more: bool, head: bytes = b"") -> None:
+        left = self._left
         if self.scope["method"] == "HEAD":
-            self._left = left = 0
+            self._left, left, body = 0, 0, b""
         elif left is CHUNKED:
             end = b"" if more else b"0\r\n\r\n"
-            transport.write(b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end)
-        elif left == TO_THE_END:
-            transport.write(body)
-        else:
+            body = b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end
+        elif left != TO_THE_END:
             if len(body) > left:
                 raise RuntimeError("the application sent a longer body than its content-length")
             self._left = left = left - len(body)
-            transport.write(body)
+        self._connection.transport.write(head + body)  # without a head that is no copy
         if not more:
             if left is not None and left > 0:
                 raise RuntimeError("the application sent a shorter body than its content-length")

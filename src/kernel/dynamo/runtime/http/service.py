@@ -85,7 +85,7 @@ class HttpService:
 
     def run(self, cycle: Cycle, app: Application) -> None:
         """Answer a request. `close` waits for it."""
-        self.answers.start(cycle.run(app), "answer")
+        self.answers.start(cycle.run(app), "answer", is_awaited=True)  # it logs its failure itself
 
     async def close(self, seconds: float) -> None:
         """Stop listening, let answers under way end within `seconds`, then drop what is left. Idempotent."""
