@@ -25,7 +25,7 @@ from dynamo.protocol.openai import (
     token_logprobs,
     usage_json,
 )
-from dynamo.protocol.openai.responses import ChatLogprobPieces
+from dynamo.protocol.openai.responses import ChatLogprobPieces, plain_chat_body
 from dynamo.protocol.openai.schema import Usage
 from support.cases import each_case
 
@@ -40,6 +40,7 @@ def check_against(name: str, value: Any) -> None:
 
 def test_a_chat_answer_byte_for_byte() -> None:
     body = chat_body("chatcmpl-1", 17, "m", [FinishedChoice(0, "hello", "stop")], usage_json(3, 4))
+    assert body == plain_chat_body("chatcmpl-1", 17, "m", "hello", "stop", usage_json(3, 4))
     assert body == (
         b'{"id":"chatcmpl-1","choices":[{"index":0,"message":{"content":"hello","refusal":null,"role":"assistant"},'
         b'"finish_reason":"stop","logprobs":null}],"created":17,"model":"m","object":"chat.completion",'
@@ -81,18 +82,14 @@ def test_answers_satisfy_the_openai_types_and_our_own_document() -> None:
 def test_optional_members_of_a_message() -> None:
     choice = FinishedChoice(0, None, "tool_calls", reasoning_content="hm", tool_calls=[{"id": "1"}])
     message = json.loads(chat_body("i", 1, "m", [choice], None, reasoning_field="reasoning"))["choices"][0]["message"]
-    assert message == {
-        "content": None,
-        "refusal": None,
-        "role": "assistant",
-        "tool_calls": [{"id": "1"}],
-        "reasoning": "hm",
-    }
+    shared = {"content": None, "refusal": None, "role": "assistant"}
+    assert message == {**shared, "tool_calls": [{"id": "1"}], "reasoning": "hm"}
 
 
 @each_case("text", ["\ud800", "a\u2028b", 'q"\\\n', "🙂"])
 def test_any_text_makes_valid_json(text: str) -> None:
     for body in (
+        plain_chat_body("i", 1, text, text, "stop", None),
         chat_body("i", 1, text, [FinishedChoice(0, text, "stop")], None),
         completion_body("i", 1, text, [FinishedChoice(0, text, "stop")], None),
     ):

@@ -49,7 +49,7 @@ class Lane:
 
 async def answer(socket: Socket) -> Cycle:
     """Return an answer whose head is written."""
-    http = SimpleNamespace(transport=socket, default_headers=(), answered=lambda: None)
+    http = SimpleNamespace(transport=socket, default_headers=(), answered=lambda: None, batch=WriteBatch.of_this_loop())
     scope = {"method": "POST", "http_version": "1.1"}
     cycle = Cycle(http, Gate(socket), scope, keep_alive=True)  # type: ignore[arg-type]
     await cycle.send({"type": "http.response.start", "status": 200, "headers": []})

@@ -177,7 +177,8 @@ class Client:
         """Send a request to one instance; close the stream on every path. Errors are those of the request plane."""
         instance_id = instance.instance_id
         booking = self._set.book(instance_id)
-        metrics = self._endpoint.runtime.caller_metrics
+        runtime = self._endpoint.runtime
+        metrics = runtime.caller_metrics
         if self._set.breaker.open and self._set.breaker.record_request(instance_id, self._now()):
             metrics.probes.inc()
             logger.info("request %s probes instance %x", context.id(), instance_id)
@@ -185,7 +186,7 @@ class Client:
         call = None if context.current_span() is NO_SPAN else _start_call(self._endpoint.path, instance_id, context)
         began = perf_counter()  # a loop's own clock stands still within a turn
         try:
-            stream = await self._endpoint.runtime.planes.client(instance).open(instance, body, context)
+            stream = await runtime.planes.client(instance).open(instance, body, context)
         except BaseException as error:
             self._release(booking)
             self._on_first_sign(instance_id, error)
@@ -258,12 +259,7 @@ class Client:
         return await self._call(None, request, annotated, context, instance_id)
 
     async def _call(
-        self,
-        mode: RouterMode | None,
-        request: object,
-        annotated: bool,
-        context: Context | None,
-        instance_id: int = 0,
+        self, mode: RouterMode | None, request: object, annotated: bool, context: Context | None, instance_id: int = 0
     ) -> ClientStream:
         context = context or Context()
         if context.is_stopped():
@@ -581,10 +577,7 @@ def _runtime_data(record: bytes) -> tuple[int, Mapping[str, object]] | None:
     """Return (instance id, `runtime_data`) of a model record; None for anything else."""
     try:
         match msgspec.json.decode(record):
-            case {
-                "instance_id": int(instance_id),
-                "card_json": {"runtime_config": {"runtime_data": dict(data)}},
-            }:
+            case {"instance_id": int(instance_id), "card_json": {"runtime_config": {"runtime_data": dict(data)}}}:
                 return instance_id, data
     except (msgspec.MsgspecError, ValueError, RecursionError):
         pass  # not a record of ours to complain about: the model watch does

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.models.served import ServedModel
@@ -18,7 +18,14 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import ChatRequest, decode_chat, validate_chat
-from dynamo.protocol.openai.responses import FinishedChoice, chat_body, chat_logprobs, tool_call, written_chat_logprobs
+from dynamo.protocol.openai.responses import (
+    FinishedChoice,
+    chat_body,
+    chat_logprobs,
+    plain_chat_body,
+    tool_call,
+    written_chat_logprobs,
+)
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.openai.sse import DONE, ChatStream, named_event
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
@@ -113,7 +120,10 @@ class _ChatRenderer(Renderer):
                 choice.scores.append((json_line(items)[1:-1],))
 
     def collect(self, collected: CollectedAnswer) -> bytes:
-        answer = self._answer
+        answer, only = self._answer, collected.choices[0]
+        if self._is_plain and len(collected.choices) == 1 and (text := only.plain_text()) is not None:
+            usage, reason = answer.usage(), self._reason(cast(Finished, only.finished))
+            return plain_chat_body(answer.id, int(answer.received_at), answer.request.model, text, reason, usage)
         return chat_body(
             answer.id,
             int(answer.received_at),

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from msgspec import Struct
 
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.text.output import Content, Joined, joined
-
-_UNSEEN: Final = (Logprobs, Finished)
-_ONLY_TEXT: Final = {Content}
 
 
 class CollectedChoice(Struct, eq=False):
@@ -52,10 +48,17 @@ class CollectedChoice(Struct, eq=False):
 
     def joined(self) -> Joined:
         """Return its text, reasoning and calls."""
-        shown = [event for events in self.outputs for event in events if not isinstance(event, _UNSEEN)]
-        if set(map(type, shown)) <= _ONLY_TEXT:  # as nearly every answer
-            return Joined("".join([event.text for event in shown]))  # type: ignore[union-attr]
-        return joined(shown)
+        return joined(
+            event for events in self.outputs for event in events if not isinstance(event, Logprobs | Finished)
+        )
+
+    def plain_text(self) -> str | None:
+        """Return its text, where it is nothing but a text with a reason for its end; None: it is more, or less."""
+        if self.finished is None or self.finished.stop_reason is not None or self.scores:
+            return None
+        shown = [event for events in self.outputs for event in events if event is not self.finished]
+        texts = [event.text for event in shown if type(event) is Content]
+        return "".join(texts) if len(texts) == len(shown) else None
 
 
 class CollectedAnswer:

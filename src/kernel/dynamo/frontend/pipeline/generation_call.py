@@ -193,7 +193,7 @@ class StreamDelivery(_Delivery):
         def accept(deltas: list[Delta]) -> bool:
             nonlocal head
             data = encode(deltas)
-            if choice.is_over and holds_last:
+            if holds_last and choice.is_over:
                 head = data
                 return False
             if not data or stream.push(data, loop_time()):
@@ -203,9 +203,9 @@ class StreamDelivery(_Delivery):
 
         choice = open_only_choice(answer.model, answer.work, exchange.context)
         try:
-            while not choice.is_over and (delta := await choice.next()) is not None:
+            while (delta := await choice.next()) is not None:
                 head = self._explained(head) + encode([delta])
-                if choice.is_over and holds_last:
+                if holds_last and choice.is_over:
                     exchange.timer.answering()
                     break
                 if head:

@@ -190,11 +190,7 @@ class Call:
             return Outcome(self._api.endpoint, exchange.now(), reached, status, error_type, failure, rejected, why)
         tally = work.tally
         usage = TokensTaken(
-            tally.prompt_tokens,
-            tally.cached_tokens,
-            tally.completion_tokens,
-            tally.reasoning_tokens,
-            tally.images_made,
+            tally.prompt_tokens, tally.cached_tokens, tally.completion_tokens, tally.reasoning_tokens, tally.images_made
         )
         return Outcome(
             self._api.endpoint, exchange.now(), reached, status, error_type, failure, rejected, why, usage,

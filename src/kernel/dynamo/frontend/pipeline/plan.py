@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.base.stage_timer import StageTimer
@@ -110,16 +111,7 @@ class Plan(Struct, frozen=True):
 
     def reading(self, parsing: OutputPlan) -> Plan:
         """Return this plan with how the text of its answer is read."""
-        return Plan(
-            self.fields,
-            self.prompts,
-            self.choices,
-            self.pinned_instance_id,
-            self.limits,
-            self.options,
-            parsing,
-            self.is_query,
-        )
+        return replace(self, parsing=parsing)
 
     @property
     def streams_per_prompt(self) -> int:

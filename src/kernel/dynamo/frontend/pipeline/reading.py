@@ -21,12 +21,14 @@ from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_ready, served_here
 from dynamo.protocol.openai.foreign_members import FOREIGN_MEMBERS
-from dynamo.protocol.openai.headers import AGENT_HEADERS, AGENT_START, KNOWN_HEADERS, HeaderEffects, apply_headers
+from dynamo.protocol.openai.headers import AGENT_HEADERS, KNOWN_HEADERS, HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.vectors.requests import ResultRequest
 
 logger = logging.getLogger(__name__)
 
+MAX_IDLE_HEADERS: Final = 256  # names that are remembered: clients may send any
+MAX_IDLE_NAME: Final = 64  # bytes
 UNSUSPECTED_BODY_BYTES: Final = 16 * 1024 * 1024  # more than the longest embeddings, tools and schemas take
 
 
@@ -47,13 +49,11 @@ class CallReader:
     def __init__(self, api: Api[Any], settings: PipelineSettings, models: ModelDirectory, offload: Offload) -> None:
         self._api, self._settings, self._models, self._offload = api, settings, models, offload
         limits = BodyLimits(
-            settings.json_depth_limit,
-            settings.messages_limit,
-            settings.json_members_limit,
-            settings.json_items_limit,
+            settings.json_depth_limit, settings.messages_limit, settings.json_members_limit, settings.json_items_limit
         )
         self._decode = partial(api.decode, ignore_unsupported=settings.ignore_unsupported_fields, limits=limits)
-        self._metadata_prefix = settings.metadata_header_prefix.encode()
+        self._prefixes = (*filter(None, [settings.metadata_header_prefix.encode()]), *AGENT_HEADERS)
+        self._idle_headers: set[bytes] = set()  # names without an effect: those that nearly every request has
         self._logged: set[str] = set()  # members without an effect that the log has; all of them are in one table
         self._surface_bit = api.model_type.value
 
@@ -80,14 +80,7 @@ class CallReader:
         model = models.lookup(request.model if on_demand is None else await on_demand(request))
         if model is None and models.names.is_expected(request.model):
             raise model_not_ready(request.model)
-        prefix, start = self._metadata_prefix, self._metadata_prefix[:2]
-        known = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in arrival.header_pairs
-            if name in KNOWN_HEADERS
-            or (name[:2] == start and name.startswith(prefix))
-            or (name[:3] == AGENT_START and name.startswith(AGENT_HEADERS))
-        ]
+        known = () if self._idle_headers.issuperset(arrival.headers) else self._known_headers(arrival)
         if known or settings.disable_nvext:
             given, allows = settings.metadata_header_prefix, not settings.disable_nvext
             effects = apply_headers(request, known, metadata_prefix=given, nvext_enabled=allows)
@@ -116,6 +109,15 @@ class CallReader:
             text = f"Model not found: none is named{served_here(served)}"
             raise RequestRejected(404, text, param="model", code="model_not_found")
         return served[0]
+
+    def _known_headers(self, arrival: Arrival) -> Sequence[tuple[str, str]]:
+        """Return the headers with an effect, and remember the names of those without one."""
+        known = {name for name in arrival.headers if name in KNOWN_HEADERS or name.startswith(self._prefixes)}
+        if len(self._idle_headers) < MAX_IDLE_HEADERS:
+            self._idle_headers |= {name for name in arrival.headers.keys() - known if len(name) <= MAX_IDLE_NAME}
+        return [
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in arrival.header_pairs if name in known
+        ]
 
     def _served_to(self, arrival: Arrival) -> Callable[[], list[str]]:
         """Return what lists the models of this API that a client may use."""

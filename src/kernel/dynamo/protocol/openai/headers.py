@@ -252,9 +252,8 @@ _KNOWN: Final[dict[str, tuple[str, int]]] = {
 KNOWN_HEADERS: Final = frozenset(name.encode() for name in (*_KNOWN, *_AGENT_NAMES))
 """The headers that `apply_headers` reads, beside those of metadata and of agents."""
 
-AGENT_START: Final = b"x-c"
 AGENT_HEADERS: Final = tuple(prefix.encode() for prefix in _AGENT_PREFIXES)
-"""How further headers of agents begin, all of them with `AGENT_START`."""
+"""How further headers of agents begin."""
 
 SERVING_HEADERS: Final = frozenset(_KNOWN) - {"x-tenant-id"}
 """The headers that decide how a request is served, and may be shown and kept: all that are known here but the tenant's, whose

@@ -12,7 +12,7 @@ from typing import Any, Final
 from msgspec import Raw, Struct
 from msgspec.json import Encoder
 
-from dynamo.protocol.openai.escaping import json_line
+from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.openai.sse import usage_json
 
 __all__ = [
@@ -244,6 +244,21 @@ def chat_body(
         **(beside or {}),
     }
     return json_line(_with(body, usage=usage, nvext=nvext))
+
+
+def plain_chat_body(id: str, created: int, model: str, text: str, finish_reason: str, usage: bytes | None) -> bytes:
+    """Return what `chat_body` returns of one choice that has a text and nothing else, without objects in between."""
+    return (
+        b'{"id":%b,"choices":[{"index":0,"message":{"content":%b,"refusal":null,"role":"assistant"},"finish_reason":%b,'
+        b'"logprobs":null}],"created":%d,"model":%b,"object":"chat.completion"%b}'
+    ) % (
+        json_text(id),
+        json_text(text),
+        json_text(finish_reason),
+        created,
+        json_text(model),
+        b"" if usage is None else b',"usage":' + usage,
+    )
 
 
 def _message(choice: FinishedChoice, reasoning_field: str) -> dict[str, Any]:

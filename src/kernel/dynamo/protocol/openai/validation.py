@@ -71,6 +71,7 @@ SPECIAL: Final = (
 """Members that few chats have. Each has rules and uses of its own; one search for all of them spares a plain chat these."""
 _special: Final = attrgetter(*SPECIAL)
 _NONE: Final = (None,) * len(SPECIAL)
+_TEXT_ROLES: Final = ("user", "system", "assistant", "developer")  # whose messages need nothing but a text
 
 
 # Judges of what a request keeps as the client's own dicts. Structs, because msgspec compiles a struct's type once and a
@@ -104,7 +105,8 @@ def validate_chat(request: ChatRequest) -> None:
         _invalid(NOT_STORED, "store")
     if not is_plain:
         _check_vllm_members(request)
-    _convert({"messages": request.messages}, _Messages)
+    if not (are_texts := _are_texts(request.messages)):
+        _convert({"messages": request.messages}, _Messages)
     _check_model(request)
     if request.max_tokens is not None:
         _check_output_limit(request.max_tokens, "max_tokens")
@@ -127,7 +129,7 @@ def validate_chat(request: ChatRequest) -> None:
         _check_nvext(request, prompts=1)
         _check_tool_choice(request)
         _check_not_built(request)
-    if _has_media(request.messages):
+    if not are_texts and _has_media(request.messages):
         request.messages, request.media = take_media(request.messages)
 
 
@@ -359,6 +361,14 @@ def _check_nvext(request: CommonRequest, *, prompts: int) -> None:
 
 
 # -- chat ---------------------------------------------------------------------------------------------------------------
+
+
+def _are_texts(messages: list[JsonObject]) -> bool:
+    """Return whether every message is a role and a text: as in most chats, in which their judge finds nothing."""
+    for message in messages:
+        if len(message) != 2 or message.get("role") not in _TEXT_ROLES or message.get("content").__class__ is not str:
+            return False
+    return True
 
 
 def _has_media(messages: list[JsonObject]) -> bool:

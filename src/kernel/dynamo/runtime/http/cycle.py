@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -148,8 +149,11 @@ class Cycle:
             return
         body = b"Internal Server Error"
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body)), _CLOSE]
-        if self.response_started or not self._write_whole(500, headers, body):
-            self._connection.transport.close()
+        if not self.response_started:
+            with contextlib.suppress(RuntimeError):  # a header of all answers is not valid
+                self._send_body(body, False, self._head(500, headers))
+                return
+        self._connection.transport.close()
 
     def _cut(self) -> None:
         self._leave = None  # no client has left
@@ -169,7 +173,7 @@ class Cycle:
             if first is None:
                 self._connection.transport.write(head)
             else:
-                self._send_body(*first, head)
+                self._send_body(first[0], first[1], head)
         elif not self.response_complete:
             if kind == CUT_MESSAGE:
                 self._cut()
@@ -271,16 +275,6 @@ class Cycle:
         self._complete()
         return True
 
-    def _write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        try:
-            head = self._head(status, headers)
-        except RuntimeError:
-            return False  # `send` raises it again
-        self._connection.transport.write(head + body if self.scope["method"] != "HEAD" else head)
-        self._left = 0
-        self._complete()
-        return True
-
     # -- for the connection --------------------------------------------------------------------------------------
 
     def on_leave(self, callback: Callable[[], None]) -> None:
@@ -312,13 +306,7 @@ class Splicer:
     __slots__ = ("_batch", "_closing", "_cycle", "_gate", "_opening", "_size", "_transport", "pushed_at")
 
     def __init__(
-        self,
-        cycle: Cycle,
-        transport: asyncio.Transport,
-        gate: Gate,
-        batch: WriteBatch,
-        opening: bytes,
-        closing: bytes,
+        self, cycle: Cycle, transport: asyncio.Transport, gate: Gate, batch: WriteBatch, opening: bytes, closing: bytes
     ) -> None:
         self._cycle, self._transport, self._gate, self._batch = cycle, transport, gate, batch
         self._opening, self._closing = opening, closing + b"\r\n"

@@ -319,11 +319,9 @@ _spans: Final = logging.getLogger(ALWAYS_ENABLED)
 
 
 def _span_fields(name: str, fields: Mapping[str, object]) -> dict[str, object]:
-    return {
-        **(_SPAN.get() or {}),
-        "span_name": name,
-        **{key: value for key, value in fields.items() if value is not None},
-    }
+    if None in fields.values():
+        fields = {key: value for key, value in fields.items() if value is not None}
+    return {**(_SPAN.get() or {}), "span_name": name, **fields}
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
