@@ -10,7 +10,7 @@ from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.calls.request_plane.mux.frames import Kind, frame, pack
-from dynamo.runtime.http.cycle import Cycle, Splicer
+from dynamo.runtime.http.cycle import FIRST_BODY, Cycle, Splicer
 from dynamo.runtime.http.gate import Gate
 
 
@@ -47,13 +47,18 @@ class Lane:
         return self.take_token(ids[0], 0.0)
 
 
-async def answer(socket: Socket) -> Cycle:
+async def answer(socket: Socket, **more: Any) -> Cycle:
     """Return an answer whose head is written."""
-    http = SimpleNamespace(transport=socket, default_headers=(), answered=lambda: None, batch=WriteBatch.of_this_loop())
+    http = SimpleNamespace(transport=socket, default_headers=(), answered=lambda: None)
     scope = {"method": "POST", "http_version": "1.1"}
     cycle = Cycle(http, Gate(socket), scope, keep_alive=True)  # type: ignore[arg-type]
-    await cycle.send({"type": "http.response.start", "status": 200, "headers": []})
+    await cycle.send({"type": "http.response.start", "status": 200, "headers": [], **more})
     return cycle
+
+
+async def test_the_first_data_of_an_answer_is_one_write_with_its_head() -> None:
+    await answer(Socket("a", log := list[Any]()), **{FIRST_BODY: (b"x", False)})
+    assert [data.partition(b"\r\n\r\n")[2] for _, data in log] == [b"1\r\nx\r\n0\r\n\r\n"]
 
 
 async def frame_of_two(log: list[Any], sockets: list[Socket]) -> None:

@@ -171,6 +171,11 @@ class StreamDelivery(_Delivery):
             last = timer.comment() + last
         await stream.end(head + last)
 
+    @property
+    def _holds_last(self) -> bool:
+        """Whether the last delta may leave with the end of the stream: nothing is awaited or measured in between."""
+        return self._renderer.keeping is None and not self._exchange.timer.is_wanted
+
     def _explained(self, head: bytes) -> bytes:
         """Return what comes before the data: `head`, and once, for a client with that setting, why the worker was chosen."""
         if not self._answer.explains_routing or self._has_begun:
@@ -186,14 +191,13 @@ class StreamDelivery(_Delivery):
         """Send one choice: its first delta waits for its turn, the others go from socket to socket while the client
         keeps up. Return what is still to be sent: the last delta leaves with the end of the stream, in one write."""
         answer, exchange, encode = self._answer, self._exchange, self._encode
-        holds_last = self._renderer.keeping is None and not exchange.timer.is_wanted
         refused: list[bytes] = []  # what could not be pushed; at most one entry
         loop_time = asyncio.get_running_loop().time
 
         def accept(deltas: list[Delta]) -> bool:
             nonlocal head
             data = encode(deltas)
-            if holds_last and choice.is_over:
+            if choice.is_over and self._holds_last:
                 head = data
                 return False
             if not data or stream.push(data, loop_time()):
@@ -205,7 +209,7 @@ class StreamDelivery(_Delivery):
         try:
             while (delta := await choice.next()) is not None:
                 head = self._explained(head) + encode([delta])
-                if holds_last and choice.is_over:
+                if choice.is_over and self._holds_last:
                     exchange.timer.answering()
                     break
                 if head:

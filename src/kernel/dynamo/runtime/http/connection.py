@@ -20,7 +20,6 @@ from urllib.parse import unquote
 import httptools
 
 from dynamo.runtime.base.http_limits import HttpLimits, Rejection
-from dynamo.runtime.base.write_batch import WriteBatch
 from dynamo.runtime.http.cycle import Application, Cycle, Receive, Scope, Send
 from dynamo.runtime.http.gate import Gate
 from dynamo.runtime.http.head import status_line
@@ -77,7 +76,6 @@ class HttpConnection(asyncio.Protocol):
         self.default_headers = service.default_headers
         self.transport: asyncio.Transport = cast(asyncio.Transport, None)  # until `connection_made`
         self._gate: Gate = cast(Gate, None)
-        self.batch = WriteBatch.of_this_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._request = _Request()
         self._cycle: Cycle | None = None  # of the request that arrived last

@@ -117,7 +117,7 @@ class Cycle:
         self, connection: HttpConnection, gate: Gate, scope: Scope, *, keep_alive: bool, expects_continue: bool = False
     ) -> None:
         self._connection, self._gate = connection, gate
-        self._batch = connection.batch
+        self._batch = gate.batch
         self._leave: Callable[[], None] | None = None  # called when the client leaves before its answer is complete
         self._left: int | None = 0  # bytes of the announced content that are still to come, or CHUNKED, or TO_THE_END
         self.is_pushable = False

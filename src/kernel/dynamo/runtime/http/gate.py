@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+from dynamo.runtime.base.write_batch import WriteBatch
+
 
 class Gate:
-    """Whether the socket is read and written; `drain` waits for room."""
+    """Whether the socket is read and written; `drain` waits for room. `batch`: the writes of this loop that wait for others."""
 
-    __slots__ = ("_room", "_transport", "read_paused", "write_paused")
+    __slots__ = ("_room", "_transport", "batch", "read_paused", "write_paused")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self.batch = WriteBatch.of_this_loop()
         self._room = asyncio.Event()
         self._room.set()
         self.read_paused = self.write_paused = False
