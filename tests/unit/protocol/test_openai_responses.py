@@ -40,14 +40,11 @@ def check_against(name: str, value: Any) -> None:
 
 def test_a_chat_answer_byte_for_byte() -> None:
     body = chat_body("chatcmpl-1", 17, "m", [FinishedChoice(0, "hello", "stop")], usage_json(3, 4))
-    assert (
-        body
-        == plain_chat_body("chatcmpl-1", 17, "m", "hello", "stop", usage_json(3, 4))
-        == (
-            b'{"id":"chatcmpl-1","choices":[{"index":0,"message":{"content":"hello","refusal":null,"role":"assistant"},'
-            b'"finish_reason":"stop","logprobs":null}],"created":17,"model":"m","object":"chat.completion",'
-            b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}'
-        )
+    assert body == plain_chat_body("chatcmpl-1", 17, "m", "hello", "stop", usage_json(3, 4))
+    assert body == (
+        b'{"id":"chatcmpl-1","choices":[{"index":0,"message":{"content":"hello","refusal":null,"role":"assistant"},'
+        b'"finish_reason":"stop","logprobs":null}],"created":17,"model":"m","object":"chat.completion",'
+        b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}'
     )
 
 

@@ -50,8 +50,7 @@ class Lane:
 async def answer(socket: Socket, **more: Any) -> Cycle:
     """Return an answer whose head is written."""
     http = SimpleNamespace(transport=socket, default_headers=(), answered=lambda: None)
-    scope = {"method": "POST", "http_version": "1.1"}
-    cycle = Cycle(http, Gate(socket), scope, keep_alive=True)  # type: ignore[arg-type]
+    cycle = Cycle(http, Gate(socket), {"method": "POST", "http_version": "1.1"}, keep_alive=True)  # type: ignore[arg-type]
     await cycle.send({"type": "http.response.start", "status": 200, "headers": [], **more})
     return cycle
 
