@@ -88,14 +88,8 @@ class Http2Stream:
     def send_data(self, data: bytes) -> None:
         """Send data, as far as the windows let it through; the rest follows."""
         if not self.is_closed:
-            connection, size = self.connection, len(data)
-            if self._parts or size > min(self.window, connection.window, connection.frame_bytes):
-                self._parts.append(data)
-                self.push()
-                return
-            self.window -= size
-            connection.window -= size
-            connection.send(frame(DATA, 0, self.number, data))
+            self._parts.append(data)
+            self.push()
 
     def push(self) -> None:
         """Send what waits, as far as the windows let it through."""
