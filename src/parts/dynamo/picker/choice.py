@@ -204,7 +204,7 @@ class Picker:
             hold.add(media.end)
         hold.add_slot(model.admission.enter(urgency_of(read.nvext), now))
         plan, _ = await api.prepare(frontend.pipeline.preprocessor, read, resolved.effects, model, timer)
-        if not all([isinstance(stage, PrefillStage) for stage in model.dispatcher.stages]):
+        if any(not isinstance(stage, PrefillStage) for stage in model.dispatcher.stages):
             raise not_built(f"Validation: the picker does not place requests of '{model.name}', whose media other "
                             "workers encode: send them to a frontend", "model")  # fmt: skip
         body, prompt = _first_body(plan)
