@@ -23,6 +23,7 @@ BUFFERED = {
     "request_header_mode": "SEND", "request_body_mode": "BUFFERED", "response_header_mode": "SEND",
     "response_body_mode": "NONE",
 }  # fmt: skip
+SKIPPED = BUFFERED | {"response_header_mode": "SKIP"}
 DUPLEX = {
     "request_header_mode": "SEND", "request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND",
     "response_header_mode": "SEND", "response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND",

@@ -25,7 +25,7 @@ from dynamo.picker.settings import PickerSettings
 from dynamo.placement.kv_query import KvQuery
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
-from support.envoy import BUFFERED, DUPLEX, configuration, envoy_binary
+from support.envoy import BUFFERED, DUPLEX, SKIPPED, configuration, envoy_binary
 from support.fake_vllm import FakeVllm
 from support.http_client import Reply, ask, exchange
 from support.patience import PATIENCE_SECONDS
@@ -91,7 +91,7 @@ def body(prompt: str, **more: Any) -> bytes:
 async def house(
     tmp_path: Path, *, roles: tuple[str, ...] = ("", ""), fallbacks: int = 0, poll_seconds: float = 0.05, **more: Any
 ) -> AsyncIterator[House]:
-    buffered, duplex, admin, port = free_ports(4)
+    buffered, duplex, skipped, admin, port = free_ports(5)
     binary = envoy_binary()
     assert binary is not None
     _, settings = parse_picker_args(["--pods", "127.0.0.1:1", "--router-policy", "default"], {})
@@ -106,7 +106,7 @@ async def house(
         ]
         cluster = stack.enter_context(Cluster(tmp_path))
         file = tmp_path / "envoy.json"
-        listeners = {buffered: (BUFFERED, True), duplex: (DUPLEX, False)}
+        listeners = {buffered: (BUFFERED, True), duplex: (DUPLEX, False), skipped: (SKIPPED, True)}
         pool = [(each.host, each.port) for each, role in zip(pods, roles, strict=True) if role != "prefill"]
         file.write_text(configuration(admin, listeners, port, pool, checked="liveness"))
         argv = [binary, "-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
@@ -116,7 +116,7 @@ async def house(
         picker = Picker(frontend, followed, fallbacks=fallbacks)
         server = await stack.enter_async_context(PickerServer(picker, PickerSettings(host="127.0.0.1", port=port)))
         made = House(cluster.process("envoy", argv), picker, server, pods)
-        made.ports = {"buffered": buffered, "duplex": duplex}
+        made.ports = {"buffered": buffered, "duplex": duplex, "answers skipped": skipped}
         await until(
             lambda: sum(len(each.listed_ids) for each in frontend.models.pools()) == len(roles), lambda: "the pods"
         )
@@ -216,7 +216,7 @@ def ids(home: House) -> list[int]:
     return [PodRecord(each.address).instance_id for each in home.pods]
 
 
-@MODES
+@pytest.mark.parametrize("mode", ["buffered", "duplex", "answers skipped"])
 @pytest.mark.parametrize("how", ["whole", "streamed", "left by the client", "reset by the pod"])
 async def test_every_end_of_an_answer_ends_its_booking(tmp_path: Path, mode: str, how: str) -> None:
     async with house(tmp_path, roles=("",)) as home:

@@ -155,10 +155,8 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
 async def test_answers_that_wait_for_the_peers_window_come_before_the_end_of_the_stream(tmp_path: Path) -> None:
     async with picker(tmp_path) as (models, server, _), asyncio.timeout(PATIENCE_SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(
-            PREFACE + frame(4, 0, 0, b"\0\4\0\0\0\7") + frame(1, 4, 1, PROCESS) + MESSAGES
-        )  # a window of 7 bytes
-        found = b""
+        writer.write(PREFACE + frame(4, 0, 0, b"\0\4\0\0\0\7") + frame(1, 4, 1, PROCESS) + MESSAGES)
+        found = b""  # through a window of 7 bytes
         while len(found) < 7:
             kind, _, payload = await read_frame(reader)
             found += payload if kind == 0 else b""
@@ -259,9 +257,8 @@ async def test_tls_is_served_where_a_certificate_is_named(tmp_path: Path) -> Non
 
 async def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
     async with picker(tmp_path) as (models, server, _channel):
-        other = PickerServer(
-            Picker(models.frontend, NumberedAddresses()), PickerSettings(host="127.0.0.1", port=server.port)
-        )
+        settings = PickerSettings(host="127.0.0.1", port=server.port)
+        other = PickerServer(Picker(models.frontend, NumberedAddresses()), settings)
         with pytest.raises(CannotConnect, match="cannot listen on"):
             async with other:
                 pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionSlot
@@ -129,8 +129,11 @@ class RequestHold:
             prompt.close()
 
 
+_GATEWAY: Final = _Gateway()
+
+
 async def _booked(
     kv: KvPlacement, worker: ChosenWorker | PrefillWorker, body: WorkerRequest, context: Context
 ) -> AnswerElsewhere:
-    opened = _Opened(worker.placement, worker.instance, _Gateway())
+    opened = _Opened(worker.placement, worker.instance, _GATEWAY)
     return cast("AnswerElsewhere", await kv.open(opened, body, context))

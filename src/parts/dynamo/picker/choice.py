@@ -196,9 +196,8 @@ class Picker:
         self, api: GenerationApi[Any], reader: CallReader, request: Request, hold: RequestHold
     ) -> PickedWorker:
         frontend, now = self._frontend, asyncio.get_running_loop().time()
-        pairs = request.headers
-        headers = dict(reversed(pairs))
-        resolved = await reader.read(Arrival(request.body or b"", now, headers, pairs, path=request.path))
+        arrival = Arrival(request.body or b"", now, header_pairs=request.headers, path=request.path)
+        resolved = await reader.read(arrival)
         read, model, timer = resolved.request, resolved.model, StageTimer()
         media = getattr(read, "media", None)
         if media is not None:
@@ -226,7 +225,9 @@ class Picker:
         await hold.book(worker, failover.body, context)
         if failover.session is not None:
             failover.session.sent(worker.instance.instance_id, worker.placement.dp_rank)
-        addresses = [address, *self._others(failover, worker, request.allowed)]
+        addresses = [address]
+        if self._fallbacks and dispatch.pinned_instance_id is None:
+            addresses += self._others(failover, worker, request.allowed)
         # A retry carries the headers to another pod, which must not send the request back to the worker that was lost.
         for_pod = self._addresses.headers_for(worker) if len(addresses) == 1 else []
         if prefill is not None:
@@ -262,8 +263,6 @@ class Picker:
     def _others(self, failover: Failover, first: ChosenWorker, allowed: frozenset[str] | None) -> list[str]:
         """Return the addresses of the next best workers. Nothing is booked, and no turn is used up."""
         pool, found = failover.pool, list[str]()
-        if not self._fallbacks or failover.request.pinned_instance_id is not None:
-            return found
         excluded = self._excluded(pool, allowed) | {first.key}
         for _ in range(self._fallbacks):
             try:

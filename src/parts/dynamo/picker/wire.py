@@ -52,6 +52,8 @@ def read(data: bytes) -> Fields:
             if kind == _BYTES:
                 if at < end and (size := data[at]) < 0x80:
                     at += 1
+                elif at + 1 < end and data[at + 1] < 0x80:  # up to 16 KiB
+                    size, at = size & 0x7F | data[at + 1] << 7, at + 2
                 else:
                     size, at = _read_varint(data, at)
             elif kind in (_FIXED64, _FIXED32):

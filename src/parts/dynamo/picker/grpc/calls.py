@@ -84,7 +84,7 @@ class GrpcCall:
         if not self._messages:
             return None
         message = self._messages.popleft()
-        if self._owed:
+        if self._owed >= STREAM_WINDOW // 2:
             self._grant()
         return message
 
@@ -160,7 +160,8 @@ class GrpcCall:
         received = self._received
         if not received and data[:1] == b"\0" and int.from_bytes(data[1:5], "big") + 5 == len(data) <= self._most:
             self._messages.append(data[5:])  # one whole message, as nearly always
-            self._grant()
+            if self._owed >= STREAM_WINDOW // 2:
+                self._grant()
             self._wake()
             return
         received += data

@@ -188,15 +188,15 @@ class Http2Connection(asyncio.Protocol):
             self._transport.abort()
 
     def send(self, data: bytes) -> None:
-        """Send a frame, together with all others of this turn of the loop."""
+        """Send a frame, together with all others of this turn of the loop, or of what is read at the moment."""
         if not self._out:
             asyncio.get_running_loop().call_soon(self._flush)
         self._out.append(data)
 
     def _flush(self) -> None:
-        out, self._out = self._out, []
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(out))
+        data, self._out = b"".join(self._out), []
+        if data and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
 
     def go_away(self, code: int = NO_ERROR) -> None:
         """Take no new streams."""
@@ -227,6 +227,9 @@ class Http2Connection(asyncio.Protocol):
     # -- frames --------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        # What can be answered now goes out before the choices, each of which takes the loop for a millisecond: so `send`,
+        # which finds this, leaves that to the end of this call.
+        self._out.append(b"")
         try:
             self._take_frames(self._rest + data if self._rest else data)
         except ConnectionBroken as broken:
@@ -234,6 +237,7 @@ class Http2Connection(asyncio.Protocol):
             self._rest = b""
             self.go_away(broken.code)
             self.close()
+        self._flush()
 
     def _take_frames(self, data: bytes) -> None:
         self._rest, at, end = data, 0, len(data)
@@ -253,14 +257,14 @@ class Http2Connection(asyncio.Protocol):
             if at > end:
                 at = begin - 9
                 break
-            self._take(kind, flags, number & MAX_WINDOW, data[begin:at])
+            if not kind and self._peer.block is None:
+                self._take_data(flags, number & MAX_WINDOW, data[begin:at])
+            else:
+                self._take(kind, flags, number & MAX_WINDOW, data[begin:at])
         self._rest = data[at:]
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         block = self._peer.block
-        if not kind and block is None:
-            self._take_data(flags, number, payload)
-            return
         if block is not None and (kind != CONTINUATION or number != block.number):
             raise ConnectionBroken(PROTOCOL_ERROR, "a block of headers is interrupted")
         match kind:
