@@ -26,7 +26,8 @@ full; the weights of the others are the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -126,8 +127,71 @@ class _View(NamedTuple):
 
 _Row = tuple[float, ...]
 
-_READ: Final = slice(_View._fields.index("seat_ms"), None)  # by the loop
-_HELD: Final = slice(1, -1)  # by the arrays
+_row_of: Callable[[_View], _Row] = itemgetter(slice(_View._fields.index("seat_ms"), None))  # what the loop reads
+_column_of: Callable[[_View], _Row] = itemgetter(slice(1, -1))  # what the arrays hold
+
+
+def view_of(rank: RankState, block_size: int, weights: TimeParameters) -> _View:
+    timing, total = rank.timing, rank.total_kv_blocks or 0
+    requests, streams, prefill = rank.requests, rank.streams, timing.prefill
+    capacity = total * block_size or DEFAULT_CAPACITY_TOKENS
+    budget = rank.max_num_batched_tokens or DEFAULT_PASS_BUDGET
+    fill = min(1.0, rank.context_tokens / capacity)
+    # Also where there are no streams: the request's own steps. It makes those of the requests beside it longer, too.
+    decode = timing.step_ms(fill, 1 + 2 * requests)
+    step = timing.step_ms(fill, streams) if streams else 0.0
+    growth = 0.0  # a step over a full cache gets no longer: what is shared is counted in every context
+    if fill < 1.0:
+        growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
+    begins_at = ends_at = known_until = 0.0
+    boundary_at = rank.boundary_at or 0.0
+    waiting_ms = with_pass_ms = pass_ms(prefill, rank.waiting_tokens, budget)
+    if rank.pass_started_at is not None:
+        begins_at, known_until = rank.pass_started_at, math.inf
+        if boundary_at < begins_at:  # it came in the middle of a step
+            begins_at += rest_of_step_ms(begins_at, boundary_at, step) / 1000
+        elif (boundary_at - begins_at) * 1000 <= step:
+            begins_at = boundary_at  # and that step was seen to end
+        steps = step * pass_count(rank.pass_tokens, budget)
+        ends_at = begins_at + (pass_ms(prefill, rank.pass_tokens, budget) + steps) / 1000
+        with_pass_ms = pass_ms(prefill, rank.waiting_tokens + rank.pass_tokens, budget)
+    if boundary_at and step and not ends_at:  # a ms longer than it is, as sums of times are not exact
+        known_until = boundary_at + (MOST_STEPS * step + 1.0) / 1000
+    output_blocks = requests * timing.output_tokens / 2 / block_size
+    free = math.inf
+    if total and rank.held_blocks:
+        free = max(0.0, float(total - rank.held_blocks))
+    elif rank.oldest_use_at is not None:
+        free = 0.0
+    seat_ms = _seat_ms(rank, step or decode)
+    return _View(
+        rank,
+        float(rank.pass_tokens),
+        with_pass_ms,
+        prefill.linear * block_size,
+        rank.oldest_use_at or 0.0,
+        decode / total if total else 0.0,
+        known_until,
+        step / 2 + seat_ms,
+        step or math.inf,
+        seat_ms,
+        begins_at,
+        ends_at,
+        boundary_at,
+        prefill.base,
+        prefill.linear,
+        prefill.square,
+        float(budget),
+        float(rank.waiting_tokens),
+        waiting_ms,
+        step,
+        weights.future_weight + weights.stall_weight * (streams + rank.waiting_requests),
+        decode,
+        growth * (1 + requests),
+        total - rank.decode_blocks - output_blocks if total else math.inf,
+        free,
+        step / 2,
+    )
 
 
 class TimeCost:
@@ -199,15 +263,15 @@ class TimeCost:
             self._count(self._views.pop(at), -1)
             del self._rows[at], self._oldest[at]
         for at in new:
-            view = self._view(records[at], state.block_size)
+            view = view_of(records[at], state.block_size, self._parameters)
             self._views.insert(at, view)
-            self._rows.insert(at, view[_READ])
+            self._rows.insert(at, _row_of(view))
             self._oldest.insert(at, view.oldest_use_at)
             self._count(view, 1)
         for at in changed:
-            view = self._view(records[at], state.block_size)
+            view = view_of(records[at], state.block_size, self._parameters)
             self._count(self._views[at], -1)
-            self._views[at], self._rows[at], self._oldest[at] = view, view[_READ], view.oldest_use_at
+            self._views[at], self._rows[at], self._oldest[at] = view, _row_of(view), view.oldest_use_at
             self._count(view, 1)
         if self._arrays is not None:
             self._arrays.stale.update(new, changed)
@@ -225,75 +289,13 @@ class TimeCost:
                 return None
             tail = self._parameters.tail_weight / 1e6
             limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO, tail)
-            arrays = self._arrays = TimeArrays(np, [view[_HELD] for view in views], limits)
+            arrays = self._arrays = TimeArrays(np, [_column_of(view) for view in views], limits)
         self._renew(arrays)
         return arrays
 
     def _renew(self, arrays: TimeArrays) -> None:
         while arrays.stale:
-            arrays.change(at := arrays.stale.pop(), self._views[at][_HELD])
-
-    def _view(self, rank: RankState, block_size: int) -> _View:
-        weights, timing, total = self._parameters, rank.timing, rank.total_kv_blocks or 0
-        requests, streams, prefill = rank.requests, rank.streams, timing.prefill
-        capacity = total * block_size or DEFAULT_CAPACITY_TOKENS
-        budget = rank.max_num_batched_tokens or DEFAULT_PASS_BUDGET
-        fill = min(1.0, rank.context_tokens / capacity)
-        # Also where there are no streams: the request's own steps. It makes those of the requests beside it longer, too.
-        decode = timing.step_ms(fill, 1 + 2 * requests)
-        step = timing.step_ms(fill, streams) if streams else 0.0
-        growth = 0.0  # a step over a full cache gets no longer: what is shared is counted in every context
-        if fill < 1.0:
-            growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
-        begins_at = ends_at = known_until = 0.0
-        boundary_at = rank.boundary_at or 0.0
-        waiting_ms = with_pass_ms = pass_ms(prefill, rank.waiting_tokens, budget)
-        if rank.pass_started_at is not None:
-            begins_at, known_until = rank.pass_started_at, math.inf
-            if boundary_at < begins_at:  # it came in the middle of a step
-                begins_at += rest_of_step_ms(begins_at, boundary_at, step) / 1000
-            elif (boundary_at - begins_at) * 1000 <= step:
-                begins_at = boundary_at  # and that step was seen to end
-            steps = step * pass_count(rank.pass_tokens, budget)
-            ends_at = begins_at + (pass_ms(prefill, rank.pass_tokens, budget) + steps) / 1000
-            with_pass_ms = pass_ms(prefill, rank.waiting_tokens + rank.pass_tokens, budget)
-        if boundary_at and step and not ends_at:  # a ms longer than it is, as sums of times are not exact
-            known_until = boundary_at + (MOST_STEPS * step + 1.0) / 1000
-        output_blocks = requests * timing.output_tokens / 2 / block_size
-        free = math.inf
-        if total and rank.held_blocks:
-            free = max(0.0, float(total - rank.held_blocks))
-        elif rank.oldest_use_at is not None:
-            free = 0.0
-        seat_ms = _seat_ms(rank, step or decode)
-        return _View(
-            rank,
-            float(rank.pass_tokens),
-            with_pass_ms,
-            prefill.linear * block_size,
-            rank.oldest_use_at or 0.0,
-            decode / total if total else 0.0,
-            known_until,
-            step / 2 + seat_ms,
-            step or math.inf,
-            seat_ms,
-            begins_at,
-            ends_at,
-            boundary_at,
-            prefill.base,
-            prefill.linear,
-            prefill.square,
-            float(budget),
-            float(rank.waiting_tokens),
-            waiting_ms,
-            step,
-            weights.future_weight + weights.stall_weight * (streams + rank.waiting_requests),
-            decode,
-            growth * (1 + requests),
-            total - rank.decode_blocks - output_blocks if total else math.inf,
-            free,
-            step / 2,
-        )
+            arrays.change(at := arrays.stale.pop(), _column_of(self._views[at]))
 
     def _prompt(self, state: KvState, gaps: Gaps, arrays: TimeArrays | None = None) -> TimePrompt:
         request, weights, now, count = state.request, self._parameters, state.now, len(state.ranks)
