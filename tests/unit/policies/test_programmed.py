@@ -16,8 +16,8 @@ from dynamo.errors import InvalidArgument
 from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo, RequestOrigin
 from dynamo.placement.kv_state import KvChoice, KvRequest, KvState, RankMatch, RankState
-from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.policies import kv_time
+from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.policies import Classified, PolicyCandidate, time_limit
 from dynamo.policies.programmed import FAILURES_IN_A_ROW, KINDS, NoWorkerLeft, ProgrammedPolicy
 from dynamo.policies.records import MAX_DEFER_SECONDS, PolicyRequest

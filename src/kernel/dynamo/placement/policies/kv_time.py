@@ -43,7 +43,7 @@ from dynamo.placement.kv_state import (
     RankMatch,
     RankState,
     SeenRecords,
-)
+)  # fmt: skip
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
 from dynamo.placement.policies.kv_time_arrays import (
@@ -53,7 +53,7 @@ from dynamo.placement.policies.kv_time_arrays import (
     TimePrompt,
     lowest_of,
     numpy,
-)
+)  # fmt: skip
 from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET, pass_count
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, MOST_STEPS, pass_ms, rest_of_step_ms
 
@@ -166,32 +166,13 @@ def view_of(rank: RankState, block_size: int, weights: TimeParameters) -> _View:
     seat_ms = _seat_ms(rank, step or decode)
     return _View(
         rank,
-        float(rank.pass_tokens),
-        with_pass_ms,
-        prefill.linear * block_size,
-        rank.oldest_use_at or 0.0,
-        decode / total if total else 0.0,
-        known_until,
-        step / 2 + seat_ms,
-        step or math.inf,
-        seat_ms,
-        begins_at,
-        ends_at,
-        boundary_at,
-        prefill.base,
-        prefill.linear,
-        prefill.square,
-        float(budget),
-        float(rank.waiting_tokens),
-        waiting_ms,
-        step,
+        float(rank.pass_tokens), with_pass_ms, prefill.linear * block_size, rank.oldest_use_at or 0.0,
+        decode / total if total else 0.0, known_until, step / 2 + seat_ms, step or math.inf,
+        seat_ms, begins_at, ends_at, boundary_at, prefill.base, prefill.linear, prefill.square, float(budget),
+        float(rank.waiting_tokens), waiting_ms, step,
         weights.future_weight + weights.stall_weight * (streams + rank.waiting_requests),
-        decode,
-        growth * (1 + requests),
-        total - rank.decode_blocks - output_blocks if total else math.inf,
-        free,
-        step / 2,
-    )
+        decode, growth * (1 + requests), total - rank.decode_blocks - output_blocks if total else math.inf, free, step / 2,
+    )  # fmt: skip
 
 
 class TimeCost:
@@ -310,17 +291,11 @@ class TimeCost:
             if known := len(oldest) - oldest.count(0.0):
                 mean_idle = max(LEAST_IDLE_SECONDS, (known * now - sum(oldest)) / known)
         return TimePrompt(
-            request.prompt_tokens,
-            needed,
-            output,
-            request.prompt_tokens + output / 2,
-            1.0 if credit is None else credit,
-            request.tracks_prefill,
-            has_space,
-            mean_idle,
+            request.prompt_tokens, needed, output, request.prompt_tokens + output / 2, 1.0 if credit is None else credit,
+            request.tracks_prefill, has_space, mean_idle,
             weights.decode_weight * min(1.0, MOST_DECODED / max(1.0, output)) / (1 + requests / count) ** 1.5,
             weights.eviction_weight * (1 + weights.future_weight + weights.stall_weight * streams / count),
-        )
+        )  # fmt: skip
 
     # -- costs
 

@@ -6,6 +6,7 @@ NumPy is no requirement of this package. Where it is not installed, the loop of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import inf
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -180,11 +181,15 @@ class TimeArrays:
 
 def reordered(np: ModuleType, table: NDArray[float64], gone: Sequence[int], new: Sequence[int]) -> NDArray[float64]:
     """Return a table of ranks without the columns at the positions `gone`, and with columns of zeros at the positions `new`."""
-    left = np.delete(table, gone, axis=1) if gone else table
-    found: NDArray[float64] = (
-        np.insert(left, [at - before for before, at in enumerate(new)], 0.0, axis=1) if new else left
-    )
-    return found
+    if gone:
+        starts = [0, *(at + 1 for at in gone)]
+        table = np.concatenate([table[:, at:to] for at, to in zip(starts, [*gone, None], strict=True)], axis=1)
+    if new:
+        starts = [at - before for before, at in enumerate(new)]
+        parts = [table[:, at:to] for at, to in zip([0, *starts], [*starts, None], strict=True)]
+        column = np.zeros((len(table), 1))
+        table = np.concatenate([parts[0], *chain.from_iterable((column, part) for part in parts[1:])], axis=1)
+    return table
 
 
 def lowest_of(costs: NDArray[float64], draw: float) -> tuple[int, float, int]:
