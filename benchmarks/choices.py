@@ -24,6 +24,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, PlacementRequest, Policy, RouterMode, policy_for
 from dynamo.placement.kv_query import KvQuery, RankInfo
 from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.placement.rank_states import RankInfos
 from dynamo.router.kv.placement import KvPlaced, KvPlacement
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.workers.pool import ModelPool, WorkerClient
@@ -83,7 +84,9 @@ def policy(name: str, count: int) -> Policy:
         return policy_for(RouterMode(mode), rng=rng)
     router = KvRouter(block_size=BLOCK, policy=kv_policy(kind), rng=rng, index=ApproximateIndex(ttl_seconds=1e6))
     placement = KvPlacement(router, rng=rng)
-    ranks = {WorkerRank(number): INFO for number in range(count)}
+    ranks = RankInfos()
+    for number in range(count):
+        ranks[WorkerRank(number)] = INFO
     placement.read_ranks = lambda: ranks
     placement.is_stale = True
     return placement

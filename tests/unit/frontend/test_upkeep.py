@@ -255,7 +255,7 @@ def test_the_records_of_ranks_are_kept_where_nothing_of_them_has_changed(monkeyp
     assert list(found) == sorted(ranks)
     sizes = (found[WorkerRank(4)].total_kv_blocks, found[WorkerRank(9)].total_kv_blocks)
     assert (sizes, found[WorkerRank(5)].requests) == ((7, 8), 1)
-    assert all(states.loads[states.known.positions[rank]] is load.of(rank) for rank in ranks)
+    assert all(states.loads[states.known.place(rank)] is load.of(rank) for rank in ranks)
 
 
 def stored(worker: int, first: int) -> RouterEvent:

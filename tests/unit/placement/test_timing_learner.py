@@ -21,7 +21,7 @@ class Engine:
     def __init__(self, prefill: TimeCurve, decode: TimeCurve, seed: int = 1) -> None:
         self.prefill, self.decode = prefill, decode
         self.load, self.learner = ActiveLoad(16), TimingLearner()
-        self.learner.keep({A, B}, {A: CAPACITY, B: CAPACITY})
+        self.learner.change((), {A: CAPACITY, B: CAPACITY})
         self.rng, self.now, self.number = random.Random(seed), 0.0, 0
 
     def answer(self, rank: WorkerRank = A, factor: float = 1.0) -> None:
@@ -210,8 +210,8 @@ def test_ranks_that_are_gone_are_forgotten() -> None:
     engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
     engine.answer_in_turns(40, (A, 1.0), (B, 3.0))
     slow = engine.learner.timing(B).prefill.at(4000)
-    engine.learner.keep({A}, {})
-    engine.learner.keep({A, B}, {A: CAPACITY, B: CAPACITY})
+    engine.learner.change((B,), {})
+    engine.learner.change((), {A: CAPACITY, B: CAPACITY})
     assert engine.learner.timing(B).prefill.at(4000) < 0.8 * slow
 
 

@@ -45,11 +45,7 @@ class ActiveLoad:
     )  # fmt: skip
 
     def __init__(
-        self,
-        block_size: int,
-        *,
-        tracks_output_blocks: bool = False,
-        expiry_seconds: float = DEFAULT_EXPIRY_SECONDS,
+        self, block_size: int, *, tracks_output_blocks: bool = False, expiry_seconds: float = DEFAULT_EXPIRY_SECONDS
     ) -> None:
         """Make an empty account. Without `tracks_output_blocks` generated tokens take no blocks here."""
         if block_size < 1:

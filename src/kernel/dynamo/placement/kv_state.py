@@ -78,7 +78,7 @@ class RecordChanges(NamedTuple):
     changed: Sequence[int] = ()
 
 
-_SAME: Final = RecordChanges()
+SAME: Final = RecordChanges()
 _SERIALS: Final = count(1)
 
 
@@ -126,7 +126,7 @@ class SeenRecords:
         records, gaps = (ranks.whole or ranks, ranks.gaps) if isinstance(ranks, Records) else (ranks, NO_GAPS)
         seen, self._records = self._records, records
         if records is seen:
-            return records, gaps, _SAME
+            return records, gaps, SAME
         if isinstance(records, Records) and isinstance(seen, Records) and records.former == seen.serial:
             return records, gaps, records.changes
         return records, gaps, _difference(seen, records)

@@ -46,16 +46,8 @@ class PrefillPass:
     """The running pass of one rank and what waits behind it. Bounded by the active requests."""
 
     __slots__ = (
-        "_begins_at",
-        "_finished",
-        "_last",
-        "budget",
-        "running",
-        "running_tokens",
-        "started_at",
-        "waiting",
-        "waiting_tokens",
-    )
+        "_begins_at", "_finished", "_last", "budget", "running", "running_tokens", "started_at", "waiting", "waiting_tokens",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.budget = DEFAULT_PASS_BUDGET

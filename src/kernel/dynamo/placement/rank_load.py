@@ -138,16 +138,8 @@ class Booked:
     """One active request."""
 
     __slots__ = (
-        "added_at",
-        "context_tokens",
-        "expires",
-        "first_token",
-        "output",
-        "prefill_tokens",
-        "rank",
-        "request_id",
-        "sequence",
-    )
+        "added_at", "context_tokens", "expires", "first_token", "output", "prefill_tokens", "rank", "request_id", "sequence",
+    )  # fmt: skip
 
     def __init__(self, request_id: str, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
         self.request_id, self.rank, self.sequence, self.added_at = request_id, rank, sequence, now
@@ -193,16 +185,8 @@ class LoadOfRank:
     """The account of one rank."""
 
     __slots__ = (
-        "blocks",
-        "booked",
-        "boundary_at",
-        "clock",
-        "prefill_pass",
-        "prefill_tokens",
-        "reuse",
-        "timing",
-        "weights",
-    )
+        "blocks", "booked", "boundary_at", "clock", "prefill_pass", "prefill_tokens", "reuse", "timing", "weights",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}  # sequence hash to the number of requests that hold it

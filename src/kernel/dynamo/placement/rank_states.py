@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import compress, count
-from operator import attrgetter, is_not, itemgetter
+from itertools import compress
+from operator import is_not
 from typing import Final
 
 from msgspec import structs
@@ -14,7 +14,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
 from dynamo.placement.gaps import NO_GAPS, Gaps
 from dynamo.placement.kv_query import KvQuery, RankExclusion, RankInfo, eligible_ranks, exclusion_of, names_ranks
-from dynamo.placement.kv_state import RankState, Records
+from dynamo.placement.kv_state import SAME, RankState, RecordChanges, Records
 from dynamo.placement.rank_load import LoadOfRank
 from dynamo.placement.timing import DEFAULT_TIMING
 from dynamo.placement.timing_learner import TimingLearner
@@ -33,30 +33,101 @@ class RankPart:
 
     __slots__ = ("allowed", "excluded", "gaps", "ranks")
 
-    def __init__(self, every: Sequence[WorkerRank], excluded: Mapping[int, RankExclusion]) -> None:
-        """`excluded`: those of all ranks that are not of this part, by position, in order."""
+    def __init__(self, every: list[WorkerRank], excluded: Mapping[int, RankExclusion]) -> None:
+        """`every`: all ranks; without exclusions this part is always those that are in the list. `excluded`: those of all ranks that are not of this part, by position, in order."""
         self.excluded = (*excluded.values(),)
         self.gaps = Gaps([*excluded], len(every)) if excluded else NO_GAPS
-        self.ranks: Sequence[WorkerRank] = self.gaps.left([*every]) if excluded else every
+        self.ranks = self.gaps.left(every) if excluded else every
         self.allowed: Collection[int] | None = None  # of the query, by identity
 
 
+class RankInfos(dict[WorkerRank, RankInfo]):
+    """What is known of each rank, with a note of what has changed since its one reader took it over."""
+
+    __slots__ = ("_noted", "_reader")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[WorkerRank, None] = {}
+        self._reader: object = None
+
+    def __setitem__(self, rank: WorkerRank, info: RankInfo) -> None:
+        super().__setitem__(rank, info)
+        self._note(rank)
+
+    def __delitem__(self, rank: WorkerRank) -> None:
+        super().__delitem__(rank)
+        self._note(rank)
+
+    def _note(self, rank: WorkerRank) -> None:
+        self._noted.pop(rank, None)  # in the order of the last changes, as the ranks themselves
+        self._noted[rank] = None
+
+    def take(self, reader: object) -> Collection[WorkerRank] | None:
+        """Return the ranks that are gone, new or known otherwise since the last call; None: another reader made that."""
+        noted = self._noted if self._reader is reader else None
+        self._noted, self._reader = {}, reader
+        return noted
+
+
 class RankSet:
-    """The ranks there are, in order, and what is known of each. It never changes."""
+    """The ranks there are, in order, and what is known of each."""
 
-    __slots__ = ("_parts", "_pinned", "busy", "every", "infos", "positions", "workers")
+    __slots__ = ("_parts", "_pinned", "_places", "_shown", "busy", "every", "facts", "workers")
 
-    def __init__(self, infos: Mapping[WorkerRank, RankInfo], former: RankSet | None = None) -> None:
-        """`infos`: in the order of the ranks. `former`: of the same ranks."""
-        self.infos = infos
-        # Over a busy threshold.
-        self.busy: Sequence[int] = [*compress(count(), map(attrgetter("is_busy"), infos.values()))]
+    def __init__(self) -> None:
+        self.facts: dict[WorkerRank, RankInfo] = {}  # in any order
+        self._shown: Mapping[WorkerRank, RankInfo] = {}
+        self.busy: set[WorkerRank] = set()  # over a busy threshold
         self._parts: dict[int, RankPart] = {}  # of queries that had no more than allowed workers, by identity
         # Of each rank, for a query that names another worker; empty: none has come.
-        self._pinned: Sequence[RankExclusion] = () if former is None else former._pinned
-        self.every: RankPart = former.every if former else RankPart((*infos,), {})
-        self.positions: Mapping[WorkerRank, int] = former.positions if former else dict(zip(infos, count()))
-        self.workers: frozenset[int] = former.workers if former else frozenset(map(itemgetter(0), infos))
+        self._pinned: Sequence[RankExclusion] = ()
+        self.every = RankPart([], {})
+        self._places: dict[WorkerRank, int] = {}  # where each rank was when it was last searched for
+        self.workers: frozenset[int] = frozenset()
+
+    @property
+    def infos(self) -> Mapping[WorkerRank, RankInfo]:
+        """What is known of each rank now, in their order; it does not change with the ranks."""
+        if len(self._shown) != len(self.facts):
+            self._shown = dict(zip(self.every.ranks, map(self.facts.__getitem__, self.every.ranks), strict=True))
+        return self._shown
+
+    def place(self, rank: WorkerRank) -> int:
+        """Return where a rank is among all; -1: it is not."""
+        at, order = self._places.get(rank, -1), self.every.ranks
+        if at >= 0 and (at >= len(order) or order[at] != rank):  # others have come or gone before it
+            self._places[rank] = at = bisect_left(order, rank)
+        return at
+
+    def change(
+        self, gone: Collection[WorkerRank], others: Mapping[WorkerRank, RankInfo]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Take out the ranks that are gone, and take what is known of others, which may be new.
+
+        Return where the first were and where the new ones are, in order.
+        """
+        order, new = self.every.ranks, sorted([rank for rank in others if rank not in self.facts])
+        self._shown, self._parts = {}, {}
+        left, places = sorted([self.place(rank) for rank in gone]), list[int]()
+        for rank in gone:
+            del self.facts[rank], self._places[rank]
+        for at in reversed(left):
+            del order[at]
+        for rank in new:
+            self._places[rank] = at = bisect_left(order, rank)
+            places.append(at)
+            order.insert(at, rank)
+        self.facts.update(others)
+        self.busy.difference_update(gone, others)
+        self.busy.update([rank for rank, info in others.items() if info.is_busy])
+        if left or places:
+            self._pinned = ()
+            lost = {rank.worker_id for rank in gone if not self._of_worker(rank.worker_id)}
+            joined = {rank.worker_id for rank in new} - self.workers
+            if lost or joined:
+                self.workers = self.workers - lost | joined
+        return left, places
 
     def part(self, query: KvQuery) -> RankPart:
         """Return the ranks that may serve a query; kept while the same workers are allowed. Raises what `eligible_ranks` raises."""
@@ -78,13 +149,13 @@ class RankSet:
                 self._pinned = [RankExclusion(rank, "not_pinned") for rank in ranks]
             excluded = dict(enumerate(self._pinned))
         for at in self._doubted(query):
-            reason = exclusion_of(ranks[at], self.infos[ranks[at]], query)
+            reason = exclusion_of(ranks[at], self.facts[ranks[at]], query)
             if reason is not None:
                 excluded[at] = RankExclusion(ranks[at], reason)
             else:
                 excluded.pop(at, None)
         if len(excluded) == len(ranks):
-            eligible_ranks(self.infos, query)  # it names the reason
+            eligible_ranks(self.facts, query)  # it names the reason
         return RankPart(ranks, excluded)
 
     def _doubted(self, query: KvQuery) -> Iterable[int]:
@@ -92,13 +163,13 @@ class RankSet:
         if query.pinned_worker_id is not None:
             return self._of_worker(query.pinned_worker_id)
         if query.required_taints or query.required_topology or query.pinned_dp_rank is not None:
-            return range(len(self.infos))
-        found = {*self.busy}
+            return range(len(self.facts))
+        found = {*map(self.place, self.busy)}
         for worker in () if query.allowed is None else self.workers.difference(query.allowed):
             found.update(self._of_worker(worker))
         for each in query.excluded:
-            at = self.positions.get(each) if isinstance(each, tuple) else None
-            found.update(self._of_worker(each) if isinstance(each, int) else () if at is None else (at,))
+            at = self.place(each) if isinstance(each, tuple) else -1
+            found.update(self._of_worker(each) if isinstance(each, int) else () if at < 0 else (at,))
         return sorted(found)
 
     def _of_worker(self, worker_id: int) -> range:
@@ -109,7 +180,7 @@ class RankSet:
 class RankStates:
     """One `RankState` per known rank, in the order of the ranks. Bounded by the ranks."""
 
-    __slots__ = ("_held", "_is_read", "_load", "_now", "_states", "follows_timing", "known", "loads", "timing")
+    __slots__ = ("_held", "_load", "_now", "_states", "_unread", "follows_timing", "known", "loads", "timing")
 
     def __init__(
         self, load: ActiveLoad, timing: TimingLearner, held: Callable[[WorkerRank], int] | None = None
@@ -118,51 +189,46 @@ class RankStates:
         self._load, self.timing = load, timing
         self._held = held or (lambda _: 0)
         self.follows_timing = True  # False: records do not have the speed of their ranks
-        self.known = RankSet({})
-        self.loads: Sequence[LoadOfRank] = ()  # in the order of `ranks`
+        self.known = RankSet()
+        self.loads: list[LoadOfRank] = []  # in the order of `ranks`
         self._now: list[RankState] = []  # the newest records
-        self._states = Records.after(None, (), ())  # those that were handed out, or are next
-        self._is_read = True  # these records were handed out
+        self._states = Records.after(None, (), ())  # those that were handed out last
+        self._unread: RecordChanges | None = None  # where ranks have come and gone since
 
     def set(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
-        """Take the ranks there are and what is known of each; the load of every other rank is forgotten."""
-        for each in set(self._load.ranks()) - ranks.keys():
-            self._load.forget(each.worker_id, each.dp_rank)
-        former, block_size = self.infos, self._load.block_size
-        # Those that are new, or known otherwise.
-        others = [*compress(ranks, map(is_not, map(former.get, ranks), ranks.values()))]
-        for rank in others:
-            info, load = ranks[rank], self._load.of(rank)
+        """Take the ranks there are and what is known of each; the load of every other rank is forgotten.
+
+        `RankInfos` are compared only where they have changed.
+        """
+        former, accounts, block_size = self.known.facts, self._load.ranks(), self._load.block_size
+        noted = ranks.take(self) if isinstance(ranks, RankInfos) else None
+        if noted is None:
+            gone: Collection[WorkerRank] = former.keys() - ranks.keys()
+            new = [*compress(ranks, map(is_not, map(former.get, ranks), ranks.values()))]
+        else:
+            gone = [rank for rank in noted if rank in former and rank not in ranks]
+            new = [rank for rank in noted if rank in ranks and former.get(rank) is not ranks[rank]]
+        # A peer's booking may have made an account of a rank that is not there.
+        strays = gone if noted is not None and len(accounts) == len(former) else {*accounts} - ranks.keys()
+        for each in strays:
+            self._load.forget(*each)
+        others = {rank: ranks[rank] for rank in new}  # or known otherwise
+        for rank, info in others.items():
+            load = self._load.of(rank)
             load.prefill_pass.set_budget(info.max_num_batched_tokens)
             load.reuse.set_blocks(info.total_kv_blocks)
-        self.timing.keep(ranks.keys(), {rank: (ranks[rank].total_kv_blocks or 0) * block_size for rank in others})
-        new = sorted([rank for rank in others if rank not in former])
-        if not new and len(former) == len(ranks):
-            self.known = RankSet({**former, **{rank: ranks[rank] for rank in others}}, self.known)
-        else:
-            self._reorder(ranks, new)
+        self.timing.change(strays, {rank: (info.total_kv_blocks or 0) * block_size for rank, info in others.items()})
         self._load.changed.update([rank for rank in others if rank in former])
-
-    def _reorder(self, ranks: Mapping[WorkerRank, RankInfo], new: Sequence[WorkerRank]) -> None:
-        """Take other ranks than before: `new` ones, in order, and not all of the others."""
-        before, order = self.ranks, [*self.ranks]
-        loads, states = [*self.loads], self._now
-        gone = (
-            [] if len(before) + len(new) == len(ranks) else [at for at, rank in enumerate(before) if rank not in ranks]
-        )
-        for at in reversed(gone):
-            del order[at], loads[at], states[at]
-        places = list[int]()
-        for rank in new:
-            places.append(at := bisect_left(order, rank))
-            order.insert(at, rank)
-            loads.insert(at, self._load.of(rank))
-        self.known = RankSet(dict(zip(order, map(ranks.__getitem__, order), strict=True)))
+        left, places = self.known.change(gone, others)
+        for at in reversed(left):
+            del self.loads[at], self._now[at]
         for at in places:
-            states.insert(at, self._state(order[at], loads[at]))
-        self.loads = loads
-        self._states = Records.after(self._states, states, (), gone, places)
-        self._is_read = False
+            self.loads.insert(at, self._load.of(rank := self.ranks[at]))
+            self._now.insert(at, self._state(rank, self.loads[at]))
+        if left or places:
+            if self._unread is not None:  # twice: the records are compared whole
+                self._states = Records.after(None, (), ())
+            self._unread = RecordChanges(left, places)
 
     @property
     def ranks(self) -> Sequence[WorkerRank]:
@@ -176,46 +242,30 @@ class RankStates:
 
     def current(self) -> Records:
         """Return the record of every rank as it is now."""
-        changed, moved, known = self._load.changed, self.timing.moved, self.known.positions
-        if changed or (moved and self.follows_timing):
-            former, states = self._states, self._now
-            positions = [known[rank] for rank in changed if rank in known]
+        changed, moved, known, unread = self._load.changed, self.timing.moved, self.known, self._unread
+        if changed or unread is not None or (moved and self.follows_timing):
+            states = self._now
+            positions = [at for rank in changed if (at := known.place(rank)) >= 0]
             for at in positions:
                 states[at] = self._state(self.ranks[at], self.loads[at])
-            most = (MOVED_AT_ONCE if len(known) <= MANY else MOVED_OF_MANY) if self.follows_timing else 0
+            most = (MOVED_AT_ONCE if len(states) <= MANY else MOVED_OF_MANY) if self.follows_timing else 0
             for rank in [moved.pop() for _ in range(min(len(moved), most))]:
-                if rank in known and rank not in changed:  # of its record only this can be another
-                    positions.append(at := known[rank])
+                at = known.place(rank)
+                if at >= 0 and rank not in changed:  # of its record only this can be another
+                    positions.append(at)
                     figures = {"timing": self.timing.timing(rank), "held_blocks": self._held(rank)}
                     states[at] = structs.replace(states[at], **figures)
             changed.clear()
-            self._states = Records.after(former, states, positions)
-            if not self._is_read:  # what differs from those that were handed out
-                self._states.former, self._states.changes = former.former, former.changes._replace(changed=positions)
-        self._is_read = True
+            gone, new, _ = unread or SAME
+            self._states, self._unread = Records.after(self._states, states, positions, gone, new), None
         return self._states
 
     def _state(self, rank: WorkerRank, load: LoadOfRank) -> RankState:
-        info, prefill = self.infos[rank], load.prefill_pass
+        info, prefill = self.known.facts[rank], load.prefill_pass
         load.timing = timing = self.timing.timing(rank) if self.follows_timing else DEFAULT_TIMING
-        return RankState(
-            rank=rank,
-            prefill_tokens=load.prefill_tokens,
-            decode_blocks=load.decode_blocks,
-            requests=len(load.booked),
-            streams=load.clock.streams,
-            context_tokens=load.clock.context_tokens,
-            pass_started_at=prefill.started_at if prefill.running else None,
-            boundary_at=load.boundary_at,
-            pass_tokens=prefill.running_tokens,
-            waiting_tokens=prefill.waiting_tokens,
-            waiting_requests=len(prefill.waiting),
-            oldest_use_at=load.reuse.oldest_use_at,
-            held_blocks=self._held(rank),
-            total_kv_blocks=info.total_kv_blocks,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            max_num_seqs=info.max_num_seqs,
-            trust=info.trust,
-            timing=timing,
-            taints=info.taints,
-        )
+        return RankState(  # by position, as names take longer: this runs for nearly every step of a request
+            rank, True, load.prefill_tokens, load.decode_blocks, len(load.booked), load.clock.streams, load.clock.context_tokens,
+            prefill.started_at if prefill.running else None, load.boundary_at, prefill.running_tokens, prefill.waiting_tokens,
+            len(prefill.waiting), load.reuse.oldest_use_at, self._held(rank), info.total_kv_blocks, info.max_num_batched_tokens,
+            info.max_num_seqs, info.trust, timing, info.taints,
+        )  # fmt: skip

@@ -42,7 +42,7 @@ class RankTiming(msgspec.Struct, frozen=True, gc=False):
         return self.decode.at(fill) + self.stream_ms * streams
 
 
-def pass_ms(curve: TimeCurve, tokens: float, budget: int) -> float:
+def pass_ms(curve: TimeCurve, tokens: float, budget: float) -> float:
     """Return how long the passes take that compute `tokens` tokens, `budget` in each; 0 for none."""
     if tokens <= 0:
         return 0.0

@@ -9,7 +9,7 @@ believed only as far as chance would not have shown it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Final, NamedTuple
 
@@ -234,7 +234,7 @@ class _Unsettled(NamedTuple):
 
 
 class TimingLearner:
-    """The speed of every rank. Bounded by the ranks: `keep` forgets those that are gone.
+    """The speed of every rank. Bounded by the ranks: `change` forgets those that are gone.
 
     What one rank shows changes what is believed of the others; `moved` names them, for callers that keep what `timing` returned, and is
     emptied by its reader.
@@ -251,11 +251,11 @@ class TimingLearner:
         self._output_tokens = DEFAULT_TIMING.output_tokens
         self._answers = 0
 
-    def keep(self, present: Set[WorkerRank], capacities: Mapping[WorkerRank, int | None]) -> None:
-        """Take the ranks there are, and the tokens that the caches of some of them hold; forget all others."""
-        for gone in self._ranks.keys() - present:
-            del self._ranks[gone]
-            self.moved.discard(gone)
+    def change(self, gone: Iterable[WorkerRank], capacities: Mapping[WorkerRank, int | None]) -> None:
+        """Forget ranks that are gone, and take the tokens that the caches of others hold, which may be new."""
+        for rank in gone:
+            self._ranks.pop(rank, None)
+            self.moved.discard(rank)
         for rank, capacity in capacities.items():
             self._of(rank).capacity = capacity or DEFAULT_CAPACITY_TOKENS
 

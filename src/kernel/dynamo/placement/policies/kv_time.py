@@ -26,7 +26,8 @@ full; the weights of the others are the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -42,7 +43,7 @@ from dynamo.placement.kv_state import (
     RankMatch,
     RankState,
     SeenRecords,
-)
+)  # fmt: skip
 from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
 from dynamo.placement.policies.kv_parameters import read_parameters
 from dynamo.placement.policies.kv_time_arrays import (
@@ -52,7 +53,7 @@ from dynamo.placement.policies.kv_time_arrays import (
     TimePrompt,
     lowest_of,
     numpy,
-)
+)  # fmt: skip
 from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET, pass_count
 from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, MOST_STEPS, pass_ms, rest_of_step_ms
 
@@ -89,54 +90,89 @@ class TimeParameters(msgspec.Struct, frozen=True, gc=False):
 
 
 class _View(NamedTuple):
-    """What the cost of one rank is made of that does not depend on the prompt, worked out once for each of its records."""
+    """What the cost of one rank is made of that does not depend on the prompt, worked out once for each of its records.
+
+    Floats only, beside the record: a sum of an int and a float takes the interpreter three times as long, and is the same number.
+    """
 
     record: RankState
+    # What the arrays hold beyond what the loop reads.
+    pass_tokens: float  # that the running pass computes
+    waiting_with_pass_ms: float  # `waiting_ms` where those join it
+    block_ms: float  # to compute one block
+    oldest_use_at: float  # 0: not known
+    room_ms: float  # until one more block is free, for each token of output
+    known_until: float  # when no more is known of its steps than how long one takes
+    idle_own: float  # `idle_wait` with `seat_ms`
+    turn: float  # `step`; where that is 0, infinite
+    # What the loop over all ranks reads of each, and the arrays as well.
+    seat_ms: float  # until the engine admits one more request; 0: at once
     begins_at: float  # of the prefill pass that runs, or that waits for the end of a step; 0: there is none
     ends_at: float  # the same
     boundary_at: float  # when a pass was last seen to end; 0: not known
-    idle_wait: float  # ms until the step that runs is over
     base: float
     linear: float
     square: float
-    budget: int
-    waiting: int  # tokens that join the next pass
+    budget: float
+    waiting: float  # tokens that join the next pass
     waiting_ms: float  # what they take without this prompt
     step: float  # ms of one step of the streams
     others: float  # weight of a ms that this prompt adds to the pass
     decode: float  # ms for each token of output
     decode_growth: float  # the same, for each token of context that is added
     room: float  # blocks that fit beside the active requests
-    room_ms: float  # until one more block is free, for each token of output
     free: float  # blocks that can be taken without an eviction
-    block_ms: float  # to compute one block
-    oldest_use_at: float  # 0: not known
-    requests: int
-    streams: int
-    seat_ms: float  # until the engine admits one more request; 0: at once
+    idle_wait: float  # ms until the step that runs is over; the arrays have it in `idle_own`
 
 
 _Row = tuple[float, ...]
 
+_row_of: Callable[[_View], _Row] = itemgetter(slice(_View._fields.index("seat_ms"), None))  # what the loop reads
+_column_of: Callable[[_View], _Row] = itemgetter(slice(1, -1))  # what the arrays hold
 
-def _row_of(view: _View) -> _Row:
-    """Return what the loop over all ranks reads of a view, in its order. Floats only: a sum of an int and a float takes the
-    interpreter three times as long, and is the same number."""
-    return (
-        view.begins_at, view.ends_at, view.boundary_at, view.idle_wait, view.base, view.linear, view.square, float(view.budget), float(view.waiting),
-        view.waiting_ms, view.step, view.others, view.decode, view.decode_growth, float(view.room), float(view.free),
-        view.seat_ms,
+
+def view_of(rank: RankState, block_size: int, weights: TimeParameters) -> _View:
+    timing, total = rank.timing, rank.total_kv_blocks or 0
+    requests, streams, prefill = rank.requests, rank.streams, timing.prefill
+    capacity = total * block_size or DEFAULT_CAPACITY_TOKENS
+    budget = rank.max_num_batched_tokens or DEFAULT_PASS_BUDGET
+    fill = min(1.0, rank.context_tokens / capacity)
+    # Also where there are no streams: the request's own steps. It makes those of the requests beside it longer, too.
+    decode = timing.step_ms(fill, 1 + 2 * requests)
+    step = timing.step_ms(fill, streams) if streams else 0.0
+    growth = 0.0  # a step over a full cache gets no longer: what is shared is counted in every context
+    if fill < 1.0:
+        growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
+    begins_at = ends_at = known_until = 0.0
+    boundary_at = rank.boundary_at or 0.0
+    waiting_ms = with_pass_ms = pass_ms(prefill, rank.waiting_tokens, budget)
+    if rank.pass_started_at is not None:
+        begins_at, known_until = rank.pass_started_at, math.inf
+        if boundary_at < begins_at:  # it came in the middle of a step
+            begins_at += rest_of_step_ms(begins_at, boundary_at, step) / 1000
+        elif (boundary_at - begins_at) * 1000 <= step:
+            begins_at = boundary_at  # and that step was seen to end
+        steps = step * pass_count(rank.pass_tokens, budget)
+        ends_at = begins_at + (pass_ms(prefill, rank.pass_tokens, budget) + steps) / 1000
+        with_pass_ms = pass_ms(prefill, rank.waiting_tokens + rank.pass_tokens, budget)
+    if boundary_at and step and not ends_at:  # a ms longer than it is, as sums of times are not exact
+        known_until = boundary_at + (MOST_STEPS * step + 1.0) / 1000
+    output_blocks = requests * timing.output_tokens / 2 / block_size
+    free = math.inf
+    if total and rank.held_blocks:
+        free = max(0.0, float(total - rank.held_blocks))
+    elif rank.oldest_use_at is not None:
+        free = 0.0
+    seat_ms = _seat_ms(rank, step or decode)
+    return _View(
+        rank,
+        float(rank.pass_tokens), with_pass_ms, prefill.linear * block_size, rank.oldest_use_at or 0.0,
+        decode / total if total else 0.0, known_until, step / 2 + seat_ms, step or math.inf,
+        seat_ms, begins_at, ends_at, boundary_at, prefill.base, prefill.linear, prefill.square, float(budget),
+        float(rank.waiting_tokens), waiting_ms, step,
+        weights.future_weight + weights.stall_weight * (streams + rank.waiting_requests),
+        decode, growth * (1 + requests), total - rank.decode_blocks - output_blocks if total else math.inf, free, step / 2,
     )  # fmt: skip
-
-
-def _more_of(view: _View) -> _Row:
-    """Return what the arrays hold of a view beyond its row, in their order. Last: until when more is known of its steps than how
-    long one takes, a ms longer than it is, as sums of times are not exact."""
-    tokens, until = view.record.pass_tokens, math.inf if view.ends_at else 0.0
-    if not until and view.boundary_at and view.step:
-        until = view.boundary_at + (MOST_STEPS * view.step + 1.0) / 1000
-    with_pass = pass_ms(view.record.timing.prefill, view.waiting + tokens, view.budget)
-    return float(tokens), with_pass, view.block_ms, view.oldest_use_at, view.room_ms, until
 
 
 class TimeCost:
@@ -170,18 +206,19 @@ class TimeCost:
     def choose(self, state: KvState, draw: float, *, with_terms: bool = False) -> KvChoice:
         """Choose the rank where the request costs least, or sample one."""
         views, gaps = self._current_views(state)
-        prompt = self._prompt(state, gaps)
         request, temperature = state.request, self._parameters.router_temperature
         if request.overrides is not None and request.overrides.router_temperature is not None:
             temperature = request.overrides.router_temperature
+        arrays = None
         if len(state.ranks) >= ARRAYS_FROM and not (temperature or with_terms or request.has_preferences):
             arrays = self._current_arrays(views)
-            if arrays is not None:
-                found = arrays.costs(state.now, prompt, self._held(state, prompt, views, gaps))
-                if gaps.at:
-                    found = arrays.np.delete(found, gaps.at)
-                position, cost, tied = lowest_of(found, draw)
-                return KvChoice(self.name, "ms", state.ranks[position].rank, position, cost, tied, draw)
+        prompt = self._prompt(state, gaps, arrays)
+        if arrays is not None:
+            found = arrays.costs(state.now, prompt, self._held(state, prompt, views, gaps))
+            if gaps.at:
+                found = arrays.np.delete(found, gaps.at)
+            position, cost, tied = lowest_of(found, draw)
+            return KvChoice(self.name, "ms", state.ranks[position].rank, position, cost, tied, draw)
         views, rows = (gaps.left(views), gaps.left(self._rows)) if gaps.at else (views, self._rows)
         costs = self._costs(state, prompt, views, rows)
         if temperature > 0.0:
@@ -204,28 +241,26 @@ class TimeCost:
             self._renew(self._arrays)
             self._arrays.reorder(gone, new)
         for at in reversed(gone):
-            self._drop(at)
+            self._count(self._views.pop(at), -1)
+            del self._rows[at], self._oldest[at]
         for at in new:
-            self._insert(at, self._view(records[at], state.block_size))
+            view = view_of(records[at], state.block_size, self._parameters)
+            self._views.insert(at, view)
+            self._rows.insert(at, _row_of(view))
+            self._oldest.insert(at, view.oldest_use_at)
+            self._count(view, 1)
         for at in changed:
-            self._drop(at)
-            self._insert(at, self._view(records[at], state.block_size))
+            view = view_of(records[at], state.block_size, self._parameters)
+            self._count(self._views[at], -1)
+            self._views[at], self._rows[at], self._oldest[at] = view, _row_of(view), view.oldest_use_at
+            self._count(view, 1)
+        if self._arrays is not None:
+            self._arrays.stale.update(new, changed)
         return self._views, gaps
 
-    def _drop(self, at: int) -> None:
-        view = self._views.pop(at)
-        del self._rows[at], self._oldest[at]
-        self._requests -= view.requests
-        self._streams -= view.streams
-
-    def _insert(self, at: int, view: _View) -> None:
-        self._views.insert(at, view)
-        self._rows.insert(at, _row_of(view))
-        self._oldest.insert(at, view.oldest_use_at)
-        self._requests += view.requests
-        self._streams += view.streams
-        if self._arrays is not None:
-            self._arrays.stale.add(at)
+    def _count(self, view: _View, sign: int) -> None:
+        self._requests += sign * view.record.requests
+        self._streams += sign * view.record.streams
 
     def _current_arrays(self, views: list[_View]) -> TimeArrays | None:
         """Return the figures of all views; None where NumPy is not installed."""
@@ -235,102 +270,46 @@ class TimeCost:
                 return None
             tail = self._parameters.tail_weight / 1e6
             limits = TimeConstants(MOST_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_RATIO, tail)
-            rows = [(*row, *_more_of(view)) for row, view in zip(self._rows, views, strict=True)]
-            arrays = self._arrays = TimeArrays(np, rows, limits)
+            arrays = self._arrays = TimeArrays(np, [_column_of(view) for view in views], limits)
         self._renew(arrays)
         return arrays
 
     def _renew(self, arrays: TimeArrays) -> None:
         while arrays.stale:
-            arrays.change(at := arrays.stale.pop(), (*self._rows[at], *_more_of(self._views[at])))
+            arrays.change(at := arrays.stale.pop(), _column_of(self._views[at]))
 
-    def _view(self, rank: RankState, block_size: int) -> _View:
-        weights, timing, total = self._parameters, rank.timing, rank.total_kv_blocks or 0
-        capacity = total * block_size or DEFAULT_CAPACITY_TOKENS
-        budget = rank.max_num_batched_tokens or DEFAULT_PASS_BUDGET
-        fill = min(1.0, rank.context_tokens / capacity)
-        # Also where there are no streams: the request's own steps. It makes those of the requests beside it longer, too.
-        decode = timing.step_ms(fill, 1 + 2 * rank.requests)
-        step = timing.step_ms(fill, rank.streams) if rank.streams else 0.0
-        growth = 0.0  # a step over a full cache gets no longer: what is shared is counted in every context
-        if fill < 1.0:
-            growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
-        begins_at = ends_at = 0.0
-        boundary_at = rank.boundary_at or 0.0
-        if rank.pass_started_at is not None:
-            begins_at = rank.pass_started_at
-            if boundary_at < begins_at:  # it came in the middle of a step
-                begins_at += rest_of_step_ms(begins_at, boundary_at, step) / 1000
-            elif (boundary_at - begins_at) * 1000 <= step:
-                begins_at = boundary_at  # and that step was seen to end
-            steps = step * pass_count(rank.pass_tokens, budget)
-            ends_at = begins_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + steps) / 1000
-        output_blocks = rank.requests * timing.output_tokens / 2 / block_size
-        free = math.inf
-        if total and rank.held_blocks:
-            free = max(0.0, total - rank.held_blocks)
-        elif rank.oldest_use_at is not None:
-            free = 0.0
-        return _View(
-            rank,
-            begins_at,
-            ends_at,
-            boundary_at,
-            step / 2,
-            timing.prefill.base,
-            timing.prefill.linear,
-            timing.prefill.square,
-            budget,
-            rank.waiting_tokens,
-            pass_ms(timing.prefill, rank.waiting_tokens, budget),
-            step,
-            weights.future_weight + weights.stall_weight * (rank.streams + rank.waiting_requests),
-            decode,
-            growth * (1 + rank.requests),
-            total - rank.decode_blocks - output_blocks if total else math.inf,
-            decode / total if total else 0.0,
-            free,
-            timing.prefill.linear * block_size,
-            rank.oldest_use_at or 0.0,
-            rank.requests,
-            rank.streams,
-            _seat_ms(rank, step or decode),
-        )
-
-    def _prompt(self, state: KvState, gaps: Gaps) -> TimePrompt:
+    def _prompt(self, state: KvState, gaps: Gaps, arrays: TimeArrays | None = None) -> TimePrompt:
         request, weights, now, count = state.request, self._parameters, state.now, len(state.ranks)
-        oldest = gaps.left(self._oldest) if gaps.at else self._oldest
-        requests = self._requests - sum([self._views[at].requests for at in gaps.at])
-        streams = self._streams - sum([self._views[at].streams for at in gaps.at])
-        known = len(oldest) - oldest.count(0.0)
-        idle = known * now - sum(oldest)
+        requests = self._requests - sum([self._views[at].record.requests for at in gaps.at])
+        streams = self._streams - sum([self._views[at].record.streams for at in gaps.at])
         output = state.ranks[0].timing.output_tokens if request.expected_output is None else request.expected_output
+        needed = -(-request.prompt_tokens // state.block_size) + output / state.block_size
         credit = None if request.overrides is None else request.overrides.overlap_score_credit
+        has_space, mean_idle = arrays is not None and arrays.have_space(needed), 0.0
+        if not has_space:
+            oldest = gaps.left(self._oldest) if gaps.at else self._oldest
+            if known := len(oldest) - oldest.count(0.0):
+                mean_idle = max(LEAST_IDLE_SECONDS, (known * now - sum(oldest)) / known)
         return TimePrompt(
-            request.prompt_tokens,
-            -(-request.prompt_tokens // state.block_size) + output / state.block_size,
-            output,
-            request.prompt_tokens + output / 2,
-            1.0 if credit is None else credit,
-            request.tracks_prefill,
-            max(LEAST_IDLE_SECONDS, idle / known) if known else 0.0,
+            request.prompt_tokens, needed, output, request.prompt_tokens + output / 2, 1.0 if credit is None else credit,
+            request.tracks_prefill, has_space, mean_idle,
             weights.decode_weight * min(1.0, MOST_DECODED / max(1.0, output)) / (1 + requests / count) ** 1.5,
             weights.eviction_weight * (1 + weights.future_weight + weights.stall_weight * streams / count),
-        )
+        )  # fmt: skip
 
     # -- costs
 
     def _costs(self, state: KvState, prompt: TimePrompt, views: list[_View], rows: list[_Row]) -> list[float]:
         """Return the cost of each rank, in the order of the state."""
         matches, now, block_size, weights = state.matches, state.now, state.block_size, self._parameters
-        tokens, needed, output, added, _, is_computed, mean_idle, decode_weight, block_weight = prompt
+        tokens, needed, output, added, _, is_computed, _, mean_idle, decode_weight, block_weight = prompt
         decoded = output * decode_weight
         fresh = float(max(1, tokens))  # to be computed where nothing is held
         is_timed, tail = mean_idle > 0.0, weights.tail_weight / 1e6
         costs = []
         # fmt: off
-        for at, (begins_at, ends_at, boundary_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
-                 free, seat) in enumerate(rows):
+        for at, (seat, begins_at, ends_at, boundary_at, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
+                 free, wait) in enumerate(rows):
             # fmt: on
             if at not in matches:
                 missing = over = needed
@@ -343,8 +322,8 @@ class TimeCost:
                 computed = waiting + (uncached if uncached > 1.0 else 1.0)
             if begins_at > now:
                 wait = (begins_at - now) * 1000.0
-                computed += views[at].record.pass_tokens
-                waiting_ms = _waiting_ms(views[at], now)
+                computed += views[at].pass_tokens
+                waiting_ms = views[at].waiting_with_pass_ms
             elif ends_at != 0.0:
                 wait = (ends_at - now) * 1000.0
                 if wait < 0.0:
@@ -360,7 +339,7 @@ class TimeCost:
                     work = base + (linear + square * computed) * computed
                     own += work + step
                 else:
-                    work = pass_ms(views[at].record.timing.prefill, computed, views[at].budget)
+                    work = pass_ms(views[at].record.timing.prefill, computed, budget)
                     own += work + step * (computed // budget + 1)
                 cost += others * (work - waiting_ms)
             cost += own + tail * own * own * own
@@ -464,9 +443,7 @@ def _wait_ms(view: _View, now: float) -> float:
 
 def _waiting_ms(view: _View, now: float) -> float:
     """Return what the next pass takes without the prompt that is to be placed."""
-    if view.begins_at <= now:
-        return view.waiting_ms
-    return pass_ms(view.record.timing.prefill, view.waiting + view.record.pass_tokens, view.budget)
+    return view.waiting_with_pass_ms if view.begins_at > now else view.waiting_ms
 
 
 def _idle_ratio(mean_idle: float, idle: float) -> float:

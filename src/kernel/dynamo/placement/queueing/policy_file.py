@@ -9,13 +9,7 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from dynamo.placement.queueing.profile import (
-    InvalidPolicy,
-    PolicyClass,
-    PolicyProfile,
-    UncachedIslBucket,
-    check_name,
-)
+from dynamo.placement.queueing.profile import InvalidPolicy, PolicyClass, PolicyProfile, UncachedIslBucket, check_name
 
 T = TypeVar("T")
 BUILT_IN_SELECTOR: Final = "default"

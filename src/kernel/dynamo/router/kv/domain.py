@@ -14,6 +14,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import RankInfo, Trust
 from dynamo.placement.kv_state import Selection
 from dynamo.placement.kv_transfer import topology_taints
+from dynamo.placement.rank_states import RankInfos
 from dynamo.protocol.records import ModelCard
 from dynamo.router.kv.fetch_hints import fetch_terms
 from dynamo.router.kv.indexes import EventlessGuesses
@@ -55,7 +56,7 @@ class DomainMembers:
         self._claims: dict[int, dict[tuple[Hashable, int], KvMember]] = {}  # of each worker: by owner and identity
         self._endpoints: Tally[str] = Tally()
         self.cards: dict[WorkerRank, ModelCard] = {}
-        self.infos: dict[WorkerRank, RankInfo] = {}  # as they were when they were last read
+        self.infos = RankInfos()  # as they were when they were last read
         self.changed: dict[WorkerRank, None] = {}  # ranks of which `infos` is out of date, or has nothing
         self.places: dict[int, str] = {}  # the endpoint of each worker
 
@@ -199,7 +200,8 @@ class KvDomain:
                 members.changed[rank] = None
             else:
                 members.changed.pop(rank, None)
-                members.infos.pop(rank, None)
+                if rank in members.infos:
+                    del members.infos[rank]
         self.placement.is_stale = True
         self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._members.cards.items()))
 

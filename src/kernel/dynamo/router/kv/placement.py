@@ -201,12 +201,9 @@ class KvPlacement:
         if not routing and media is None:  # nearly every request names nothing
             sequence = await self._sequence(RoutedPrompt(prompt, tokens), record, None, None)
             return KvQuery(
-                sequence=sequence,
-                prompt_tokens=tokens,
-                pinned_worker_id=pinned,
-                overrides=read_overrides(overrides) if overrides else None,
-                tenant=record.tenant,
-            )
+                sequence=sequence, prompt_tokens=tokens, pinned_worker_id=pinned,
+                overrides=read_overrides(overrides) if overrides else None, tenant=record.tenant,
+            )  # fmt: skip
         routing = routing or {}
         lora_name, cache_salt = routing.get("lora_name"), routing.get("cache_salt")
         routed = RoutedPrompt(prompt, tokens) if media is None else media_prompt(media, prompt)
@@ -309,14 +306,9 @@ class KvPlacement:
             PlacementReason("cached_tokens", selection.cached_tokens),
         )
         return KvPlaced(
-            candidate,
-            f"kv {choice.policy}",
-            why,
-            dp_rank=selection.rank.dp_rank,
-            selection=selection,
-            kv_policy=self.router.policy,
-            query=query,
-        )
+            candidate, f"kv {choice.policy}", why, dp_rank=selection.rank.dp_rank, selection=selection,
+            kv_policy=self.router.policy, query=query,
+        )  # fmt: skip
 
     @property
     def may_defer(self) -> bool:
@@ -332,11 +324,9 @@ class KvPlacement:
         """Take the ranks there are now, if they have changed."""
         if self.is_stale:
             self.is_stale = False
-            ranks = self.read_ranks()
-            known = frozenset([rank.worker_id for rank in ranks])
-            if known != self._workers.ids:
-                self._workers = _KnownWorkers(known)
-            self.router.set_ranks(ranks)
+            self.router.set_ranks(self.read_ranks())
+            if self.router.workers is not self._workers.ids:
+                self._workers = _KnownWorkers(self.router.workers)
 
     def previewing(self) -> Policy:
         """Return a policy that chooses as this one does now, and leaves nothing behind."""

@@ -128,6 +128,11 @@ class KvRouter:
         """The ranks there are, with what is known of each."""
         return self._states.infos
 
+    @property
+    def workers(self) -> frozenset[int]:
+        """The workers of the ranks; the same object until one comes or goes."""
+        return self._states.known.workers
+
     def records(self) -> Sequence[RankState]:
         """Return the record of every rank as it is now."""
         return self.timed(self._states.current())
@@ -178,17 +183,10 @@ class KvRouter:
         """
         request = selection.state.request
         is_new = self.load.add(
-            request_id,
-            selection.rank,
-            selection.tracking_sequence,
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=selection.cached_tokens,
-            coming_tokens=self._coming_tokens(selection),
-            now=now,
-            expected_output=request.expected_output,
-            counts_prefill=request.tracks_prefill,
-            expires=expires,
-        )
+            request_id, selection.rank, selection.tracking_sequence, prompt_tokens=request.prompt_tokens,
+            cached_tokens=selection.cached_tokens, coming_tokens=self._coming_tokens(selection), now=now,
+            expected_output=request.expected_output, counts_prefill=request.tracks_prefill, expires=expires,
+        )  # fmt: skip
         if is_new:
             if is_learned:
                 self.learn(selection, now)
@@ -233,7 +231,7 @@ class KvRouter:
 
     def best_cached_tokens(self, query: KvQuery, lookup: Lookup) -> int:
         """Return the most tokens of a prompt that an eligible rank has cached."""
-        eligible = self._states.infos.keys() if is_unconstrained(query) else self._states.known.part(query).ranks
+        eligible = self._states.known.facts if is_unconstrained(query) else self._states.known.part(query).ranks
         depths = (self._effective_blocks(lookup.overlaps[rank]) for rank in eligible if rank in lookup.overlaps)
         return self._tokens(max(depths, default=0.0), lookup.prompt_tokens)
 
@@ -254,15 +252,9 @@ class KvRouter:
     def _sequence(self, query: KvQuery) -> Sequence[int]:
         if query.sequence is not None:
             return query.sequence
-        return sequence_hashes(
-            block_hashes(
-                query.token_ids,
-                self._block_size,
-                lora_name=query.lora_name,
-                cache_salt=query.cache_salt,
-                mm_hashes=query.mm_hashes,
-            )
-        )
+        return sequence_hashes(block_hashes(
+            query.token_ids, self._block_size, lora_name=query.lora_name, cache_salt=query.cache_salt, mm_hashes=query.mm_hashes,
+        ))  # fmt: skip
 
     def _tracking_sequence(self, query: KvQuery, lookup: Lookup) -> Sequence[int]:
         """Return the names of the prompt's blocks in the account of loads."""
@@ -286,21 +278,14 @@ class KvRouter:
         tracks = overrides.track_prefill_tokens if overrides is not None else None
         has_preferences = bool(query.preferred_taints or query.preferred_topology)
         request = KvRequest(
-            lookup.prompt_tokens,
-            len(lookup.sequence),
-            query.expected_output,
-            query.pinned_worker_id is not None,
-            has_preferences,
-            self._options.tracks_prefill_tokens if tracks is None else tracks,
-            query.shared_hits,
-            overrides,
-            query.origin,
-        )
+            lookup.prompt_tokens, len(lookup.sequence), query.expected_output, query.pinned_worker_id is not None, has_preferences,
+            self._options.tracks_prefill_tokens if tracks is None else tracks, query.shared_hits, overrides, query.origin,
+        )  # fmt: skip
         matches = self._matches(part, lookup.overlaps, tracking)
         if has_preferences:
             matches = {
                 at: msgspec.structs.replace(
-                    matches.get(at, _NO_MATCH), preferred_weight=preferred_weight(states.infos[rank], query)
+                    matches.get(at, _NO_MATCH), preferred_weight=preferred_weight(states.known.facts[rank], query)
                 )
                 for at, rank in enumerate(part.ranks)
             }
@@ -316,8 +301,8 @@ class KvRouter:
         if not overlaps and not heads:
             return matches
         # Only those that have some of it, in the order of all.
-        guess, ranks, known, loads = 0, self._states.ranks, self._states.known.positions, self._states.loads
-        for of_all in sorted([known[rank] for rank in {*overlaps, *heads} if rank in known]):
+        guess, ranks, place, loads = 0, self._states.ranks, self._states.known.place, self._states.loads
+        for of_all in sorted([at for rank in {*overlaps, *heads} if (at := place(rank)) >= 0]):
             at = part.gaps.place(of_all) if part.excluded else of_all
             if at < 0:
                 continue
@@ -338,14 +323,9 @@ class KvRouter:
         return Selection(
             rank,
             0 if match is _NO_MATCH else self._tokens(self._effective_blocks(match.overlap), lookup.prompt_tokens),
-            match.overlap,
-            record.trust,
-            state,
-            choice,
-            lookup,
-            tracking,
+            match.overlap, record.trust, state, choice, lookup, tracking,
             self._potential_blocks(record.decode_blocks, match.active_blocks, lookup),
-        )
+        )  # fmt: skip
 
     def _coming_tokens(self, selection: Selection) -> int:
         """Return the tokens of a prompt that others compute on its rank, beyond the cached ones."""
