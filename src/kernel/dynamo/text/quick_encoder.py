@@ -139,7 +139,7 @@ class QuickEncoder:
             self._fast = None
             logger.error(
                 "fastokens gave %d ids for a text of %d characters, the tokenizer %s gives %d others: it is not used for this "
-                "model any more. Set --tokenizer default, and report the tokenizer to its authors",
+                "model any more. Set --tokenizer default (DYN_TOKENIZER), and report the tokenizer to its authors",
                 len(ids), len(text), self._path, len(exact),
             )  # fmt: skip
         return exact
