@@ -52,7 +52,7 @@ STARTED: Final = {
                 cli:work frontend/models:work picker/grpc:work runtime/base:each runtime/base:make runtime/base:work
             """),
             (REQUEST, """
-                engines/callable:pump frontend/http:self._comment frontend/http:watch_client
+                engines/callable:pump frontend/http:self._send_data frontend/http:watch_client
                 frontend/parts/batches:self._metered frontend/parts/group:self._ask frontend/parts/group:self._connect
                 frontend/parts/group:self._gather frontend/parts/inspector:_leaves frontend/parts/media:each picker:answers
                 router/dispatch:_take_over router/dispatch:first_items router/dispatch:self._read router/dispatch:work
@@ -76,6 +76,7 @@ STARTED: Final = {
     "bindings:work": "its failure ends its block, and with it the task above, which logs it",
     "cli/inspect:watch.run": "a command before a screen: the screen shows what failed",
     "engines/sample:self._publish_loop": "an example for authors: it logs the failure and goes on",
+    "frontend/base:run": "loads once, and logs what it could not load",
     "frontend/parts/batches:self._conduct": "one batch; what it does is under `forever`",
     "frontend/parts/group:peers.run": "ends with the parent process, and the member with it",
     "picker/pods:self._pods.follow": "the loop of discovery in Kubernetes, which uses `counted`",

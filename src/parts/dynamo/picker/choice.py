@@ -196,7 +196,8 @@ class Picker:
         self, api: GenerationApi[Any], reader: CallReader, request: Request, hold: RequestHold
     ) -> PickedWorker:
         frontend, now = self._frontend, asyncio.get_running_loop().time()
-        arrival = Arrival(request.body or b"", now, header_pairs=request.headers, path=request.path)
+        pairs = request.headers
+        arrival = Arrival(request.body or b"", now, dict(reversed(pairs)), pairs, path=request.path)
         resolved = await reader.read(arrival)
         read, model, timer = resolved.request, resolved.model, StageTimer()
         media = getattr(read, "media", None)
