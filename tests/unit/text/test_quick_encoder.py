@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from dynamo.errors import InvalidArgument
@@ -62,6 +63,13 @@ def test_ids_are_those_of_the_models_own_tokenizer(
 _loaded: dict[Path, JsonTokenizer] = {}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unloaded() -> Iterator[None]:
+    """Let go of what was loaded: the library keeps up to 100 MB of words for each."""
+    yield
+    _loaded.clear()
+
+
 def load_once(directory: Path) -> JsonTokenizer:
     if directory not in _loaded:
         _loaded[directory] = load_tokenizer(directory, FASTOKENS)
@@ -78,6 +86,15 @@ def test_a_tokenizer_that_is_not_read_keeps_its_own_or_is_refused(
     assert not kept.is_quick
     assert kept.encode("the answer") == load_tokenizer(directory(name)).encode("the answer")
     assert "prompts are encoded by the model's own tokenizer" in caplog.text
+
+
+@each_case("side", ["lstrip", "rstrip", "single_word"])
+def test_added_tokens_that_take_what_is_beside_them_are_not_read(hf_copy: Family, tmp_path: Path, side: str) -> None:
+    tokenizer = hf_copy("qwen")
+    tokenizer.add_tokens([AddedToken("<beside>", **{side: True})])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InvalidArgument, match="added tokens take what stands beside them"):
+        load_tokenizer(tmp_path, FASTOKENS)
 
 
 def test_a_missing_library_is_named(directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

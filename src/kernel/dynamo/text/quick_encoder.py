@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+from tokenizers import AddedToken
 
 from dynamo.errors import InvalidArgument
 
@@ -63,14 +64,16 @@ OWN_ENCODER: Final = TokenizerChoice()
 class QuickEncoder:
     """Encodes texts as `exact` does: by it at first, and by `fastokens` as soon as that is loaded. Thread-safe."""
 
-    __slots__ = ("_aside", "_exact", "_fast", "_loads", "_names", "_path", "_until_check", "_until_load")
+    __slots__ = ("_aside", "_exact", "_fast", "_is_read", "_loads", "_names", "_path", "_until_check", "_until_load")
 
     def __init__(
-        self, path: Path, exact: Encode, names: Iterable[str] = (), aside: Callable[[Work], None] | None = None
+        self, path: Path, exact: Encode, added: Sequence[AddedToken] = (), aside: Callable[[Work], None] | None = None
     ) -> None:
-        """`path` is that of a `tokenizer.json`, `names` the texts of its added tokens. `aside`: as in `TokenizerChoice`."""
+        """`path` is that of a `tokenizer.json`, `added` its added tokens. `aside`: as in `TokenizerChoice`."""
         self._path, self._exact, self._aside = path, exact, aside
-        self._names = tuple(names)[:_MOST_NAMED_TOKENS]
+        self._names = [token.content for token in added[:_MOST_NAMED_TOKENS]]
+        # Where several of them stand side by side, the library finds them in another order.
+        self._is_read = not any(token.lstrip or token.rstrip or token.single_word for token in added)
         self._fast: Callable[[str], Any] | None = None
         self._until_load, self._until_check = WARM_CHARACTERS, TEXTS_PER_CHECK
         self._loads = iter((True,))  # the thread that takes it loads, and no other one
@@ -108,6 +111,8 @@ class QuickEncoder:
         Raises InvalidArgument where the library is missing, does not read this tokenizer or gives other ids.
         """
         next(self._loads, None)
+        if not self._is_read:
+            raise InvalidArgument(f"fastokens does not read {self._path}: added tokens take what stands beside them")
         try:
             from fastokens import Tokenizer
         except ImportError as error:

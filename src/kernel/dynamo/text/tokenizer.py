@@ -131,8 +131,8 @@ class JsonTokenizer:
         """
         if choice.backend == "default":
             return
-        names = [token.content for token in self.hf.get_added_tokens_decoder().values()]
-        quick = QuickEncoder(path, self._exact, names, choice.aside)
+        added = [*self.hf.get_added_tokens_decoder().values()]
+        quick = QuickEncoder(path, self._exact, added, choice.aside)
         if choice.backend == "fastokens":
             try:
                 quick.load()
