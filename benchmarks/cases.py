@@ -38,14 +38,15 @@ LADDER = {
     "decode": 3,
     "checks": 8,
     "template": 14,
-    "tokeniser": 85,
+    "tokeniser": 20,
     "plan": 14,
     "choice": 14,
     "open": 16,
     "first event": 22,
     "answer": 35,
     "end": 55,
-    "other": 20,
+    "loop": 60,
+    "other": 25,
 }
 Figures = dict[str, float]
 

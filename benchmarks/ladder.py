@@ -98,15 +98,21 @@ STAYS: Final[Mapping[str, tuple[str, ...]]] = {
         "frontend/pipeline/inference.py:Call._ended",
         "frontend/pipeline/request_records.py:end_record",
     ),
+    "loop": (),
 }
 """Stay to the beginnings of the functions (file of the package, colon, name) whose time is its own."""
+LOOP: Final = ("asyncio/runners.py", "asyncio/tasks.py")
+"""Where the stack ends while the loop itself reads, waits or steps tasks, all of which is C code, and where a request leaves its turn."""
 DRIVERS: Final = ("frontend/pipeline/generation_call.py:GenerationCall.",)
 """Functions that only call the stays, though a beginning above fits them."""
 
 
 def stay_of(stack: Iterable[str]) -> str:
     """Return the stay of one stack, outermost function first: that of the innermost function that has one."""
-    for function in reversed(list(stack)):
+    functions = list(stack)
+    if functions[-1].rpartition(":")[0].endswith(LOOP):
+        return "loop"
+    for function in reversed(functions):
         name = function.rpartition("/dynamo/")[2]
         if name.startswith(DRIVERS):
             continue

