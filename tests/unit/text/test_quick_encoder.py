@@ -141,6 +141,30 @@ def test_the_first_difference_later_ends_its_use(
     assert "the answer" not in caplog.text
 
 
+def test_a_difference_empties_the_cache_of_prompts(directory: Callable[[str], Path]) -> None:
+    tokenizer = load_tokenizer(directory("qwen"), FASTOKENS)
+    cached, text = CachedTokenizer(tokenizer), " ".join(map(str, range(2000)))
+    expected = cached.encode(text)
+    assert tokenizer._quick is not None
+    tokenizer._quick._fast = None
+    misses = cached.stats.misses
+    assert cached.encode(text) == expected
+    assert cached.stats.misses > misses
+
+
+def test_a_file_that_changed_is_not_read_again(hf_copy: Family, tmp_path: Path) -> None:
+    loads: list[Callable[[], None]] = []
+    path = tmp_path / "tokenizer.json"
+    hf_copy("qwen").save(str(path))
+    tokenizer = load_tokenizer(tmp_path, TokenizerChoice("auto", aside=loads.append))
+    tokenizer.encode("x " * quick_encoder.WARM_CHARACTERS)
+    other = hf_copy("qwen")
+    other.add_tokens(["<other>"])
+    other.save(str(path))
+    loads[0]()
+    assert not tokenizer.is_quick
+
+
 def test_a_lone_surrogate_is_encoded_by_the_own_tokenizer(directory: Callable[[str], Path]) -> None:
     quick = load_once(directory("qwen"))
     assert quick.encode("a\ud800b") == load_tokenizer(directory("qwen")).encode("a?b")

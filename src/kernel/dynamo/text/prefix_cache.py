@@ -46,7 +46,18 @@ class CacheStats:
 class CachedTokenizer:
     """`tokenizer` with a cache of at most about `max_bytes`, least recently used chunks first to go. Thread-safe."""
 
-    __slots__ = ("_cuts", "_ints", "_max_bytes", "_old", "_old_bytes", "_tokenizer", "_young", "_young_bytes", "stats")
+    __slots__ = (
+        "_cuts",
+        "_ints",
+        "_max_bytes",
+        "_old",
+        "_old_bytes",
+        "_tokenizer",
+        "_was_quick",
+        "_young",
+        "_young_bytes",
+        "stats",
+    )
 
     def __init__(self, tokenizer: BatchTokenizer, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         """`max_bytes` <= 0 turns the cache off."""
@@ -59,6 +70,7 @@ class CachedTokenizer:
         # together by copying references, where making 32,000 numbers takes half a millisecond.
         self._ints: dict[int, int] = {}
         self._young_bytes = self._old_bytes = 0
+        self._was_quick = False
         self.stats = CacheStats()
 
     @property
@@ -88,6 +100,10 @@ class CachedTokenizer:
             ids = tokenizer.encode(text)
             self.stats.uncached_tokens += len(ids)
             return ids
+        if self._was_quick is not tokenizer.is_quick:
+            if self._was_quick:  # its ids were found to differ, and so may those that are kept
+                self._young, self._old, self._young_bytes, self._old_bytes = {}, {}, 0, 0
+            self._was_quick = tokenizer.is_quick
         chunks = self._cut(text)
         found, missing = self._look_up(chunks)
         if missing:

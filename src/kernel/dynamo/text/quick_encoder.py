@@ -64,13 +64,24 @@ OWN_ENCODER: Final = TokenizerChoice()
 class QuickEncoder:
     """Encodes texts as `exact` does: by it at first, and by `fastokens` as soon as that is loaded. Thread-safe."""
 
-    __slots__ = ("_aside", "_exact", "_fast", "_is_read", "_loads", "_names", "_path", "_until_check", "_until_load")
+    __slots__ = (
+        "_aside",
+        "_exact",
+        "_fast",
+        "_is_read",
+        "_loads",
+        "_names",
+        "_path",
+        "_stamp",
+        "_until_check",
+        "_until_load",
+    )
 
     def __init__(
         self, path: Path, exact: Encode, added: Sequence[AddedToken] = (), aside: Callable[[Work], None] | None = None
     ) -> None:
         """`path` is that of a `tokenizer.json`, `added` its added tokens. `aside`: as in `TokenizerChoice`."""
-        self._path, self._exact, self._aside = path, exact, aside
+        self._path, self._exact, self._aside, self._stamp = path, exact, aside, _stamp(path)
         self._names = [token.content for token in added[:_MOST_NAMED_TOKENS]]
         # Where several of them stand side by side, the library finds them in another order.
         self._is_read = not any(token.lstrip or token.rstrip or token.single_word for token in added)
@@ -125,6 +136,8 @@ class QuickEncoder:
             differing = sum(fast(text).ids != self._exact(text) for text in hard_texts(self._names))
         except (ValueError, RuntimeError) as error:
             raise InvalidArgument(f"fastokens does not read {self._path}: {error}") from error
+        if _stamp(self._path) != self._stamp:
+            raise InvalidArgument(f"{self._path} is another file than the one that the tokenizer was read from")
         if differing:
             raise InvalidArgument(f"fastokens gives other ids than {self._path} for {differing} texts of its trial")
         self._fast = fast
@@ -148,6 +161,14 @@ class QuickEncoder:
                 len(ids), len(text), self._path, len(exact),
             )  # fmt: skip
         return exact
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def hard_texts(names: Iterable[str] = ()) -> list[str]:

@@ -132,7 +132,8 @@ class JsonTokenizer:
         if choice.backend == "default":
             return
         added = [*self.hf.get_added_tokens_decoder().values()]
-        quick = QuickEncoder(path, self._exact, added, choice.aside)
+        hf = self.hf  # not a method of this object: the two would hold each other until the collector comes
+        quick = QuickEncoder(path, lambda text: _encoded(hf, (text,))[0], added, choice.aside)
         if choice.backend == "fastokens":
             try:
                 quick.load()
@@ -160,26 +161,14 @@ class JsonTokenizer:
         return self._eos
 
     def encode(self, text: str) -> list[int]:
-        return self._exact(text) if self._quick is None else self._quick.encode(text)
+        return _encoded(self.hf, (text,))[0] if self._quick is None else self._quick.encode(text)
 
     encode_unlocked = encode
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         if self._quick is None or not self._quick.warm(sum(map(len, texts))):
-            return self._exactly(texts)
+            return _encoded(self.hf, texts)
         return list(map(self._quick.encode, texts))
-
-    def _exact(self, text: str) -> list[int]:
-        return self._exactly((text,))[0]
-
-    def _exactly(self, texts: Sequence[str]) -> list[list[int]]:
-        # The batch call computes no offsets, so it is also the cheaper one for a single text.
-        try:
-            encodings = self.hf.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:  # a lone surrogate is no Unicode text, but JSON can write one
-            clean = [text.encode(errors="replace").decode() for text in texts]
-            encodings = self.hf.encode_batch_fast(clean, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
     def encode_inputs(
         self, inputs: Sequence[TextInput], *, add_special_tokens: bool = True, most_tokens: int | None = None
@@ -246,6 +235,15 @@ class JsonTokenizer:
             found = frozenset(number for number, name in names if name and any(name in text for text in texts))
             self._found[texts] = found
         return found
+
+
+def _encoded(hf: HfTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    # The batch call computes no offsets, so it is also the cheaper one for a single text.
+    try:
+        encodings = hf.encode_batch_fast(list(texts), add_special_tokens=False)
+    except TypeError:  # a lone surrogate is no Unicode text, but JSON can write one
+        encodings = hf.encode_batch_fast(list(map(_clean, texts)), add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 class ByteTokenizer:

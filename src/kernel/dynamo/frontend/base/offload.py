@@ -75,13 +75,13 @@ def return_memory() -> None:
 
 
 def load_aside(load: Callable[[], None]) -> None:
-    """Run `load` in a thread of its own, which does not hold up the end of the process; give back what it needed for a time."""
+    """Run `load` in a thread of its own, for which the end of the process waits; give back what it needed for a time."""
 
     def run() -> None:
         load()
         return_memory()
 
-    threading.Thread(target=run, name="dynamo-load", daemon=True).start()
+    threading.Thread(target=run, name="dynamo-load").start()  # a daemon in Rust at the end ends the process by SIGABRT
 
 
 class Offload(Protocol):

@@ -59,6 +59,7 @@ class TextModelLoader:
         # CPU time of the rendering thread, so that a busy machine refuses nothing; none under virtual time.
         self._template_clock = thread_time if offload is None else NO_CLOCK
         self._offload: Offload = ThreadOffload(settings.concurrent_model_loads) if offload is None else offload
+        self._aside = load_aside if offload is None else None
         self._files = ModelFiles(settings.model_cache_dir, settings.model_files)
 
     async def load(self, card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
@@ -84,17 +85,19 @@ class TextModelLoader:
             template_budget=self._settings.template_budget,
             template_clock=self._template_clock,
             tokenizer_cache_bytes=self._settings.tokenizer_cache_bytes,
-            tokenizer_choice=tokenizer_choice(self._settings, card.runtime_config),
+            tokenizer_choice=tokenizer_choice(self._settings, card.runtime_config, self._aside),
             image_processor=processor if isinstance(processor, Mapping) else None,
         )
 
 
-def tokenizer_choice(settings: ModelSettings, config: ModelRuntimeConfig) -> TokenizerChoice:
-    """Return what is set here, else what the worker's card demands, where that is built."""
+def tokenizer_choice(
+    settings: ModelSettings, config: ModelRuntimeConfig, aside: Callable[[Callable[[], None]], None] | None = None
+) -> TokenizerChoice:
+    """Return what is set here, else what the worker's card demands, where that is built. `aside` starts a thread, if any may start."""
     if settings.tokenizer != "auto" or config.tokenizer_backend not in BACKENDS:
-        return TokenizerChoice(settings.tokenizer, settings.tokenizer_fallback, load_aside)
+        return TokenizerChoice(settings.tokenizer, settings.tokenizer_fallback, aside)
     may_fall_back = settings.tokenizer_fallback and config.tokenizer_fallback_enabled is not False
-    return TokenizerChoice(config.tokenizer_backend, may_fall_back, load_aside)
+    return TokenizerChoice(config.tokenizer_backend, may_fall_back, aside)
 
 
 class ChecksumMismatch(DynamoException):

@@ -301,7 +301,10 @@ class Http2Connection(asyncio.Protocol):
             if number > self._peer.last_stream or not number:
                 raise ConnectionBroken(PROTOCOL_ERROR, "data for a stream that was not opened")
             return  # it has just been reset
-        stream.on_data(_unpadded(flags, payload) if flags & PADDED else payload)
+        if flags & PADDED:
+            payload, size = _unpadded(flags, payload), len(payload)
+            stream.grant(size - len(payload))  # it counts for the window, and the stream never sees it
+        stream.on_data(payload)
         if flags & END_STREAM:
             stream.end_input()
 
