@@ -64,27 +64,14 @@ OWN_ENCODER: Final = TokenizerChoice()
 class QuickEncoder:
     """Encodes texts as `exact` does: by it at first, and by `fastokens` as soon as that is loaded. Thread-safe."""
 
-    __slots__ = (
-        "_aside",
-        "_exact",
-        "_fast",
-        "_is_read",
-        "_loads",
-        "_names",
-        "_path",
-        "_stamp",
-        "_until_check",
-        "_until_load",
-    )
+    __slots__ = ("_added", "_aside", "_exact", "_fast", "_loads", "_path", "_stamp", "_until_check", "_until_load")
 
     def __init__(
         self, path: Path, exact: Encode, added: Sequence[AddedToken] = (), aside: Callable[[Work], None] | None = None
     ) -> None:
         """`path` is that of a `tokenizer.json`, `added` its added tokens. `aside`: as in `TokenizerChoice`."""
         self._path, self._exact, self._aside, self._stamp = path, exact, aside, _stamp(path)
-        self._names = [token.content for token in added[:_MOST_NAMED_TOKENS]]
-        # Where several of them stand side by side, the library finds them in another order.
-        self._is_read = not any(token.lstrip or token.rstrip or token.single_word for token in added)
+        self._added = added
         self._fast: Callable[[str], Any] | None = None
         self._until_load, self._until_check = WARM_CHARACTERS, TEXTS_PER_CHECK
         self._loads = iter((True,))  # the thread that takes it loads, and no other one
@@ -122,7 +109,8 @@ class QuickEncoder:
         Raises InvalidArgument where the library is missing, does not read this tokenizer or gives other ids.
         """
         next(self._loads, None)
-        if not self._is_read:
+        if any(token.lstrip or token.rstrip or token.single_word for token in self._added):
+            # Where several of these stand side by side, the library finds them in another order.
             raise InvalidArgument(f"fastokens does not read {self._path}: added tokens take what stands beside them")
         try:
             from fastokens import Tokenizer
@@ -133,7 +121,10 @@ class QuickEncoder:
             tokenizer.no_truncation()
             tokenizer.no_padding()
             fast = tokenizer.encode
-            differing = sum(fast(text).ids != self._exact(text) for text in hard_texts(self._names))
+            differing = sum(
+                fast(text).ids != self._exact(text)
+                for text in hard_texts(token.content for token in self._added[:_MOST_NAMED_TOKENS])
+            )
         except (ValueError, RuntimeError) as error:
             raise InvalidArgument(f"fastokens does not read {self._path}: {error}") from error
         if _stamp(self._path) != self._stamp:
