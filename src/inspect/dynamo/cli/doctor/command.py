@@ -163,6 +163,7 @@ LIBRARIES: Final = (
     "httptools",
     "uvloop",
     "tokenizers",
+    "fastokens",
     "pyzmq",
     "textual",
     "aiohttp",
