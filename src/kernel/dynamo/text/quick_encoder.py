@@ -4,7 +4,7 @@ The library `fastokens` finds the ids of most byte-level BPE tokenizers at a ten
 the model was trained with is what `tokenizers` returns. So it is used only where both gave the same ids for some hundred
 texts that are hard to cut, and one text of some hundred is encoded by both from then on. The first difference ends its use.
 
-It needs memory (40 MB for 32,000 tokens) and time to load, so `auto` begins with the model's own encoder, and loads this one in a
+It needs memory (25 to 60 MB for a vocabulary of 32,000) and time to load, so `auto` begins with the model's own encoder, and loads this one in a
 thread when enough text has been encoded that it will pay.
 """
 
@@ -53,9 +53,7 @@ class TokenizerChoice(Struct, frozen=True):
 
     backend: str = "default"  # one of BACKENDS
     may_fall_back: bool = True  # to the model's own; False: the model is not served
-    aside: Callable[[Work], None] | None = (
-        None  # starts work in a thread of its own; None: `auto` is the same as `default`
-    )
+    aside: Callable[[Work], None] | None = None  # starts a thread; None: `auto` is the same as `default`
 
 
 OWN_ENCODER: Final = TokenizerChoice()
