@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.discovery import Delete, FileDiscovery, Put
+from dynamo.runtime.discovery.file import bucket as bucket_module
 from dynamo.runtime.discovery.file.bucket import CONFIRM_SECONDS, LOCK_ATTEMPTS
 from dynamo.runtime.discovery.file.discovery import FileStore
 from dynamo.runtime.discovery.keys import decode_name, encode_name, split_key
@@ -453,7 +455,7 @@ def test_a_lock_that_another_program_never_releases_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(bucket_module, "time", SimpleNamespace(sleep=waits.append))  # not of other threads
     first, second = (FileStore(tmp_path, ttl_seconds=10) for _ in range(2))
     for store in (first, second):
         store.open()

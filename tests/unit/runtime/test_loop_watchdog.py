@@ -118,6 +118,19 @@ async def test_time_in_which_the_process_stood_still_is_no_block() -> None:
         watchdog.close()
 
 
+def test_a_watchdog_that_was_not_closed_ends_with_its_loop() -> None:
+    async def leave() -> LoopWatchdog:
+        watchdog = LoopWatchdog(MetricsRegistry(), 0.2)
+        watchdog.start()
+        return watchdog
+
+    watchdog = asyncio.run(leave())
+    assert watchdog._thread is not None
+    watchdog._thread.join(PATIENCE_SECONDS)
+    assert not watchdog._thread.is_alive()
+    assert watchdog.trouble() is None
+
+
 async def test_a_threshold_of_zero_watches_nothing() -> None:
     before = threading.active_count()
     watchdog = LoopWatchdog(MetricsRegistry(), 0.0)

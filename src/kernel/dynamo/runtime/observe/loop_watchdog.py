@@ -130,7 +130,7 @@ class _BlockReports:
 
 
 class LoopWatchdog:
-    """Watches the running event loop from `start` to `close`. Reading `trouble` and `last_block` is safe in any thread."""
+    """Watches the running event loop from `start` to `close`, or to the end of the loop. Reading `trouble` and `last_block` is safe in any thread."""
 
     def __init__(
         self,
@@ -166,11 +166,12 @@ class LoopWatchdog:
             return
         self._reports.begin()  # now: a process that only calls others has no such series
         self._ticked = _Tick(self._clock(), time.process_time())
+        loop = asyncio.get_running_loop()
         self._thread = threading.Thread(
-            target=self._watch, args=(threading.get_ident(),), name="loop watchdog", daemon=True
+            target=self._watch, args=(loop, threading.get_ident()), name="loop watchdog", daemon=True
         )
         self._thread.start()
-        self._tick_later(asyncio.get_running_loop())
+        self._tick_later(loop)
 
     def close(self) -> None:
         """Stop watching; idempotent. Returns without waiting for the thread, which ends within a moment."""
@@ -209,11 +210,11 @@ class LoopWatchdog:
 
     # -- in the thread -----------------------------------------------------------------------------------------------
 
-    def _watch(self, loop_thread: int) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop, loop_thread: int) -> None:
         wait_seconds, threshold = self._threshold_seconds, self._threshold_seconds
         while True:
             due, cpu = self._clock() + wait_seconds, time.process_time()
-            if self._stop.wait(wait_seconds):
+            if self._stop.wait(wait_seconds) or loop.is_closed():
                 return
             now, ticked_at = self._clock(), self._ticked.at
             if now - due > STANDSTILL_SECONDS and time.process_time() - cpu < (now - due) / 2:
@@ -222,10 +223,10 @@ class LoopWatchdog:
             elif now - ticked_at >= threshold:
                 found = place_of(sys._current_frames().get(loop_thread))
                 if found is not None and self._ticked.at == ticked_at:  # else it ended while the stack was being read
-                    self._stay_with_block(ticked_at, *found)
+                    self._stay_with_block(loop, ticked_at, *found)
             wait_seconds = max(LOOK_SECONDS, self._ticked.at + threshold - self._clock())
 
-    def _stay_with_block(self, ticked_at: float, place: str, is_engine: bool) -> None:
+    def _stay_with_block(self, loop: asyncio.AbstractEventLoop, ticked_at: float, place: str, is_engine: bool) -> None:
         """Report a block, and answer probes until it is over."""
         self._seen = (ticked_at, place)
         subject = "the engine" if is_engine else "a callback"
@@ -233,7 +234,7 @@ class LoopWatchdog:
         self._reports.log.warning(
             "%s blocked the event loop for %s; no request of this process goes on", subject, block
         )
-        while self._ticked.at == ticked_at and not self._stop.is_set():
+        while self._ticked.at == ticked_at and not self._stop.is_set() and not loop.is_closed():
             self._answer_probes(lambda: self._ticked.at == ticked_at, LOOK_SECONDS)
 
 
