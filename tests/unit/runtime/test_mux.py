@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import uvloop
 
 from dynamo.errors import CannotConnect, Disconnected, DynamoException, InvalidArgument, StreamIncomplete, Unknown
 from dynamo.runtime.base.settings import RequestPlaneSettings
@@ -288,6 +291,9 @@ class _Socket:
     def writelines(self, parts: list[bytes]) -> None:
         self.written += b"".join(parts)
 
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
     def is_closing(self) -> bool:
         return False
 
@@ -310,6 +316,25 @@ async def test_a_request_is_one_frame_where_it_fits_and_never_a_frame_that_is_to
     assert (inline, rest, head.size) in [(body, b"", 0), (None, body, size)]
     assert (inline is None) == (len(pack((Open("p", "r"), body))) > INLINE_BODY_BYTES)
     connection.close()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_request_leaves_in_the_turn_of_the_loop_in_which_it_is_made(run: Callable[[Any], None]) -> None:
+    async def check() -> None:
+        worker, loop = socket.create_server(("127.0.0.1", 0)), asyncio.get_running_loop()
+        make = partial(MuxConnection, "here", on_lost=lambda connection: None)
+        _, connection = await loop.create_connection(make, *worker.getsockname())
+        peer, _ = worker.accept()
+        peer.settimeout(PATIENCE_SECONDS)
+        decoder, kinds = FrameDecoder(MAGIC), list[int]()
+        for number in range(2):
+            connection.open("p", b"\x80", Context(str(number)))
+            while kinds.count(Kind.OPEN) <= number:  # the loop does not turn meanwhile
+                kinds += [kind for kind, _, _, _ in decoder.feed(peer.recv(65536))]
+        for each in (connection, peer, worker):
+            each.close()
+
+    run(check())
 
 
 async def test_metadata_that_fills_a_frame_are_refused() -> None:

@@ -37,6 +37,9 @@ class Wire:
 
     writelines = property(lambda self: lambda parts: self.write(b"".join(parts)))
 
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
     def is_closing(self) -> bool:
         return False
 

@@ -180,8 +180,7 @@ class MuxConnection(Dialled):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
-        self._outflow.transport = cast(asyncio.Transport, transport)
-        self._outflow.transport.write(self.greeting.first_bytes())
+        self._outflow.begin(cast(asyncio.Transport, transport), self.greeting.first_bytes())
         self._heartbeat.start()
 
     def data_received(self, data: bytes) -> None:
@@ -246,7 +245,7 @@ class MuxConnection(Dialled):
     # -- streams -------------------------------------------------------------------------------------------------
 
     def open(self, path: str, body: bytes, context: Context) -> MuxStream:
-        """Begin one stream; the request leaves at the next turn of the loop."""
+        """Begin one stream; a request that fits in a frame leaves in this turn of the loop."""
         if not self.usable:  # lost between its first byte and this turn of the loop: nothing else would end the stream
             raise CannotConnect(f"{self.address} closed the connection at once: {self._failure or 'no reason given'}")
         if self._next_stream_id > MAX_STREAM_ID - 2:
@@ -265,9 +264,10 @@ class MuxConnection(Dialled):
         self._next_stream_id += 2
         stream = MuxStream(self, stream_id)
         self.inbound.streams[stream_id] = stream
-        self._outflow.send(frame(Kind.OPEN, opening, stream_id=stream_id))
+        self._outflow.send_now(frame(Kind.OPEN, opening, stream_id=stream_id))
         if not inline:
             self._outflow.send_body(stream_id, body)
+            self._outflow.schedule()
         return stream
 
     def _head(self, path: str, context: Context) -> Open:

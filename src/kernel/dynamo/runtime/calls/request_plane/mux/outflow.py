@@ -1,4 +1,4 @@
-"""What leaves on one `mux` connection of a caller: control frames at once, grants together, large bodies in turns."""
+"""What leaves on one `mux` connection of a caller: requests at once, other frames together, large bodies in turns."""
 
 from __future__ import annotations
 
@@ -34,10 +34,24 @@ class Outflow:
         self.paused = False
         self.transport: asyncio.Transport | None = None
 
+    def begin(self, transport: asyncio.Transport, greeting: bytes) -> None:
+        """Send the greeting; from now on frames leave."""
+        transport.set_write_buffer_limits(high=0)  # else uvloop writes only once all that is ready in this turn has run
+        transport.write(greeting)
+        self.transport = transport
+
     def send(self, data: bytes) -> None:
         """Send a frame at the next turn of the loop."""
         self._control.append(data)
         self.schedule()
+
+    def send_now(self, data: bytes) -> None:
+        """Send a frame, and what waits before it, in this turn of the loop.
+
+        A turn that prepares many requests takes long, and the worker can begin with the first one meanwhile.
+        """
+        self._control.append(data)
+        self._write(self.transport)
 
     def grant(self, stream_id: int, credits: int) -> None:
         """Give a stream's producer room; all grants of a loop turn travel in one frame."""
@@ -69,6 +83,13 @@ class Outflow:
     def _flush(self) -> None:
         self._flush_scheduled = False
         transport = self.transport
+        self._write(transport)
+        if self._bodies and not self.paused and transport is not None and not transport.is_closing():
+            self._send_piece(transport)
+            self.schedule()
+
+    def _write(self, transport: asyncio.Transport | None) -> None:
+        """Write the control frames and grants that wait; to nowhere where the connection is lost."""
         if transport is None or transport.is_closing():
             self._control.clear()
             self._grants.clear()
@@ -80,9 +101,6 @@ class Outflow:
             self._grants = []
         if parts:
             transport.writelines(parts)
-        if self._bodies and not self.paused:
-            self._send_piece(transport)
-            self.schedule()
 
     def _send_piece(self, transport: asyncio.Transport) -> None:
         """Send the next piece of the next body: a long prompt does not hold up the one behind it, and control frames that
