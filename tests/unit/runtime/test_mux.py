@@ -288,9 +288,6 @@ class _Socket:
     def write(self, data: bytes) -> None:
         self.written += data
 
-    def writelines(self, parts: list[bytes]) -> None:
-        self.written += b"".join(parts)
-
     def set_write_buffer_limits(self, high: int) -> None:
         pass
 

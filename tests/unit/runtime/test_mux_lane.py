@@ -35,8 +35,6 @@ class Wire:
     def write(self, data: bytes) -> None:
         self.written.append(bytes(data))
 
-    writelines = property(lambda self: lambda parts: self.write(b"".join(parts)))
-
     def set_write_buffer_limits(self, high: int) -> None:
         pass
 

@@ -29,9 +29,6 @@ class Socket:
     def abort(self) -> None:
         self.is_aborted = True
 
-    def writelines(self, parts: list[bytes]) -> None:
-        self.write(b"".join(parts))
-
     def set_write_buffer_limits(self, high: int) -> None:
         pass
 

@@ -267,7 +267,6 @@ class MuxConnection(Dialled):
         self._outflow.send_now(frame(Kind.OPEN, opening, stream_id=stream_id))
         if not inline:
             self._outflow.send_body(stream_id, body)
-            self._outflow.schedule()
         return stream
 
     def _head(self, path: str, context: Context) -> Open:

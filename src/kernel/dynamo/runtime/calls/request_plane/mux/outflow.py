@@ -46,12 +46,9 @@ class Outflow:
         self.schedule()
 
     def send_now(self, data: bytes) -> None:
-        """Send a frame, and what waits before it, in this turn of the loop.
-
-        A turn that prepares many requests takes long, and the worker can begin with the first one meanwhile.
-        """
+        """Send a frame, and what waits before it, in this turn: the worker begins while other requests are prepared."""
         self._control.append(data)
-        self._write(self.transport)
+        self._write()
 
     def grant(self, stream_id: int, credits: int) -> None:
         """Give a stream's producer room; all grants of a loop turn travel in one frame."""
@@ -67,6 +64,7 @@ class Outflow:
         """Send a body in pieces."""
         self._bodies.append((stream_id, body, 0))
         self._body_bytes += len(body)
+        self.schedule()
 
     def schedule(self) -> None:
         """Flush at the next turn of the loop."""
@@ -82,29 +80,28 @@ class Outflow:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        transport = self.transport
-        self._write(transport)
-        if self._bodies and not self.paused and transport is not None and not transport.is_closing():
+        transport = self._write()
+        if self._bodies and not self.paused and transport is not None:
             self._send_piece(transport)
             self.schedule()
 
-    def _write(self, transport: asyncio.Transport | None) -> None:
-        """Write the control frames and grants that wait; to nowhere where the connection is lost."""
-        if transport is None or transport.is_closing():
-            self._control.clear()
-            self._grants.clear()
-            return
+    def _write(self) -> asyncio.Transport | None:
+        """Write the control frames and grants that wait, and return the transport; None where the connection is lost."""
+        parts, transport = self._take(), self.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(b"".join(parts))
+            return transport
+        return None
+
+    def _take(self) -> list[bytes]:
         parts, self._control = self._control, []
-        if self._grants:
-            for at in range(0, len(self._grants), GRANTS_PER_FRAME):
-                parts.append(frame(Kind.CREDIT, pack(self._grants[at : at + GRANTS_PER_FRAME])))
-            self._grants = []
-        if parts:
-            transport.writelines(parts)
+        for at in range(0, len(self._grants), GRANTS_PER_FRAME):
+            parts.append(frame(Kind.CREDIT, pack(self._grants[at : at + GRANTS_PER_FRAME])))
+        self._grants.clear()
+        return parts
 
     def _send_piece(self, transport: asyncio.Transport) -> None:
-        """Send the next piece of the next body: a long prompt does not hold up the one behind it, and control frames that
-        come up meanwhile are written before the next piece."""
+        """Send the next piece of the next body, so that a long one holds up neither other bodies nor control frames."""
         stream_id, body, sent = self._bodies.popleft()
         end = min(sent + MAX_PAYLOAD, len(body))
         is_wanted = self._is_wanted(stream_id)
