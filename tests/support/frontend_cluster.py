@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.routing import Router
 
+from dynamo.contract.engine import RawEngine
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.base.offload import InlineOffload
 from dynamo.frontend.http.routes import GuardedRoute
@@ -21,6 +22,7 @@ from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import ResponseSink
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.worker.registration import build_card, read_model_directory
+from dynamo.worker.serving import RawServing
 from support.asgi_client import AsgiClient
 from support.patience import PATIENCE_SECONDS
 
@@ -48,6 +50,29 @@ def fail(error: Exception, *, after: tuple[str, ...] = ()) -> Script:
             sink.send_tokens(list(text.encode()))
             await asyncio.sleep(0.002)
         raise error
+
+    return script
+
+
+def raw_engine(made: RawEngine) -> Script:
+    """A worker with a real engine of objects behind its real adapter."""
+    serving = RawServing(made)
+
+    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        await serving.handle(dict(body), context, sink)
+
+    return script
+
+
+def sends(*objects: Any, fails: Exception | None = None) -> Script:
+    """A worker that sends these objects, and ends or fails."""
+
+    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        for value in objects:
+            sink.send_object({"data": value})
+        if fails is not None:
+            raise fails
+        sink.end()
 
     return script
 

@@ -7,7 +7,6 @@ import io
 import json
 import random
 import wave
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.contract.conformance import run_raw_conformance
-from dynamo.contract.engine import RawEngine
 from dynamo.engines.sample.speech_engine import SampleSpeechEngine
 from dynamo.engines.sample.tones import Tones, heard
 from dynamo.engines.sample.transcription_engine import SampleTranscriptionEngine
 from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.protocol.audio.transcripts import Segment, subtitles_srt, subtitles_vtt
 from dynamo.protocol.model_types import ModelInput, ModelType
-from dynamo.runtime.calls.context import Context
-from dynamo.runtime.calls.request_plane.base import ResponseSink
-from dynamo.worker.serving import RawServing
 from support.asgi_client import Exchange
 from support.cases import each_case
 from support.forms import CONTENT_TYPE, form
-from support.frontend_cluster import Cluster, Script, cluster
+from support.frontend_cluster import Cluster, cluster, raw_engine, sends
 from support.pictures import RED, data_url
 
 SOUND: dict[str, Any] = {"model_type": ModelType.Audios, "model_input": ModelInput.Text}
@@ -37,29 +32,9 @@ Body = dict[str, Any]
 Part = tuple[str, str | bytes]
 
 
-def engine(made: RawEngine) -> Script:
-    serving = RawServing(made)
-
-    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-        await serving.handle(dict(body), context, sink)
-
-    return script
-
-
-def sends(*objects: Any, fails: Exception | None = None) -> Script:
-    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-        for value in objects:
-            sink.send_object({"data": value})
-        if fails is not None:
-            raise fails
-        sink.end()
-
-    return script
-
-
 async def speakers(found: Cluster) -> None:
-    await found.worker(engine(SampleSpeechEngine(delay=0)), model="tts", component="tts", **SOUND)
-    await found.worker(engine(SampleTranscriptionEngine(delay=0)), model="stt", component="stt", **SOUND)
+    await found.worker(raw_engine(SampleSpeechEngine(delay=0)), model="tts", component="tts", **SOUND)
+    await found.worker(raw_engine(SampleTranscriptionEngine(delay=0)), model="stt", component="stt", **SOUND)
 
 
 async def speak(found: Cluster, **body: Any) -> Exchange:
@@ -206,7 +181,7 @@ SPOKEN: list[tuple[Body, str]] = [
 @each_case("body,param", SPOKEN)
 async def test_a_broken_rule_of_speech_names_the_field(tmp_path: Path, body: Body, param: str) -> None:
     async with cluster(tmp_path) as found:
-        worker = await found.worker(engine(SampleSpeechEngine(delay=0)), model="tts", **SOUND)
+        worker = await found.worker(raw_engine(SampleSpeechEngine(delay=0)), model="tts", **SOUND)
         answer = await speak(found, **body)
         assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body
         assert worker.requests == []
@@ -240,7 +215,7 @@ async def test_a_broken_rule_of_transcripts_names_the_field(
     tmp_path: Path, parts: list[Part], status: int, param: str | None
 ) -> None:
     async with cluster(tmp_path) as found:
-        worker = await found.worker(engine(SampleTranscriptionEngine(delay=0)), model="stt", **SOUND)
+        worker = await found.worker(raw_engine(SampleTranscriptionEngine(delay=0)), model="stt", **SOUND)
         answer = await transcribe(found, WAVES, *parts)
         assert (answer.status, answer.json["error"]["param"]) == (status, param), answer.body
         assert worker.requests == []
@@ -248,7 +223,7 @@ async def test_a_broken_rule_of_transcripts_names_the_field(
 
 async def test_what_is_no_sound_is_refused_before_a_worker_gets_it(tmp_path: Path) -> None:
     async with cluster(tmp_path, media=MediaSettings(sound_form_bytes=100_000)) as found:
-        worker = await found.worker(engine(SampleTranscriptionEngine(delay=0)), model="stt", **SOUND)
+        worker = await found.worker(raw_engine(SampleTranscriptionEngine(delay=0)), model="stt", **SOUND)
         for sound in (RED, b"", b"MThd"):
             answer = await transcribe(found, sound)
             assert (answer.status, answer.json["error"]["param"]) == (400, "file"), answer.body

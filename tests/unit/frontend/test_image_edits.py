@@ -6,7 +6,6 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from dynamo.engines.sample.drawing import Blocks
 from dynamo.engines.sample.png import read_png
 from dynamo.frontend.base.settings.media import MediaSettings
 from dynamo.protocol.model_types import ModelInput, ModelType
-from dynamo.runtime.calls.context import Context
-from dynamo.runtime.calls.request_plane.base import ResponseSink
-from dynamo.worker.serving import RawServing
 from support.asgi_client import Exchange
 from support.cases import each_case
 from support.forms import CONTENT_TYPE, form
-from support.frontend_cluster import Cluster, Script, cluster
+from support.frontend_cluster import Cluster, Script, cluster, raw_engine, sends
 from support.media_server import media_server, ok
 from support.pictures import GIF, JPEG, WAV, Colour, data_url, plain_png, png
 
@@ -32,23 +28,7 @@ Part = tuple[str, str | bytes]
 
 
 def sample() -> Script:
-    serving = RawServing(SampleDiffusionEngine(delay=0))
-
-    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-        await serving.handle(dict(body), context, sink)
-
-    return script
-
-
-def sends(*objects: Any, fails: Exception | None = None) -> Script:
-    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-        for value in objects:
-            sink.send_object({"data": value})
-        if fails is not None:
-            raise fails
-        sink.end()
-
-    return script
+    return raw_engine(SampleDiffusionEngine(delay=0))
 
 
 def with_alpha(size: int, hidden: int) -> bytes:

@@ -27,7 +27,7 @@ from dynamo.worker.serving import RawServing
 from support.asgi_client import Exchange
 from support.cases import each_case
 from support.forms import CONTENT_TYPE, form
-from support.frontend_cluster import Cluster, Script, cluster
+from support.frontend_cluster import Cluster, Script, cluster, raw_engine, sends
 from support.pictures import RED, data_url
 
 VIDEO: dict[str, Any] = {"model_type": ModelType.Videos, "model_input": ModelInput.Text}
@@ -35,21 +35,7 @@ HOST = {"host": "media.localhost"}
 
 
 def sample() -> Script:
-    serving = RawServing(SampleVideoEngine(delay=0))
-
-    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-        await serving.handle(dict(body), context, sink)
-
-    return script
-
-
-def sends(*objects: Any) -> Script:
-    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-        for value in objects:
-            sink.send_object({"data": value})
-        sink.end()
-
-    return script
+    return raw_engine(SampleVideoEngine(delay=0))
 
 
 async def make(found: Cluster, **body: Any) -> Exchange:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
+import uvloop
 
 from dynamo.errors import CannotConnect
-from dynamo.picker.choice import Picker
-from dynamo.picker.exchange import GatewayExchange
+from dynamo.picker.choice import PickedWorker, Picker, Request
+from dynamo.picker.exchange import DESTINATION, GatewayExchange
 from dynamo.picker.grpc.calls import GrpcCall
 from dynamo.picker.grpc.connection import PREFACE, frame
 from dynamo.picker.grpc.hpack import write_headers
@@ -127,17 +129,44 @@ async def test_a_client_that_leaves_while_its_request_waits_in_the_queue_takes_n
 PROCESS = write_headers([
     (b":method", b"POST"), (b":path", f"/{EXT_PROC}/Process".encode()), (b"content-type", b"application/grpc"),
 ])  # fmt: skip
-MESSAGES = b"".join(
-    frame(0, 0, 1, b"\0" + len(each).to_bytes(4, "big") + each)
-    for each in (request_headers(), body_message(4, completion([1, 2, 3, 4]), is_last=True))
-)
+
+
+def messages(stream: int) -> bytes:
+    sent = (request_headers(), body_message(4, completion([1, 2, 3, 4]), is_last=True))
+    return b"".join(frame(0, 0, stream, b"\0" + len(each).to_bytes(4, "big") + each) for each in sent)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_choice_is_answered_before_the_next_one_of_the_same_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], None]
+) -> None:
+    async def see_both() -> None:
+        async with picker(tmp_path) as (_, server, _):
+            received, choices = bytearray(), 0
+
+            async def choose(self: Picker, request: Request) -> PickedWorker:
+                nonlocal choices
+                choices += 1
+                while choices == 2 and DESTINATION.encode() not in received:  # the loop does not turn meanwhile
+                    received.extend(gateway.recv(65536))
+                return await chosen(self, request)
+
+            monkeypatch.setattr(Picker, "choose", choose)
+            streams = (frame(1, 4, number, PROCESS) + messages(number) for number in (1, 3))
+            with socket.create_connection(("127.0.0.1", server.port)) as gateway:
+                gateway.settimeout(PATIENCE_SECONDS)
+                gateway.sendall(PREFACE + frame(4, 0, 0) + b"".join(streams))
+                await until(lambda: choices == 2 and DESTINATION.encode() in received)
+
+    chosen = Picker.choose
+    run(see_both())
 
 
 async def test_a_stream_that_is_reset_with_its_body_takes_no_worker(tmp_path: Path) -> None:
     """The choice has a task by then, and the task has not begun."""
     async with picker(tmp_path) as (models, server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(PREFACE + frame(4, 0, 0) + frame(1, 4, 1, PROCESS) + MESSAGES + frame(3, 0, 1, b"\0\0\0\x08"))
+        writer.write(PREFACE + frame(4, 0, 0) + frame(1, 4, 1, PROCESS) + messages(1) + frame(3, 0, 1, b"\0\0\0\x08"))
         writer.write(frame(6, 0, 0, b"8 bytes."))
         async with asyncio.timeout(PATIENCE_SECONDS):
             while b"8 bytes." not in await reader.read(65536):
@@ -155,7 +184,7 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
 async def test_answers_that_wait_for_the_peers_window_come_before_the_end_of_the_stream(tmp_path: Path) -> None:
     async with picker(tmp_path) as (models, server, _), asyncio.timeout(PATIENCE_SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(PREFACE + frame(4, 0, 0, b"\0\4\0\0\0\7") + frame(1, 4, 1, PROCESS) + MESSAGES)
+        writer.write(PREFACE + frame(4, 0, 0, b"\0\4\0\0\0\7") + frame(1, 4, 1, PROCESS) + messages(1))
         found = b""  # through a window of 7 bytes
         while len(found) < 7:
             kind, _, payload = await read_frame(reader)

@@ -59,10 +59,8 @@ class EmbedServing:
                 results.add(item)
                 if sink.ended:
                     return
-            if context.is_stopped():
-                sink.end()
-                return
-            sink.send_object({"data": results.body(sum(map(len, request["token_ids"])), self._served_name)})
+            if not context.is_stopped():
+                sink.send_object({"data": results.body(sum(map(len, request["token_ids"])), self._served_name)})
             sink.end()
         except BaseException as error:
             end_failed(error, context, sink, watch, self._errors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Final
 
@@ -178,24 +178,32 @@ class _GatewayStream:
         else:
             self._is_busy = False
 
-    def _take_messages(self) -> asyncio.Task[list[bytes]] | None:
+    def _take_messages(self) -> asyncio.Task[None] | None:
         """Answer what is here, and return the task that answers the last of it; None: all is answered, or waits for the peer."""
         call, exchange = self._call, self._exchange
         while not (exchange.is_over or call.unsent or call.is_gone) and (data := call.next_message()) is not None:
             answers = exchange.take(_readable(data))
             if not isinstance(answers, list):
-                return self._calls.start(answers, "the choice for a request")
+                return self._begin(answers)
             if answers:
                 call.send(answers)
         return None
 
-    def _chosen(self, task: asyncio.Task[list[bytes]]) -> None:
+    def _begin(self, answers: Coroutine[None, None, list[bytes]]) -> asyncio.Task[None]:
+        work = self._calls.start(self._answer(answers), "the choice for a request")
+        work.add_done_callback(lambda _: answers.close())  # where the task was cancelled before it began
+        return work
+
+    async def _answer(self, answers: Coroutine[None, None, list[bytes]]) -> None:
+        """Send the answers to a choice before the next choice of this turn is made, which takes the loop for a millisecond."""
+        if found := await answers:
+            self._call.send_now(found)
+
+    def _chosen(self, task: asyncio.Task[None]) -> None:
         self._call.task = None
         if (error := failure_of(task)) is not None:
             self._end(error)
             return
-        if answers := task.result():
-            self._call.send(answers)
         self._is_busy = False
         self._go_on()
 

@@ -265,3 +265,24 @@ def demand_fits(answer: ServerAnswer) -> None:
     if answer.status == 400 and any(word in text for word in ("context", "too long", "length", "maximum")):
         raise CannotJudge(f"the model has no room for the conversation: {answer.message}", Cause.NOT_OFFERED)
     served(answer)
+
+
+def checks_of_named_events(stream: Callable[[Probe], Awaitable[ServerAnswer]]) -> tuple[Run, Run, Run]:
+    """Return the checks of the type, the caching and the names of events that have names."""
+
+    async def check_headers(probe: Probe) -> None:
+        kind = (await stream(probe)).headers.get("content-type", "")
+        demand(kind.startswith("text/event-stream"), f"Content-Type is {kind!r}")
+
+    async def check_cache(probe: Probe) -> None:
+        found = (await stream(probe)).headers.get("cache-control", "")
+        demand("no-cache" in found or "no-store" in found, f"Cache-Control is {found!r}")
+
+    async def check_names(probe: Probe) -> None:
+        found = (await stream(probe)).named_events()
+        demand(found, "the stream has no event")
+        for name, event in found:
+            demand(isinstance(event, dict), f"the data of an event {name!r} is not a JSON object")
+            demand(name == event.get("type"), f"an event has the name {name!r} and the type {event.get('type')!r}")
+
+    return check_headers, check_cache, check_names

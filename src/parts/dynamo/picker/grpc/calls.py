@@ -101,6 +101,11 @@ class GrpcCall:
             self._stream.send_headers(_BEGIN)
         self._stream.send_data(b"".join([b"\0" + len(each).to_bytes(4, "big") + each for each in messages]))
 
+    def send_now(self, messages: Sequence[bytes]) -> None:
+        """Send messages in this turn of the loop."""
+        self.send(messages)
+        self._stream.connection.flush()
+
     @property
     def unsent(self) -> bool:
         """Whether something waits for the peer to read, and for nothing else."""

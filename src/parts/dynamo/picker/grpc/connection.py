@@ -164,7 +164,9 @@ class Http2Connection(asyncio.Protocol):
         if not self._opened(self):
             self._transport.abort()
             return
-        self._transport.set_write_buffer_limits(MAX_UNSENT_BYTES)
+        self._transport.set_write_buffer_limits(
+            high=0
+        )  # else uvloop writes only once all choices of this turn were made
         self._timer = asyncio.get_running_loop().call_later(PREFACE_SECONDS, self._transport.abort)
         settings = (
             _SETTING.pack(0x3, MAX_STREAMS) + _SETTING.pack(0x4, STREAM_WINDOW) + _SETTING.pack(0x6, MAX_BLOCK_BYTES)
@@ -181,22 +183,20 @@ class Http2Connection(asyncio.Protocol):
         if transport is not None:
             self._lost(self)
 
-    def pause_writing(self) -> None:
-        """Close a connection whose peer has not read for too long."""
-        logger.warning("a gateway does not read what is sent to it: its connection is closed")
-        if self._transport is not None:
-            self._transport.abort()
-
     def send(self, data: bytes) -> None:
         """Send a frame, together with all others of this turn of the loop, or of what is read at the moment."""
         if not self._out:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._out.append(data)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what waits for the end of the turn; and close a connection whose peer has not read for too long."""
         data, self._out = b"".join(self._out), []
         if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+            if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+                logger.warning("a gateway does not read what is sent to it: its connection is closed")
+                self._transport.abort()
 
     def go_away(self, code: int = NO_ERROR) -> None:
         """Take no new streams."""
@@ -207,7 +207,7 @@ class Http2Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection, with every stream. Idempotent."""
         if self._transport is not None:
-            self._flush()
+            self.flush()
             self._transport.close()
 
     def finish(self, stream: Http2Stream) -> None:
@@ -237,7 +237,7 @@ class Http2Connection(asyncio.Protocol):
             self._rest = b""
             self.go_away(broken.code)
             self.close()
-        self._flush()
+        self.flush()
 
     def _take_frames(self, data: bytes) -> None:
         self._rest, at, end = data, 0, len(data)

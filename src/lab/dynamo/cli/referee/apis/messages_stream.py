@@ -6,7 +6,7 @@ import json
 from typing import Final
 
 from dynamo.cli.referee.apis.messages import TOOL, demand_usage, input_tokens, post, text_of, whole
-from dynamo.cli.referee.checks import CannotJudge, Cause, Level, Probe, Row, demand, served
+from dynamo.cli.referee.checks import CannotJudge, Cause, Level, Probe, Row, checks_of_named_events, demand, served
 from dynamo.cli.referee.exchange import Json, ServerAnswer, member
 
 PAGE: Final = "Anthropic guide, Streaming messages"
@@ -20,6 +20,9 @@ STREAMED: Final = {  # which deltas a block takes, and the member with their tex
 async def stream(probe: Probe, **more: Json) -> ServerAnswer:
     """Request a stream."""
     return served(await post(probe, stream=True, **more))
+
+
+check_headers, check_cache, check_names = checks_of_named_events(stream)
 
 
 def events_in(answer: ServerAnswer) -> list[Json]:
@@ -44,24 +47,6 @@ def joined(events: list[Json], kind: str, name: str) -> str:
     """Return the text of all deltas of a kind."""
     found = [member(event, "delta") for event in of_kind(events, "content_block_delta")]
     return "".join(member(delta, name) or "" for delta in found if member(delta, "type") == kind)
-
-
-async def check_headers(probe: Probe) -> None:
-    kind = (await stream(probe)).headers.get("content-type", "")
-    demand(kind.startswith("text/event-stream"), f"Content-Type is {kind!r}")
-
-
-async def check_cache(probe: Probe) -> None:
-    found = (await stream(probe)).headers.get("cache-control", "")
-    demand("no-cache" in found or "no-store" in found, f"Cache-Control is {found!r}")
-
-
-async def check_names(probe: Probe) -> None:
-    found = (await stream(probe)).named_events()
-    demand(found, "the stream has no event")
-    for name, event in found:
-        demand(isinstance(event, dict), f"the data of an event {name!r} is not a JSON object")
-        demand(name == event.get("type"), f"an event has the name {name!r} and the type {event.get('type')!r}")
 
 
 async def check_order(probe: Probe) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from dynamo.cli.referee.apis.responses import PATH, TOOL, body, demand_arguments, demand_usage, text_of, whole
-from dynamo.cli.referee.checks import CannotJudge, Cause, Level, Probe, Row, demand, served
+from dynamo.cli.referee.checks import CannotJudge, Cause, Level, Probe, Row, checks_of_named_events, demand, served
 from dynamo.cli.referee.exchange import Json, ServerAnswer, member
 
 PAGE: Final = "OpenAI reference, Streaming events"
@@ -17,6 +17,9 @@ LAST: Final = ("response.completed", "response.incomplete", "response.failed")
 async def stream(probe: Probe, **more: Json) -> ServerAnswer:
     """Request a stream."""
     return served(await probe.post(PATH, body(probe.model, stream=True, **more)))
+
+
+check_headers, check_cache, check_names = checks_of_named_events(stream)
 
 
 async def events_of(probe: Probe, **more: Json) -> list[Json]:
@@ -38,24 +41,6 @@ def final(events: list[Json]) -> Json:
     if not found:
         raise CannotJudge("the stream has no last event with the response", Cause.SERVER)
     return member(found[-1], "response")
-
-
-async def check_headers(probe: Probe) -> None:
-    kind = (await stream(probe)).headers.get("content-type", "")
-    demand(kind.startswith("text/event-stream"), f"Content-Type is {kind!r}")
-
-
-async def check_cache(probe: Probe) -> None:
-    found = (await stream(probe)).headers.get("cache-control", "")
-    demand("no-cache" in found or "no-store" in found, f"Cache-Control is {found!r}")
-
-
-async def check_names(probe: Probe) -> None:
-    found = (await stream(probe)).named_events()
-    demand(found, "the stream has no event")
-    for name, event in found:
-        demand(isinstance(event, dict), f"the data of an event {name!r} is not a JSON object")
-        demand(name == event.get("type"), f"an event has the name {name!r} and the type {event.get('type')!r}")
 
 
 async def check_numbers(probe: Probe) -> None:
