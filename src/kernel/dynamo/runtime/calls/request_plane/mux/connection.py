@@ -245,7 +245,7 @@ class MuxConnection(Dialled):
     # -- streams -------------------------------------------------------------------------------------------------
 
     def open(self, path: str, body: bytes, context: Context) -> MuxStream:
-        """Begin one stream; a request that fits in a frame leaves in this turn of the loop."""
+        """Begin one stream; the first request of a turn of the loop leaves at once, others at its end."""
         if not self.usable:  # lost between its first byte and this turn of the loop: nothing else would end the stream
             raise CannotConnect(f"{self.address} closed the connection at once: {self._failure or 'no reason given'}")
         if self._next_stream_id > MAX_STREAM_ID - 2:
@@ -264,7 +264,7 @@ class MuxConnection(Dialled):
         self._next_stream_id += 2
         stream = MuxStream(self, stream_id)
         self.inbound.streams[stream_id] = stream
-        self._outflow.send_now(frame(Kind.OPEN, opening, stream_id=stream_id))
+        self._outflow.send(frame(Kind.OPEN, opening, stream_id=stream_id))
         if not inline:
             self._outflow.send_body(stream_id, body)
         return stream

@@ -1,4 +1,4 @@
-"""What leaves on one `mux` connection of a caller: requests at once, other frames together, large bodies in turns."""
+"""What leaves on one `mux` connection of a caller: control frames at once, grants together, large bodies in turns."""
 
 from __future__ import annotations
 
@@ -41,14 +41,11 @@ class Outflow:
         self.transport = transport
 
     def send(self, data: bytes) -> None:
-        """Send a frame at the next turn of the loop."""
+        """Send a frame, the first of a turn at once: the worker begins while the other requests of the turn are prepared."""
         self._control.append(data)
-        self.schedule()
-
-    def send_now(self, data: bytes) -> None:
-        """Send a frame, and what waits before it, in this turn: the worker begins while other requests are prepared."""
-        self._control.append(data)
-        self._write()
+        if not self._flush_scheduled:
+            self._write()
+            self.schedule()
 
     def grant(self, stream_id: int, credits: int) -> None:
         """Give a stream's producer room; all grants of a loop turn travel in one frame."""
