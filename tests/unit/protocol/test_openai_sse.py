@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from dynamo.protocol.openai import (
     token_logprobs,
     usage_json,
 )
-from dynamo.protocol.openai.escaping import json_text
+from dynamo.protocol.openai.escaping import json_line, json_text
 from support.cases import each_case
 
 TEXTS = st.text() | st.text(
@@ -240,3 +241,7 @@ def test_an_annotation_name_must_fit_its_line(name: str) -> None:
 
 def test_constants() -> None:
     assert (DONE, KEEP_ALIVE) == (b"data: [DONE]\n\n", b": keep-alive\n\n")
+
+
+def test_a_lone_surrogate_beside_members_that_are_written_already_becomes_the_replacement_character() -> None:
+    assert json_line({"a": "\ud800", "b": msgspec.Raw(b'{"c":[1.5]}')}) == '{"a":"\ufffd","b":{"c":[1.5]}}'.encode()

@@ -52,7 +52,7 @@ def _without_lone_surrogates(text: str) -> str:
 
 
 def _mended(value: Any) -> Any:
-    plain = msgspec.to_builtins(value)
+    plain = msgspec.to_builtins(value, enc_hook=msgspec.json.decode)  # of `Raw`, which is JSON already
     match plain:
         case str():
             return _without_lone_surrogates(plain)
