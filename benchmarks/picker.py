@@ -221,7 +221,8 @@ def envoy_configuration(with_picker: int, without: int, picker: int, pods: list[
 
 @contextmanager
 def process(argv: list[str], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program, and end it."""
+    """Run a program, and end it, also where SIGTERM ends this one."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     made = subprocess.Popen(argv, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield made

@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -104,8 +106,10 @@ def processes(
 ) -> Iterator[Stack]:
     """Start `commands`, wait for the first answer on `port` (or for `is_up`), stop all at the end.
 
-    `is_killed`: without a signal before, for programs that drain for seconds.
+    `is_killed`: without a signal before, for programs that drain for seconds. SIGTERM of this process ends them, too.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with (folder / "log").open("wb") as log:
         begun = time.perf_counter()
         running: dict[str, subprocess.Popen[bytes]] = {}
