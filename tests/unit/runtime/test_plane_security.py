@@ -92,10 +92,11 @@ async def calling(wire: str = "mux", **settings: Any) -> AsyncIterator[RequestPl
         await client.close()
 
 
-async def tokens(client: RequestPlaneClient, worker: Worker, n: int = 5) -> list[int]:
+async def tokens(client: RequestPlaneClient, worker: Worker, n: int = 5, size: int = 0) -> list[int]:
+    """Return the tokens that answer a body of so many bytes and a few more."""
     record: dict[str, Any] = dict(worker.listener.transport(PATH))
     instance = Instance(namespace="ns", component="c", endpoint="e", instance_id=31, **record)
-    stream = await client.open(instance, {"n": n}, Context())
+    stream = await client.open(instance, {"n": n, "rest": "x" * size}, Context())
     found: list[int] = []
     try:
         while batch := await stream.next_batch():
@@ -142,6 +143,8 @@ async def test_tokens_travel_over_tls(authority: Authority, wire: str, is_mutual
     )
     async with listening(**both) as worker, calling(wire, **both) as client:
         assert await tokens(client, worker, 3000) == list(range(3000))
+        for size in (0, 300_000, 0, 400_000):  # what does not fit in one frame
+            assert await tokens(client, worker, 3, size) == [0, 1, 2]
         assert not worker.refused
 
 
@@ -154,6 +157,8 @@ def test_both_event_loops_serve_tls(authority: Authority, loop_name: str) -> Non
 
     async def run() -> list[int]:
         async with listening(**of_worker(authority)) as worker, calling(**of_caller(authority)) as client:
+            for size in (0, 300_000, 0, 400_000):
+                await tokens(client, worker, 3, size)
             return await tokens(client, worker, 200_000)
 
     with asyncio.Runner(loop_factory=make) as runner:

@@ -36,7 +36,8 @@ class Outflow:
 
     def begin(self, transport: asyncio.Transport, greeting: bytes) -> None:
         """Send the greeting; from now on frames leave."""
-        transport.set_write_buffer_limits(high=0)  # else uvloop writes only once all that is ready in this turn has run
+        # uvloop writes at once beyond this, else only once all that is ready in this turn has run. With 0 TLS pauses for ever.
+        transport.set_write_buffer_limits(high=1)
         transport.write(greeting)
         self.transport = transport
 
