@@ -108,8 +108,7 @@ class ScriptedEngine(LLMEngine):
                                 yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
                                 return
                             sent += 1
-                            self._tokens += 1
-                            last_at = time.monotonic()
+                            self._tokens, last_at = self._tokens + 1, time.monotonic()
                             if sent == 1:
                                 self._note("first", context)
                             if sent == limit:

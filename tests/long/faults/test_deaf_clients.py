@@ -55,12 +55,10 @@ async def test_clients_that_never_read_cost_little_and_are_cut(
             firsts = await worker.sees("first", "deaf", DEAF)
             beside = await others(40)
             grown = frontend.resident_bytes() - baselines[0], worker.resident_bytes() - baselines[1]
-            aborts = await worker.sees("abort", "deaf", DEAF)
-            ends = await worker.sees("finally", "deaf", DEAF)
-            began = {one["id"]: one["at"] for one in firsts}
+            aborts, ends = [await worker.sees(event, "deaf", DEAF) for event in ("abort", "finally")]
+            began, last = {one["id"]: one["at"] for one in firsts}, {one["id"]: one["last_at"] for one in ends}
             assert min(one["at"] - began[one["id"]] for one in aborts) >= STALL_SECONDS
             # From the last token that the window let through: on a busy machine the windows are full after half a minute.
-            last = {one["id"]: one["last_at"] for one in ends}
             cut = [one["at"] - last[one["id"]] for one in aborts]
         after = await others(10)
         await worker.idle()
