@@ -91,7 +91,7 @@ class ScriptedEngine(LLMEngine):
         )
         limit = (request.get("stop_conditions") or {}).get("max_tokens") or 10**9
         skipped = len(request["token_ids"]) - (context.prompt_tokens or len(request["token_ids"]))
-        sent = 0
+        sent, last_at = 0, 0.0
         try:
             for verb, *operands in json.loads(context.metadata.get("script", DEFAULT_SCRIPT)):
                 match verb:
@@ -108,7 +108,7 @@ class ScriptedEngine(LLMEngine):
                                 yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
                                 return
                             sent += 1
-                            self._tokens += 1
+                            self._tokens, last_at = self._tokens + 1, time.monotonic()
                             if sent == 1:
                                 self._note("first", context)
                             if sent == limit:
@@ -145,7 +145,7 @@ class ScriptedEngine(LLMEngine):
                         return
             yield {"token_ids": [], "index": 0, "finish_reason": "stop"}
         finally:
-            self._note("finally", context, sent=sent)
+            self._note("finally", context, sent=sent, last_at=last_at)
 
     async def abort(self, context: Any) -> None:
         self._note("abort", context)

@@ -52,12 +52,14 @@ async def test_clients_that_never_read_cost_little_and_are_cut(
                 await connections.enter_async_context(
                     exchange(frontend.port, CHAT, request, headers=headers, small_buffers=True)
                 )
-            await worker.sees("first", "deaf", DEAF)
-            began = time.monotonic()
+            firsts = await worker.sees("first", "deaf", DEAF)
             beside = await others(40)
             grown = frontend.resident_bytes() - baselines[0], worker.resident_bytes() - baselines[1]
-            aborts = await worker.sees("abort", "deaf", DEAF)
-            cut = [one["at"] - began for one in aborts]
+            aborts, ends = [await worker.sees(event, "deaf", DEAF) for event in ("abort", "finally")]
+            began, last = {one["id"]: one["at"] for one in firsts}, {one["id"]: one["last_at"] for one in ends}
+            assert min(one["at"] - began[one["id"]] for one in aborts) >= STALL_SECONDS
+            # From the last token that the window let through: on a busy machine the windows are full after half a minute.
+            cut = [one["at"] - last[one["id"]] for one in aborts]
         after = await others(10)
         await worker.idle()
         record(
@@ -66,7 +68,7 @@ async def test_clients_that_never_read_cost_little_and_are_cut(
             recovery_ms=[1000 * each for each in cut],
             note=f"memory grew by {grown[0] // MEBIBYTE} MiB in the frontend and {grown[1] // MEBIBYTE} MiB in the worker; "
             f"others took {1000 * statistics.median(beside):.0f} ms beside them, {1000 * statistics.median(before):.0f} ms "
-            f"before (p50); the times are until the cut, the limit is {STALL_SECONDS:g} s",
+            f"before (p50); the times are from the last token to the cut, the limit is {STALL_SECONDS:g} s",
         )
         with capsys.disabled():
             print(
