@@ -43,10 +43,12 @@ class Outflow:
 
     def send(self, data: bytes) -> None:
         """Send a frame, the first of a turn at once: the worker begins while the other requests of the turn are prepared."""
-        self._control.append(data)
-        if not self._flush_scheduled:
-            self._write()
-            self.schedule()
+        transport = self.transport
+        if self._flush_scheduled or transport is None or transport.is_closing():
+            self._control.append(data)
+        else:  # nothing waits before it
+            transport.write(data)
+        self.schedule()
 
     def grant(self, stream_id: int, credits: int) -> None:
         """Give a stream's producer room; all grants of a loop turn travel in one frame."""
@@ -78,18 +80,13 @@ class Outflow:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        transport = self._write()
-        if self._bodies and not self.paused and transport is not None:
+        transport, parts = self.transport, self._take()
+        if transport is None or transport.is_closing():
+            return
+        transport.write(b"".join(parts))
+        if self._bodies and not self.paused:
             self._send_piece(transport)
             self.schedule()
-
-    def _write(self) -> asyncio.Transport | None:
-        """Write the control frames and grants that wait, and return the transport; None where the connection is lost."""
-        parts, transport = self._take(), self.transport
-        if transport is not None and not transport.is_closing():
-            transport.write(b"".join(parts))
-            return transport
-        return None
 
     def _take(self) -> list[bytes]:
         parts, self._control = self._control, []
