@@ -54,7 +54,7 @@ STARTED: Final = {
             (REQUEST, """
                 engines/callable:pump frontend/http:self._send_data frontend/http:watch_client
                 frontend/parts/batches:self._metered frontend/parts/group:self._ask frontend/parts/group:self._connect
-                frontend/parts/group:self._gather frontend/parts/inspector:_leaves frontend/parts/media:each picker:answers
+                frontend/parts/group:self._gather frontend/parts/inspector:_leaves frontend/parts/media:each picker:self._answer
                 router/dispatch:_take_over router/dispatch:first_items router/dispatch:self._read router/dispatch:work
                 runtime/base:self._shake runtime/calls/request_plane/native:self._dial runtime/calls/request_plane:request.run
                 runtime/calls:_serve runtime/http:cycle.run sglang:vector_of vllm:vector worker:self._call_abort worker:write
