@@ -58,6 +58,9 @@ class NullTransport:
     def write(self, data: bytes) -> None:
         self.writes += 1
 
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
     def writelines(self, parts: list[bytes]) -> None:
         self.writes += 1
 
