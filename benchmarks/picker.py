@@ -36,6 +36,7 @@ from typing import Any, Final, cast
 
 import msgspec
 from envoy_calls import EnvoyCalls
+from stack import end_on_sigterm
 
 import dynamo.reference.demo
 from dynamo.frontend.http.loops import event_loop_factory
@@ -222,7 +223,7 @@ def envoy_configuration(with_picker: int, without: int, picker: int, pods: list[
 @contextmanager
 def process(argv: list[str], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program, and end it, also where SIGTERM ends this one."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    end_on_sigterm()
     made = subprocess.Popen(argv, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield made

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stack import cpu_seconds
+from stack import cpu_seconds, end_on_sigterm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dynamo.runtime.client import Client
@@ -45,6 +45,7 @@ def write_tokenizer(directory: Path) -> None:
 
 def serve(directory: Path, prompts: list[list[int]], tokens: int, repeats: int) -> list[Served]:
     """Start a worker for the model in `directory`, and let it answer `prompts` together, `repeats` times."""
+    end_on_sigterm()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         env = {key: value for key, value in os.environ.items() if not key.startswith("DYN_")} | {

@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from model import make_model, prompt_text
+from stack import end_on_sigterm
 
 HERE = Path(__file__).parent
 
@@ -454,6 +455,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="where soak.json and soak.svg go")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    end_on_sigterm()
     report = soak(arguments)
     (arguments.out / "soak.json").write_text(json.dumps(report, indent=1))
     (arguments.out / "soak.svg").write_text(plot(report))

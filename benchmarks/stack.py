@@ -93,6 +93,12 @@ def post(port: int, body: dict[str, Any], timeout: float = 10) -> dict[str, Any]
         return json.loads(answer.read())  # type: ignore[no-any-return]
 
 
+def end_on_sigterm() -> None:
+    """Have SIGTERM leave this process as an exception does, so that the processes that it has started end, too."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 @contextlib.contextmanager
 def processes(
     commands: Mapping[str, Sequence[str]],
@@ -108,8 +114,7 @@ def processes(
 
     `is_killed`: without a signal before, for programs that drain for seconds. SIGTERM of this process ends them, too.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    end_on_sigterm()
     with (folder / "log").open("wb") as log:
         begun = time.perf_counter()
         running: dict[str, subprocess.Popen[bytes]] = {}

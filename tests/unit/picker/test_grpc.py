@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -12,6 +13,7 @@ import grpc
 import pytest
 from hypothesis import given, strategies
 
+from dynamo.picker.grpc import connection
 from dynamo.picker.grpc.calls import CallHandler, CallTable, GrpcCall
 from dynamo.picker.grpc.connection import PREFACE, Http2Connection, frame
 from dynamo.picker.grpc.hpack import _LENGTHS, BadHeaders, HeaderReader, read_huffman, write_headers
@@ -181,6 +183,25 @@ async def test_a_peer_that_breaks_the_rules_loses_its_connection_and_no_other_do
         assert await stream.read() == b"after"
         assert len(open_) == 1
         stream.cancel()
+
+
+async def test_a_peer_that_does_not_read_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "MAX_UNSENT_BYTES", 100_000)
+    async with server() as (port, open_), asyncio.timeout(PATIENCE_SECONDS):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.write(PREFACE)
+        while not open_:
+            await asyncio.sleep(0)
+        (one,) = open_
+        assert one._transport is not None
+        one._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        while open_:
+            writer.write(frame(6, 0, 0, b"8 bytes.") * 1000)
+            await asyncio.sleep(0)
+        writer.close()
+    assert "does not read" in caplog.text
 
 
 async def test_what_can_be_answered_at_once_does_not_wait_for_a_task_of_the_same_read() -> None:

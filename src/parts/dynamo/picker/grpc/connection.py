@@ -165,7 +165,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._transport.set_write_buffer_limits(
-            high=0
+            high=1
         )  # else uvloop writes only once all choices of this turn were made
         self._timer = asyncio.get_running_loop().call_later(PREFACE_SECONDS, self._transport.abort)
         settings = (

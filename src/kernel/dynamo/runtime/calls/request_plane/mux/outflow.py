@@ -83,7 +83,8 @@ class Outflow:
         transport, parts = self.transport, self._take()
         if transport is None or transport.is_closing():
             return
-        transport.write(b"".join(parts))
+        if parts:
+            transport.write(b"".join(parts))
         if self._bodies and not self.paused:
             self._send_piece(transport)
             self.schedule()
