@@ -45,7 +45,9 @@ from dynamo.runtime.calls.request_plane.native.frames import (
 )
 from dynamo.runtime.calls.request_plane.native.items import (
     FINAL_ITEM,
+    MOST_MISSES,
     AnnotatedItem,
+    ChunkReader,
     append_item,
     bare_item,
     decode_item,
@@ -54,6 +56,7 @@ from dynamo.runtime.calls.request_plane.native.items import (
     failure_of,
     stream_item,
 )
+from dynamo.runtime.calls.request_plane.base import StreamItem
 from support.cases import each_case
 
 PATH = "1a/ns/c/e"
@@ -170,18 +173,17 @@ def test_two_part_frames_survive_any_cuts(frames: list[tuple[bytes, bytes]], cut
     assert drain(TwoPartDecoder(), *pieces) == [TwoPart(*frame) for frame in frames]
     in_passes, found = TwoPartDecoder(), []
     for piece in pieces:
-        in_passes.feed(piece)
-        while passed := in_passes.frames():
+        while passed := in_passes.take(piece):
+            piece = b""
             found += passed
     assert found == frames
 
 
 def test_frames_before_one_over_the_limit_are_returned_first() -> None:
     decoder = TwoPartDecoder(max_data_bytes=4)
-    decoder.feed(encode_two_part(b"", b"good") + encode_two_part(b"", b"worse"))
-    assert decoder.frames() == [(b"", b"good")]
+    assert decoder.take(encode_two_part(b"", b"good") + encode_two_part(b"", b"worse")) == [(b"", b"good")]
     with pytest.raises(MalformedFrame, match="exceeds the limits"):
-        decoder.frames()
+        decoder.take(b"")
 
 
 def test_a_missing_header_set_is_tolerated() -> None:
@@ -445,6 +447,43 @@ def test_a_prologue_may_carry_why_the_stream_was_not_set_up() -> None:
 def test_an_error_text_that_is_not_unicode_still_travels() -> None:
     (frame,) = drain(TwoPartDecoder(), item_bytes(error_item(InvalidArgument("file \udcff is odd"))))
     assert msgspec.msgpack.decode(frame.data)["data"]["error"]["message"] == "file \\udcff is odd"
+
+
+CHUNKS = st.fixed_dictionaries(
+    {},
+    optional={
+        "token_ids": st.lists(st.integers(0, 9) | st.booleans(), max_size=3) | st.none(),
+        "index": st.sampled_from([None, 0, 1, -1, True, 0.0]),
+        "output_type": st.sampled_from([None, "text", "image"]),
+        **dict.fromkeys(
+            ("tokens", "text", "log_probs", "finish_reason", "completion_usage"), st.sampled_from([None, None, "stop"])
+        ),
+    },
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["data", "data", "id", "event", "comment"]), CHUNKS | st.none(), max_size=2),
+    st.booleans(),
+    st.sampled_from(["msgpack", "json"]),
+)
+def test_what_is_read_as_plain_token_ids_is_what_any_item_would_be(envelope: Any, is_final: bool, codec: Codec) -> None:
+    encode = msgspec.msgpack.encode if codec == "msgpack" else msgspec.json.encode
+    wire = encode({"data": envelope, "complete_final": is_final})
+    chunk = ChunkReader(codec).read(wire)
+    if chunk is not None:
+        annotated = decode_item(wire, codec).data
+        assert annotated is not None
+        assert (chunk, is_final) == (stream_item(annotated), False)
+
+
+def test_a_stream_of_other_items_is_no_longer_tried_as_token_ids() -> None:
+    """The members are those that 1.6 sends."""
+    reader, plain = ChunkReader("json"), b'{"data":{"data":{"token_ids":[7],"index":2,"text":null,"log_probs":null}}}'
+    assert reader.read(plain) == StreamItem(0, 2, 0, [7])
+    for _ in range(MOST_MISSES):
+        assert reader.read(b'{"data":{"data":{"token_ids":[7],"log_probs":[0.5]}}}') is None
+    assert reader.read(plain) is None
 
 
 @pytest.mark.parametrize("codec", ["msgpack", "json"])
