@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamo import errors
 from dynamo.errors import DynamoException, HttpError, InvalidArgument, http_assertion, rule_of
+from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.runtime.calls.request_plane.core import typed_error
 from dynamo.runtime.calls.request_plane.native.frames import (
     ACCEPTED,
@@ -56,7 +57,6 @@ from dynamo.runtime.calls.request_plane.native.items import (
     failure_of,
     stream_item,
 )
-from dynamo.runtime.calls.request_plane.base import StreamItem
 from support.cases import each_case
 
 PATH = "1a/ns/c/e"
@@ -452,18 +452,19 @@ def test_an_error_text_that_is_not_unicode_still_travels() -> None:
 CHUNKS = st.fixed_dictionaries(
     {},
     optional={
-        "token_ids": st.lists(st.integers(0, 9) | st.booleans(), max_size=3) | st.none(),
-        "index": st.sampled_from([None, 0, 1, -1, True, 0.0]),
-        "output_type": st.sampled_from([None, "text", "image"]),
-        **dict.fromkeys(
-            ("tokens", "text", "log_probs", "finish_reason", "completion_usage"), st.sampled_from([None, None, "stop"])
-        ),
+        "token_ids": st.lists(st.integers(0, 9), max_size=3) | st.sampled_from([None, [1, True], ["x"]]),
+        "index": st.sampled_from([0, 1, None, -1, True, 0.0]),
+        "output_type": st.sampled_from(["text", None, "image"]),
+        "log_probs": st.sampled_from([None, None, None, "stop"]),
+        "finish_reason": st.sampled_from([None, None, None, "stop"]),
+        "completion_usage": st.none(),
     },
 )
 
 
+@example({"data": {"token_ids": [1]}}, False, "json")
 @given(
-    st.dictionaries(st.sampled_from(["data", "data", "id", "event", "comment"]), CHUNKS | st.none(), max_size=2),
+    st.fixed_dictionaries({"data": CHUNKS | st.none()}, optional=dict.fromkeys(("id", "event", "comment"), st.none())),
     st.booleans(),
     st.sampled_from(["msgpack", "json"]),
 )

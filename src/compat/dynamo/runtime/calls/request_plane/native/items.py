@@ -100,7 +100,7 @@ class _Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """A chunk of tokens whose other members are null, and which 1.6 sends with every chunk."""
 
     token_ids: list[int]
-    index: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    index: Annotated[int, msgspec.Meta(ge=0)] | None
     tokens: None = None
     text: None = None
     output_type: Literal["text"] | None = None
