@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, socket
@@ -96,36 +96,37 @@ async def serve_pods(ports: list[int], root: str) -> None:
 class Caller(asyncio.Protocol):
     """One connection of the load, with one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, answered: Callable[[Caller, int], None]) -> None:
+        """`answered` is called with each status; 0: the connection was lost."""
+        self._answered = answered
         self._received = b""
-        self._done: asyncio.Future[int] | None = None
         self._transport: asyncio.Transport | None = None
+        self.due: float | None = None  # when its request was to leave; None: it has none
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # which uvloop's are not by their class
 
-    async def send(self, request: bytes) -> int:
-        """Return the status of the answer."""
+    def send(self, request: bytes, due: float) -> None:
+        """Send a request."""
         assert self._transport is not None
-        self._done, self._received = asyncio.get_running_loop().create_future(), b""
+        self._received, self.due = b"", due
         self._transport.write(request)
-        return await self._done
 
     def data_received(self, data: bytes) -> None:
         self._received += data
         end = self._received.find(b"\r\n\r\n")
         found = re.search(rb"(?i)content-length: (\d+)", self._received[:end]) if end >= 0 else None
-        if end < 0 or self._done is None or self._done.done():
+        if end < 0 or self.due is None:
             return
         is_whole = (
             self._received.endswith(b"0\r\n\r\n") if found is None else len(self._received) >= end + 4 + int(found[1])
         )
         if is_whole:
-            self._done.set_result(int(self._received[9:12]))
+            self._answered(self, int(self._received[9:12]))
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_result(0)
+        if self.due is not None:
+            self._answered(self, 0)
 
     def close(self) -> None:
         """Close the connection."""
@@ -148,25 +149,39 @@ def request_of(number: int) -> bytes:
 
 async def offer(port: int, rate: float, seconds: float, first: int) -> tuple[list[float], dict[int, int]]:
     """Send requests at a rate; return how long each took in ms, and how many had each status."""
-    loop = asyncio.get_running_loop()
-    idle: asyncio.LifoQueue[Caller] = asyncio.LifoQueue()
-    callers = [(await loop.create_connection(Caller, "127.0.0.1", port))[1] for _ in range(CONNECTIONS)]
-    for caller in callers:
-        idle.put_nowait(caller)
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
     count, times, statuses = int(rate * seconds), list[float](), dict[int, int]()
     requests = [request_of(first + number) for number in range(count)]
-    began = time.perf_counter() + 0.1
+    sent = 0
 
-    async def one(number: int) -> None:
-        due = began + number / rate
-        await asyncio.sleep(due - time.perf_counter())
-        caller = await idle.get()
-        status = await caller.send(requests[number])
-        idle.put_nowait(caller)
-        times.append((time.perf_counter() - due) * 1000)
+    def answered(caller: Caller, status: int) -> None:
+        assert caller.due is not None
+        times.append((time.perf_counter() - caller.due) * 1000)
         statuses[status] = statuses.get(status, 0) + 1
+        caller.due = None
+        idle.append(caller)
+        if len(times) == count:
+            done.set()
+        elif sent < count and began + sent / rate <= time.perf_counter():
+            tick()  # it has waited for a connection
 
-    await asyncio.gather(*(one(number) for number in range(count)))
+    def tick() -> None:
+        """Send what is due."""
+        nonlocal sent
+        while sent < count and idle and (due := began + sent / rate) <= time.perf_counter():
+            sent += 1
+            idle.pop().send(requests[sent - 1], due)
+
+    idle = [
+        (await loop.create_connection(lambda: Caller(answered), "127.0.0.1", port))[1] for _ in range(CONNECTIONS)
+    ]
+    callers, began = list(idle), time.perf_counter() + 0.1
+    # By a signal: the timers of a loop are as coarse as what is measured, a millisecond.
+    loop.add_signal_handler(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 1 / rate)
+    await done.wait()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    loop.remove_signal_handler(signal.SIGALRM)
     for caller in callers:
         caller.close()
     return times, statuses
