@@ -18,10 +18,9 @@ from dynamo.cli.inspect.dialogs import TextDialog
 from dynamo.cli.inspect.figures import age
 from dynamo.cli.inspect.lines import Line, Tone, TonedText, flow, heading, plain_text
 from dynamo.cli.inspect.overview import picture_notes, section_title, summary_lines
-from dynamo.cli.inspect.pages import HELP, PAGES, Page, page_named
 from dynamo.cli.inspect.plain import picture_lines
 from dynamo.cli.inspect.printable import printable
-from dynamo.cli.inspect.screens import LinesScreen, RequestScreen, key_lines
+from dynamo.cli.inspect.screens import HELP, PAGES, LinesScreen, Page, RequestScreen, key_lines, page_named
 from dynamo.cli.inspect.tables import FORMS
 from dynamo.cli.inspect.widgets import LinesView, TableView
 from dynamo.protocol.inspector.filters import Filter, FilterError, parse_filter
