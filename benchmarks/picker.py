@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import gc
 import json
 import os
 import re
@@ -153,13 +154,14 @@ async def offer(port: int, rate: float, seconds: float, first: int) -> tuple[lis
     for caller in callers:
         idle.put_nowait(caller)
     count, times, statuses = int(rate * seconds), list[float](), dict[int, int]()
+    requests = [request_of(first + number) for number in range(count)]
     began = time.perf_counter() + 0.1
 
     async def one(number: int) -> None:
         due = began + number / rate
         await asyncio.sleep(due - time.perf_counter())
         caller = await idle.get()
-        status = await caller.send(request_of(first + number))
+        status = await caller.send(requests[number])
         idle.put_nowait(caller)
         times.append((time.perf_counter() - due) * 1000)
         statuses[status] = statuses.get(status, 0) + 1
@@ -275,6 +277,7 @@ async def measure(options: argparse.Namespace, ports: list[int], pids: dict[str,
         while not (await answers(with_picker) and choices(metrics(system))):  # Envoy serves without a picker, too
             await asyncio.sleep(0.2)
     await offer(with_picker, options.rate / 2, 1, 0)
+    gc.disable()  # a search of the load's own thousands of tasks would count as time of the requests that wait meanwhile
     for number in range(options.rounds):
         for which, port in (("without", without), ("with", with_picker)):
             before = {name: cpu_seconds(pid) for name, pid in pids.items()}

@@ -1,3 +1,4 @@
+import operator
 import struct
 from typing import Any
 
@@ -5,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.kv import block_hashes, sequence_hashes, to_unsigned
+from dynamo.kv import block_hashes, hashing, sequence_hashes, to_unsigned
 from dynamo.kv.hashing import block_seed, extend_sequence, media_pad_token, with_pad_tokens
 from support.cases import each_case
 
@@ -94,3 +95,32 @@ def test_a_pad_token_stands_for_each_run_of_image_tokens() -> None:
     assert with_pad_tokens([1, image, image, 2, image], {image}, [7, 8]) == [1, 1_000_007, 1_000_007, 2, 1_000_008]
     assert with_pad_tokens([image, 1, image, 2, image], {image}, [7, 8]) == [1_000_007, 1, 1_000_008, 2, 1_000_008]
     assert with_pad_tokens([1, image], {image}, []) == [1, image]
+
+
+@given(
+    st.sampled_from([1, 16, 48, 300]),
+    st.lists(st.tuples(st.integers(0, 900), st.integers(0, 2), st.booleans()), min_size=1, max_size=8),
+)
+def test_prompts_that_begin_as_earlier_ones_get_the_hashes_that_they_get_alone(
+    block_size: int, prompts: list[tuple[int, int, bool]]
+) -> None:
+    hasher = hashing.PrefixHasher(block_size)
+    for length, kind, is_salted in prompts:
+        ids = [min(at // 300, kind) for at in range(length)]  # alike for 300 tokens or for 600
+        salt = "tenant" if is_salted else None
+        sequence: list[int] = []
+        hasher.extend(sequence, ids, block_seed(cache_salt=salt))
+        assert sequence == sequence_hashes(block_hashes(ids, block_size, cache_salt=salt))
+
+
+def test_kept_stretches_have_a_bound_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "KEPT_STRETCHES", 8)
+    hasher, used = hashing.PrefixHasher(16), [1] * 256
+    kept: list[int] = []
+    hasher.extend(kept, used)
+    for number in range(2, 40):
+        hasher.extend([], [number] * 256)
+        again: list[int] = []
+        hasher.extend(again, used)
+        assert all(map(operator.is_, again, kept))  # found, not made again
+        assert len(hasher._young) + len(hasher._old) <= 8

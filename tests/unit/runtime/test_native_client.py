@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from dynamo.runtime.base.settings import RequestPlaneSettings
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import OBJECT_INDEX, Instance
 from dynamo.runtime.calls.request_plane.native import stream as native_stream
-from dynamo.runtime.calls.request_plane.native.call_home import CallHomeListener
+from dynamo.runtime.calls.request_plane.native.call_home import KEEPALIVE, LINGER_ZERO, CallHomeListener
 from dynamo.runtime.calls.request_plane.native.client import BUSY_REQUESTS, NativeClient
 from dynamo.runtime.calls.request_plane.native.stream import NativeStream
 from dynamo.runtime.observe.tracing import TraceContext
@@ -109,6 +110,19 @@ async def test_a_request_says_what_the_wire_wants(caller: Caller) -> None:
     assert request.headers["traceparent"].split("-")[1] == "a" * 32
     assert request.headers["tracestate"] == "k=v"
     assert all(isinstance(value, str) for value in request.headers.values())
+
+
+async def test_an_accepted_connection_is_probed_and_leaves_no_port_in_time_wait(caller: Caller) -> None:
+    stream, home = await caller.answered()
+    await home.chunk(5)
+    assert await stream.next_batch()  # so it has its connection
+    assert stream._transport is not None
+    accepted = stream._transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, len(LINGER_ZERO)) == LINGER_ZERO
+    for name, seconds in KEEPALIVE:
+        if hasattr(socket, name):
+            assert accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == seconds
 
 
 async def test_a_worker_that_names_no_codec_gets_json(caller: Caller) -> None:

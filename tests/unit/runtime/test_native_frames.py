@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamo import errors
 from dynamo.errors import DynamoException, HttpError, InvalidArgument, http_assertion, rule_of
+from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.runtime.calls.request_plane.core import typed_error
 from dynamo.runtime.calls.request_plane.native.frames import (
     ACCEPTED,
@@ -45,7 +46,9 @@ from dynamo.runtime.calls.request_plane.native.frames import (
 )
 from dynamo.runtime.calls.request_plane.native.items import (
     FINAL_ITEM,
+    MOST_MISSES,
     AnnotatedItem,
+    ChunkReader,
     append_item,
     bare_item,
     decode_item,
@@ -170,18 +173,17 @@ def test_two_part_frames_survive_any_cuts(frames: list[tuple[bytes, bytes]], cut
     assert drain(TwoPartDecoder(), *pieces) == [TwoPart(*frame) for frame in frames]
     in_passes, found = TwoPartDecoder(), []
     for piece in pieces:
-        in_passes.feed(piece)
-        while passed := in_passes.frames():
+        while passed := in_passes.take(piece):
+            piece = b""
             found += passed
     assert found == frames
 
 
 def test_frames_before_one_over_the_limit_are_returned_first() -> None:
     decoder = TwoPartDecoder(max_data_bytes=4)
-    decoder.feed(encode_two_part(b"", b"good") + encode_two_part(b"", b"worse"))
-    assert decoder.frames() == [(b"", b"good")]
+    assert decoder.take(encode_two_part(b"", b"good") + encode_two_part(b"", b"worse")) == [(b"", b"good")]
     with pytest.raises(MalformedFrame, match="exceeds the limits"):
-        decoder.frames()
+        decoder.take(b"")
 
 
 def test_a_missing_header_set_is_tolerated() -> None:
@@ -445,6 +447,44 @@ def test_a_prologue_may_carry_why_the_stream_was_not_set_up() -> None:
 def test_an_error_text_that_is_not_unicode_still_travels() -> None:
     (frame,) = drain(TwoPartDecoder(), item_bytes(error_item(InvalidArgument("file \udcff is odd"))))
     assert msgspec.msgpack.decode(frame.data)["data"]["error"]["message"] == "file \\udcff is odd"
+
+
+CHUNKS = st.fixed_dictionaries(
+    {},
+    optional={
+        "token_ids": st.lists(st.integers(0, 9), max_size=3) | st.sampled_from([None, [1, True], ["x"]]),
+        "index": st.sampled_from([0, 1, None, -1, True, 0.0]),
+        "output_type": st.sampled_from(["text", None, "image"]),
+        "log_probs": st.sampled_from([None, None, None, "stop"]),
+        "finish_reason": st.sampled_from([None, None, None, "stop"]),
+        "completion_usage": st.none(),
+    },
+)
+
+
+@example({"data": {"token_ids": [1]}}, False, "json")
+@given(
+    st.fixed_dictionaries({"data": CHUNKS | st.none()}, optional=dict.fromkeys(("id", "event", "comment"), st.none())),
+    st.booleans(),
+    st.sampled_from(["msgpack", "json"]),
+)
+def test_what_is_read_as_plain_token_ids_is_what_any_item_would_be(envelope: Any, is_final: bool, codec: Codec) -> None:
+    encode = msgspec.msgpack.encode if codec == "msgpack" else msgspec.json.encode
+    wire = encode({"data": envelope, "complete_final": is_final})
+    chunk = ChunkReader(codec).read(wire)
+    if chunk is not None:
+        annotated = decode_item(wire, codec).data
+        assert annotated is not None
+        assert (chunk, is_final) == (stream_item(annotated), False)
+
+
+def test_a_stream_of_other_items_is_no_longer_tried_as_token_ids() -> None:
+    """The members are those that 1.6 sends."""
+    reader, plain = ChunkReader("json"), b'{"data":{"data":{"token_ids":[7],"index":2,"text":null,"log_probs":null}}}'
+    assert reader.read(plain) == StreamItem(0, 2, 0, [7])
+    for _ in range(MOST_MISSES):
+        assert reader.read(b'{"data":{"data":{"token_ids":[7],"log_probs":[0.5]}}}') is None
+    assert reader.read(plain) is None
 
 
 @pytest.mark.parametrize("codec", ["msgpack", "json"])

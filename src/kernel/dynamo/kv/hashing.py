@@ -24,7 +24,13 @@ _PAIR: Final = struct.Struct("<QQ")
 _PAD_TOKENS_FROM: Final = 1_000_000  # above the vocabulary of the models of today
 _PAD_TOKEN_BITS: Final = 2**30 - 1
 
+STRETCH_TOKENS: Final = 256
+"""What a prompt shares with earlier ones is found in stretches of so many tokens: less costs more look-ups, more leaves more to
+hash again behind the last one that is shared."""
+KEPT_STRETCHES: Final = 8_192  # two million tokens, in 8 MB
+
 _hash64 = xxhash.xxh3_64_intdigest
+_digest = xxhash.xxh3_128_digest
 
 
 def block_hashes(
@@ -51,9 +57,8 @@ def block_hashes(
     count = max(len(token_ids) - 1, 0) // block_size if eagle else len(token_ids) // block_size
     if seed is None:
         seed = block_seed(lora_name, cache_salt) if lora_name or cache_salt else SEED
-    if not eagle and not mm_hashes:  # the usual case runs without a step of Python per block
-        pieces = struct.iter_unpack(f"{stride}s", data[: count * stride])
-        return list(map(_hash64, chain.from_iterable(pieces), repeat(seed)))
+    if not eagle and not mm_hashes:
+        return _hashes_of(data, block_size, seed)
     media = mm_hashes or {}
     return [_hash64(data[at * stride : at * stride + width] + _objects(media.get(at, ())), seed) for at in range(count)]
 
@@ -81,6 +86,48 @@ def extend_sequence(parent: int | None, hashes: Sequence[int], *, seed: int = SE
         unsigned = [to_unsigned(block_hash) for block_hash in hashes]
         return extend_sequence(to_unsigned(parent), unsigned, seed=seed)
     return chained
+
+
+class PrefixHasher:
+    """Makes sequence hashes, and keeps those of prompts' stretches: most prompts begin as an earlier one did.
+
+    A stretch is known by the hash of what stands before it and by 128 bits of its tokens, so no two stretches are taken for one
+    that their sequence hashes would tell apart. Those not used for longest go first, by generations: the young one becomes the
+    old one, and the old one is dropped.
+    """
+
+    __slots__ = ("_block_size", "_bytes", "_old", "_young")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._bytes = max(1, STRETCH_TOKENS // block_size) * block_size * _TOKEN_BYTES
+        self._young: dict[tuple[int, bytes], list[int]] = {}
+        self._old: dict[tuple[int, bytes], list[int]] = {}
+
+    def extend(self, sequence: list[int], token_ids: Sequence[int], seed: int = SEED) -> None:
+        """Append the hashes of the whole blocks of tokens that follow the blocks of `sequence`. `seed`: see `block_seed`."""
+        data, size, at = _little_endian(token_ids), self._bytes, 0
+        before = sequence[-1] if sequence else seed
+        while len(piece := data[at : at + size]) == size:
+            key = before, _digest(piece)
+            if (found := self._young.get(key)) is None:
+                if (found := self._old.get(key)) is None:
+                    break  # so what follows is new, too
+                self._keep(key, found)
+            sequence += found
+            before, at = found[-1], at + size
+        rest = extend_sequence(sequence[-1] if sequence else None, _hashes_of(data[at:], self._block_size, seed))
+        blocks = size // (self._block_size * _TOKEN_BYTES)
+        for start in range(0, len(rest) - blocks + 1, blocks):
+            found = rest[start : start + blocks]
+            self._keep((before, _digest(data[at : at + size])), found)
+            before, at = found[-1], at + size
+        sequence += rest
+
+    def _keep(self, key: tuple[int, bytes], hashes: list[int]) -> None:
+        if len(self._young) >= KEPT_STRETCHES // 2:
+            self._young, self._old = {}, self._young
+        self._young[key] = hashes
 
 
 def block_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
@@ -127,6 +174,13 @@ def with_pad_tokens(token_ids: Sequence[int], placeholders: Collection[int], mm_
             padded.append(token)
         previous = token
     return padded
+
+
+def _hashes_of(data: bytes, block_size: int, seed: int) -> list[int]:
+    """Return the hashes of whole blocks of tokens, without a step of Python for each."""
+    stride = block_size * _TOKEN_BYTES
+    pieces = struct.iter_unpack(f"{stride}s", data[: len(data) - len(data) % stride])
+    return list(map(_hash64, chain.from_iterable(pieces), repeat(seed)))
 
 
 def _little_endian(token_ids: Sequence[int]) -> bytes:

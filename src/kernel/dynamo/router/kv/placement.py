@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from dynamo.errors import DynamoException, WorkerUnavailable
-from dynamo.kv.hashing import block_hashes, sequence_hashes
+from dynamo.kv.hashing import PrefixHasher, block_hashes, block_seed, sequence_hashes
 from dynamo.kv.media_routing import RoutedPrompt
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, CandidateList, Placement, PlacementReason, PlacementRequest, Policy
@@ -157,7 +157,7 @@ class KvPlacement:
     """
 
     __slots__ = (
-        "_decisions", "_is_eagle", "_rng", "_running", "_watcher", "_workers",
+        "_decisions", "_hasher", "_rng", "_running", "_watcher", "_workers",
         "is_stale", "read_ranks", "router",
     )  # fmt: skip
 
@@ -177,7 +177,7 @@ class KvPlacement:
         self.read_ranks: Callable[[], Mapping[WorkerRank, RankInfo]] = dict
         self.is_stale = False  # the ranks have changed since they were read
         self._workers = _KnownWorkers(frozenset())
-        self._is_eagle = is_eagle
+        self._hasher = None if is_eagle else PrefixHasher(router.block_size)
         self._rng = rng
         self._watcher = watcher or KvWatcher()
         self._decisions = decisions
@@ -236,17 +236,21 @@ class KvPlacement:
         for of, block_size, sequence in known:
             if of is prompt and block_size == size:
                 return sequence
-        began, step = perf_counter(), max(1, HASHED_AT_ONCE // size) * size
+        began, step, hasher = perf_counter(), max(1, HASHED_AT_ONCE // size) * size, self._hasher
         hashes: list[int] = []
+        sequence = []
         for start in range(0, len(prompt), step):
             if start:
                 await asyncio.sleep(0)
-            part = prompt[start : start + step + self._is_eagle] if len(prompt) > step else prompt
+            part = prompt[start : start + step + (hasher is None)] if len(prompt) > step else prompt
+            if hasher is not None and not mm_hashes:
+                hasher.extend(sequence, part, block_seed(lora_name, cache_salt))
+                continue
             media = {at - len(hashes): objects for at, objects in mm_hashes.items()} if mm_hashes else None
             hashes += block_hashes(
-                part, size, lora_name=lora_name, cache_salt=cache_salt, eagle=self._is_eagle, mm_hashes=media
+                part, size, lora_name=lora_name, cache_salt=cache_salt, eagle=hasher is None, mm_hashes=media
             )
-        sequence = sequence_hashes(hashes)
+        sequence += sequence_hashes(hashes)
         self._watcher.hashed(perf_counter() - began)
         known.append((prompt, size, sequence))
         return sequence

@@ -342,12 +342,12 @@ class SocketReader:
         self._again = None
         if not self._is_reading or self._socket.closed:
             return
-        for _ in range(BURST):
+        for number in range(BURST):
             try:
-                is_readable = int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE
-                if not is_readable:  # cheaper to check than the exception of a read in vain
+                # Cheaper to check than the exception of a read in vain; but the signal nearly always comes with a message.
+                if number and not int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
                     return
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._socket.recv_multipart(_NO_WAIT)
             except zmq.Again:
                 return
             except zmq.ZMQError as error:

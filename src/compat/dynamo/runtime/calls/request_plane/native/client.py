@@ -255,7 +255,7 @@ class RequestSender(Dialled):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
         self._transport = cast(asyncio.Transport, transport)
-        keep_alive(self._transport)
+        keep_alive(transport.get_extra_info("socket"))
         self._arm()
 
     def data_received(self, data: bytes) -> None:

@@ -201,14 +201,23 @@ class TwoPartDecoder:
         """Take what arrived."""
         self._buffer += data
 
-    def frames(self) -> list[tuple[bytearray, bytearray]]:
-        """Header and data of every complete frame; [] when more bytes are needed.
+    def take(self, data: bytes) -> list[tuple[bytes | bytearray, bytes | bytearray]]:
+        """Take what arrived; return header and data of every frame that is complete now.
 
-        For a reader of many small frames: they are cut in one pass. A frame over a limit is a `MalformedFrame` once those
-        before it were returned.
+        For a reader of many small frames: they are cut in one pass, and one that came alone does not pass through the
+        buffer. A frame over a limit is a `MalformedFrame` once those before it were returned: call again, with b"", until
+        nothing is returned.
         """
+        if not self._buffer:
+            if not data:
+                return []
+            if len(data) > PREFIX.size:
+                header_bytes, data_bytes, _ = PREFIX.unpack_from(data)
+                if not header_bytes and data_bytes == len(data) - PREFIX.size <= self._max_data_bytes:
+                    return [(b"", data[PREFIX.size :])]
+        self._buffer += data
         buffer, at = self._buffer, 0
-        found: list[tuple[bytearray, bytearray]] = []
+        found: list[tuple[bytes | bytearray, bytes | bytearray]] = []
         unpack, have = PREFIX.unpack_from, len(buffer) - PREFIX.size
         while at <= have:
             header_bytes, data_bytes, _ = unpack(buffer, at)

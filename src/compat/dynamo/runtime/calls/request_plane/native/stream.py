@@ -21,7 +21,7 @@ from dynamo.runtime.calls.request_plane.native.frames import (
     TwoPartDecoder,
     decode_prologue,
 )
-from dynamo.runtime.calls.request_plane.native.items import bare_item, decode_item, failure_of, stream_item
+from dynamo.runtime.calls.request_plane.native.items import ChunkReader, bare_item, decode_item, failure_of, stream_item
 from dynamo.runtime.calls.request_plane.stream import StreamBuffer, StreamState
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ by the worker through its full socket."""
 SENTINEL_SECONDS: Final = 1.0  # how long after the last item the sentinel is awaited; a missing one is no error
 
 _SENTINEL_HEADER: Final = SENTINEL[24:]
+_OVER: Final = (StreamState.ENDED, StreamState.CLOSED)
 
 
 class NativeStream(StreamBuffer, asyncio.Protocol):
@@ -45,7 +46,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
     GRANT_AT = 0  # whatever the reader takes makes room in the socket
 
     __slots__ = (
-        "_codec",
+        "_chunks",
         "_decoder",
         "_held_bytes",
         "_is_reading",
@@ -63,7 +64,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
         """`subject` is the name under which the worker calls home; `on_closed` is called once, when the stream is over and
         its connection, if there was one, is gone."""
         super().__init__()
-        self._codec: Codec = codec
+        self._chunks = ChunkReader(codec)
         self._decoder = TwoPartDecoder(max_data_bytes=2 * MAX_MESSAGE_BYTES)
         self._held_bytes = 0
         self._is_reading = True
@@ -79,7 +80,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
     @property
     def is_over(self) -> bool:
         """Whether nothing more is awaited."""
-        return self.state is StreamState.ENDED or self.state is StreamState.CLOSED
+        return self.state in _OVER
 
     # -- for the client ------------------------------------------------------------------------------------------
 
@@ -129,11 +130,10 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
         raise AssertionError("a stream is given its connection by the listener")
 
     def data_received(self, data: bytes) -> None:
-        self._decoder.feed(data)
-        was_over, arrived = self.is_over, len(self.items)
-        self._read()
+        was_over, arrived = self.state in _OVER, len(self.items)
+        self._read(data)
         transport = self._transport
-        if self.is_over:
+        if self.state in _OVER:
             if was_over:
                 return
             if transport is not None and not transport.is_closing():
@@ -161,13 +161,15 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
+    def _read(self, data: bytes) -> None:
         """Take over every frame that is complete."""
+        decoder = self._decoder
         try:
-            while frames := self._decoder.frames():
+            while frames := decoder.take(data):
+                data = b""
                 for header, body in frames:
                     if not header and self._is_started:
-                        if not self.is_over:
+                        if self.state not in _OVER:
                             self._on_item(body)
                     else:
                         self._on_control(TwoPart(bytes(header), bytes(body)))
@@ -189,8 +191,13 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
         else:
             self._leave()
 
-    def _on_item(self, data: bytearray) -> None:
-        item_frame = decode_item(data, self._codec)
+    def _on_item(self, data: bytes | bytearray) -> None:
+        if (chunk := self._chunks.read(data)) is not None:
+            if self.state is StreamState.OPEN:
+                chunk.offset = self._offsets.advance(chunk.index, len(chunk.token_ids))
+                self.items.append(chunk)
+            return
+        item_frame = decode_item(data, self._chunks.codec)
         if item_frame.data is not None:
             error = failure_of(item_frame.data)
             if error is not None:
@@ -199,7 +206,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
             if self.state is StreamState.OPEN:
                 item = stream_item(item_frame.data)
                 if item.index == OBJECT_INDEX:
-                    item.extra = item.extra or bare_item(data, self._codec)
+                    item.extra = item.extra or bare_item(data, self._chunks.codec)
                     item.offset = len(data) // OBJECT_CREDIT_BYTES + 1
                 else:
                     item.offset = self._offsets.advance(item.index, len(item.token_ids))
