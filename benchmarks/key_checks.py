@@ -27,7 +27,7 @@ from dynamo.frontend.base.settings.keys import KeySources
 from dynamo.frontend.base.shares import Shares
 from dynamo.frontend.base.stage_timer import StageTimer
 from dynamo.frontend.http.inference_route import EXCHANGE, AsgiSink
-from dynamo.frontend.models.length_limits import LengthLimits
+from dynamo.frontend.models.model_limits import LengthLimits
 from dynamo.frontend.parts.keys.access_log import AccessLog
 from dynamo.frontend.parts.keys.door import KeyDoor
 from dynamo.frontend.parts.keys.identity import Identity

@@ -24,7 +24,7 @@ import uvloop
 
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.stage_timer import StageTimer
-from dynamo.frontend.http.event_stream import EventStream
+from dynamo.frontend.http.inference_route import EventStream
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.generation_call import StreamDelivery, open_only_choice
 from dynamo.frontend.pipeline.plain import PlainOutput
@@ -39,7 +39,7 @@ from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.calls.request_plane.mux.frames import step_frames
 from dynamo.runtime.calls.request_plane.mux.stream import MuxStream
 from dynamo.runtime.http.cycle import Cycle
-from dynamo.runtime.http.gate import Gate
+from dynamo.runtime.http.flow import Gate
 from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.text.tokenizer import load_tokenizer
 

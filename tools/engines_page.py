@@ -26,7 +26,7 @@ from dynamo.sglang import engine as sglang
 from dynamo.transformers import engine as transformers
 from dynamo.trtllm import engine as trtllm
 from dynamo.vllm.engine import VllmEngine
-from dynamo.vllm.submissions import VllmLimits, constraint_of, read_sampling
+from dynamo.vllm.requests import VllmLimits, constraint_of, read_sampling
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "engines.md"
 CONTEXT_TOKENS: Final = 4096

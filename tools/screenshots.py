@@ -23,7 +23,7 @@ from textual.pilot import Pilot
 
 from dynamo.cli.inspect.app import InspectorApp
 from dynamo.cli.inspect.client import InspectorClient
-from dynamo.cli.inspect.pages import PAGES
+from dynamo.cli.inspect.screens import PAGES
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 INTO: Final = ROOT / "docs" / "img"

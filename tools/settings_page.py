@@ -63,7 +63,6 @@ from dynamo.settings.foreign import FOREIGN, NO_COLOR
 from dynamo.settings.table import Setting, Status, settings_of
 from dynamo.text.template_budget import BudgetSpec
 from dynamo.worker import settings as variables
-from dynamo.worker import topology
 from dynamo.worker.lifecycle import ShutdownTimes
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -97,7 +96,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
         NAMESPACE_SUFFIX, *own(ShutdownTimes), variables.VALIDATE, variables.MAP_BUILTIN_ERRORS,
         variables.SELF_HOST_METADATA, variables.RL_ENDPOINT, KEEP_SGLANG_FORMAT, *engine_monitor.SETTINGS, lora_downloader.CACHE,
         VIDEO_FRAMES, snapshot.CONTROL_DIR,
-        *topology.VARIABLES,
+        *variables.TOPOLOGY_VARIABLES,
     ),
     "foreign": FOREIGN,
     "runtime-flags": tuple(of_runtime()),

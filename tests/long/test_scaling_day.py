@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dynamo.scaling.decide import ScaleReason, ScaleRules
-from dynamo.scaling.follower import ScaleFollower
-from dynamo.scaling.saturation import RoleLoad, saturation_of
+from dynamo.scaling.follower import RoleLoad, ScaleFollower, saturation_of
 
 pytestmark = pytest.mark.process  # it takes some seconds
 

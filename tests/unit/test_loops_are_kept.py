@@ -37,7 +37,7 @@ STARTED: Final = {
                 supervise:_read_lines supervise:newcomer.keep
             """),
             (SHUTDOWN, """
-                cli:model.process.stop cli:self._wait runtime:self._shut_down worker:graceful_shutdown_with_discovery
+                cli:model.process.stop cli:self._wait runtime:self._shut_down common/utils:graceful_shutdown_with_discovery
                 worker:log_exit worker:self._watch
             """),
             (ONCE, """

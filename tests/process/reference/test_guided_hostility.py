@@ -19,8 +19,8 @@ from dynamo.protocol.guided_limits import GuidedLimits, find_excess
 from dynamo.reference import guided as guided_module
 from dynamo.reference.guided import Guides, GuideSpec, read_guide
 from dynamo.reference.loading import Options, load_core
-from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import Limits
+from dynamo.reference.threads import Preparation
 
 LOOSE = GuidedLimits(rules=10**6, references=10**6)
 
@@ -127,7 +127,7 @@ def test_refused_grammars_are_remembered_within_a_bound(guides: Guides, monkeypa
 async def test_a_crowd_of_new_grammars_waits_within_a_bound(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(300, 100, (1,))
     preparation = Preparation(directory, limits)
-    monkeypatch.setattr("dynamo.reference.preparing.MAX_WAITING", 3)
+    monkeypatch.setattr("dynamo.reference.threads.MAX_WAITING", 3)
     try:
         crowd = [preparation.compile(spec({"regex": f"a{{{number + 1}}}"})) for number in range(8)]
         outcomes = await asyncio.gather(*crowd, return_exceptions=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dynamo.cli.referee.checks import CheckOutcome
-from dynamo.cli.referee.wire.command import WireFlags, made_run
-from dynamo.cli.referee.wire.judging import find_wires, judge
+from dynamo.cli.referee.wire.command import WireFlags, find_wires, judge, made_run
 from dynamo.cli.referee.wire.run import WIRES
 from support.patience import PATIENCE_SECONDS
 from support.rust_worker import NEEDS_ENGINE, RustWorker

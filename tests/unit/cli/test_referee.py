@@ -14,9 +14,8 @@ from dynamo.cli.bench.targets import Target
 from dynamo.cli.referee import report
 from dynamo.cli.referee.apis import API_CHECKS
 from dynamo.cli.referee.checks import Broken, CannotJudge, Cause, Check, CheckOutcome, Level, Probe, RefereeRun, Result
-from dynamo.cli.referee.command import RefereeFlags, main, read_key
+from dynamo.cli.referee.command import RefereeFlags, all_checks, find_model, judge, main, read_key
 from dynamo.cli.referee.exchange import Server, ServerAnswer
-from dynamo.cli.referee.judging import all_checks, find_model, judge
 from dynamo.cli.referee.turns import found_by
 from dynamo.cli.usage import UsageError
 from support.faulty_server import faulty_server

@@ -7,8 +7,8 @@ import pytest
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.referee.apis import API_CHECKS
 from dynamo.cli.referee.checks import Cause, CheckOutcome, RefereeRun, Result
+from dynamo.cli.referee.command import all_checks, find_model, judge
 from dynamo.cli.referee.exchange import Server
-from dynamo.cli.referee.judging import all_checks, find_model, judge
 from dynamo.cli.referee.report import core_holds
 from support.faulty_server import faulty_server
 from support.patience import PATIENCE_SECONDS

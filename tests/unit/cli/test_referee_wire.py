@@ -11,8 +11,7 @@ from jsonschema import Draft202012Validator
 from dynamo.cli.main import main as dynamo
 from dynamo.cli.referee import report
 from dynamo.cli.referee.checks import Cause, CheckOutcome, Result
-from dynamo.cli.referee.wire.command import WireFlags, made_run, main
-from dynamo.cli.referee.wire.judging import all_checks, find_wires, judge
+from dynamo.cli.referee.wire.command import WireFlags, all_checks, find_wires, judge, made_run, main
 from dynamo.cli.referee.wire.run import WIRES
 from dynamo.cli.usage import UsageError
 from support.faulty_worker import FaultyWorker, faulty_worker

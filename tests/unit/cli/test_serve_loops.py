@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from dynamo.cli.announcement import Announcement
 from dynamo.cli.console import Console
 from dynamo.cli.local import LocalCluster
 from dynamo.cli.many import ModelSetup, Residents
-from dynamo.cli.readiness import Address
+from dynamo.cli.readiness import Address, Announcement
 from dynamo.runtime.base.tasks import Background
 from dynamo.scaling.decide import ScaleRules
 from dynamo.supervise.newcomer import Newcomers
@@ -104,7 +103,7 @@ async def test_the_memory_of_models_is_measured_after_a_measure_that_fails(monke
 async def test_what_is_to_be_printed_of_the_frontend_is_owed_until_it_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    steps = BrokenSteps(monkeypatch, "dynamo.cli.announcement:Announcement._announce")
+    steps = BrokenSteps(monkeypatch, "dynamo.cli.readiness:Announcement._announce")
     started = asyncio.Event()
     processes: Any = SimpleNamespace(
         frontend_started=started, missing=lambda: "a worker", frontend=SimpleNamespace(mark_ready=lambda: None)

@@ -18,6 +18,7 @@ import pytest
 import dynamo._core
 from dynamo._core.backend import DisaggregationMode as NativeMode
 from dynamo._core.backend import RuntimeConfig, Worker, WorkerConfig
+from dynamo.common import config_dump
 from dynamo.common.absent import absent
 from dynamo.common.configuration import ArgGroup, ConfigBase, add_argument, add_negatable_bool_argument, env_or_default
 from dynamo.common.configuration.utils import (
@@ -37,7 +38,6 @@ from dynamo.common.utils.media_decoder import build_frontend_image_decoder_optio
 from dynamo.common.utils.namespace import get_worker_namespace
 from dynamo.common.utils.prometheus import LLMBackendMetrics, get_prometheus_expfmt, register_engine_metrics_callback
 from dynamo.common.utils.runtime import create_runtime, parse_endpoint, run_async
-from dynamo.contract import config_dump
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.errors import HttpError, InvalidArgument

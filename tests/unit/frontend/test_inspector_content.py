@@ -15,7 +15,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.base.settings.recording import RecordingSettings, RequestTraceSettings
 from dynamo.frontend.parts.inspector.tables import MAX_CONTENT_BYTES
-from dynamo.protocol.inspector.schema import inspector_json
+from dynamo.protocol.inspector.actions import inspector_json
 from dynamo.protocol.inspector.views import VIEWS
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime.calls.context import Context

@@ -11,7 +11,7 @@ from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.base.shares import SharedBound
 from dynamo.frontend.parts.inspector.routes import INSPECTOR_PATH, InspectorRoutes
-from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
+from dynamo.protocol.inspector.actions import INSPECTOR_DOCUMENT_PATH, inspector_json
 from support.access import closed_cluster, key
 from support.asgi_client import asgi_client
 from support.frontend_cluster import cluster

@@ -20,7 +20,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.settings.inspector import InspectorSettings
 from dynamo.frontend.base.settings.recording import RecordingSettings
 from dynamo.frontend.http.server import HttpServer
-from dynamo.frontend.parts.inspector.members import AskAbort, AskAbortMatching, AskBundle, AskDetail, AskPicture
+from dynamo.frontend.parts.inspector.operating import AskAbort, AskAbortMatching, AskBundle, AskDetail, AskPicture
 from dynamo.frontend.parts.inspector.other_frontends import PEER_HEADER, PEER_PATH, open_other_frontends, peer_code
 from dynamo.frontend.parts.inspector.pictures import PictureQuery
 from dynamo.runtime.calls.context import Context

@@ -10,8 +10,7 @@ from typing import Any
 
 from dynamo.frontend.base.access import KeyRole
 from dynamo.frontend.parts.inspector.clock import InspectorClock
-from dynamo.frontend.parts.inspector.members import Members
-from dynamo.frontend.parts.inspector.operating import WorkerOperator
+from dynamo.frontend.parts.inspector.operating import Members, WorkerOperator
 from dynamo.frontend.parts.inspector.visitors import Visitor
 from dynamo.protocol.inspector.actions import WorkerActionRequest
 from support.cases import each_case

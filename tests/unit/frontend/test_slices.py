@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.admission.slices import AT_ONCE, SHORT_BYTES, Slices
+from dynamo.frontend.admission.process import AT_ONCE, SHORT_BYTES, Slices
 from support.properties import examples
 
 LONG = SHORT_BYTES + 1

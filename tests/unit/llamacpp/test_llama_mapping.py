@@ -15,10 +15,9 @@ from dynamo.contract.requests.generation import (
 )
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument, Unknown
 from dynamo.llamacpp.arguments import choose_engine, read_arguments
-from dynamo.llamacpp.engine import LlamaAnswer, LlamaCppEngine, completion_body
+from dynamo.llamacpp.engine import LlamaAnswer, LlamaCppEngine, LlamaCppTextEngine, completion_body
 from dynamo.llamacpp.gguf_header import is_gguf, read_gguf_header
 from dynamo.llamacpp.slots import LlamaRefusal, map_llama_error
-from dynamo.llamacpp.text_engine import LlamaCppTextEngine
 from dynamo.protocol.model_types import ModelInput
 from support.cases import each_case
 from support.demo_model import FILES

@@ -18,7 +18,7 @@ from dynamo.placement.kv_query import KvQuery, RankInfo, RequestOrigin
 from dynamo.placement.kv_state import KvChoice, KvRequest, KvState, RankMatch, RankState
 from dynamo.placement.policies import kv_time
 from dynamo.placement.policies.kv_policies import kv_policy
-from dynamo.policies import Classified, PolicyCandidate, time_limit
+from dynamo.policies import Classified, PolicyCandidate, user_code
 from dynamo.policies.programmed import FAILURES_IN_A_ROW, KINDS, NoWorkerLeft, ProgrammedPolicy
 from dynamo.policies.records import MAX_DEFER_SECONDS, PolicyRequest
 from dynamo.router.kv.explain import explain
@@ -141,7 +141,7 @@ def test_a_filter_alone_leaves_the_choice_to_time() -> None:
 @pytest.mark.timeout(60, method="thread")  # else the alarm is not the policy's
 def test_no_alarm_ends_time_in_the_middle_of_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     timed, view = list[bool](), kv_time.view_of
-    monkeypatch.setattr(kv_time, "view_of", lambda *of: timed.append(time_limit._LIMIT.is_inside) or view(*of))
+    monkeypatch.setattr(kv_time, "view_of", lambda *of: timed.append(user_code._LIMIT.is_inside) or view(*of))
     policy, state = made(filter=lambda request, candidates: candidates[1:]), state_of(rank(1), rank(2), rank(3))
     assert ([chosen(policy, state, draw) for draw in (0.1, 0.9)], timed) == ([2, 3], [False, False])
 

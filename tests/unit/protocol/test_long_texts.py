@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.protocol.openai import long_texts
-from dynamo.protocol.openai.body import read_json
+from dynamo.protocol.openai import body as body_module
+from dynamo.protocol.openai.body import LARGE_BYTES, decode_in_steps, read_json
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.protocol.openai.long_texts import LARGE_BYTES, decode_in_steps
 from dynamo.protocol.openai.requests import decode_chat, decode_completion
 from support.properties import examples
 
@@ -33,8 +32,8 @@ def test_any_json_is_decoded_to_the_same_value(
 ) -> None:
     body = json.dumps({"value": value}, ensure_ascii=is_ascii, indent=indent).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "SLICE_BYTES", slice_bytes)
-        patch.setattr(long_texts, "LONG_BYTES", 8)
+        patch.setattr(body_module, "TEXT_SLICE_BYTES", slice_bytes)
+        patch.setattr(body_module, "LONG_BYTES", 8)
         assert decode_in_steps(body, msgspec.json.decode) == {"value": value}
         mutable: Any = bytearray(body)
         assert decode_in_steps(mutable, msgspec.json.decode) == {"value": value}
@@ -56,8 +55,8 @@ def test_what_is_not_json_is_refused_as_by_the_decoder(parts: list[bytes]) -> No
             return "refused"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "SLICE_BYTES", 12)
-        patch.setattr(long_texts, "LONG_BYTES", 8)
+        patch.setattr(body_module, "TEXT_SLICE_BYTES", 12)
+        patch.setattr(body_module, "LONG_BYTES", 8)
         assert outcome(lambda body: decode_in_steps(body, msgspec.json.decode)) == outcome(msgspec.json.decode)
 
 
@@ -89,8 +88,8 @@ def test_unknown_members_of_a_large_body_are_named() -> None:
 
 def test_no_step_decodes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    decode_text = long_texts._decode_text
-    monkeypatch.setattr(long_texts, "_decode_text", lambda data: sizes.append(len(data)) or decode_text(data))
+    decode_text = body_module._decode_text
+    monkeypatch.setattr(body_module, "_decode_text", lambda data: sizes.append(len(data)) or decode_text(data))
 
     def decode(data: bytes) -> Any:
         sizes.append(len(data))
@@ -100,7 +99,7 @@ def test_no_step_decodes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) ->
     body = json.dumps({"messages": messages}).encode()
     value, mended = read_json(body, decode)
     assert (value, mended) == ({"messages": messages}, False)
-    assert max(sizes) <= long_texts.SLICE_BYTES + 2 < len(body)
+    assert max(sizes) <= body_module.TEXT_SLICE_BYTES + 2 < len(body)
 
 
 def test_megabytes_of_short_strings_are_refused() -> None:

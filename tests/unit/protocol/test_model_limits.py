@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo.frontend.models.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import parse_chat, parse_completion
 from dynamo.protocol.openai.strict_schema import strictness_fault
 from support.cases import each_case

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from dynamo.errors import InvalidArgument
 from dynamo.reference.core import Core, Emission, Failure, RunningChoice
 from dynamo.reference.loading import Options, load_core
-from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import read_request
+from dynamo.reference.threads import Preparation
 from support.cases import each_case
 from support.random_schemas import random_choices, random_grammar, random_regex, random_schema
 

@@ -15,7 +15,7 @@ from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.kv.events import RouterEvent
 from dynamo.replay.figures import ReplayFigures, summary_of
 from dynamo.replay.flight import Flight
-from dynamo.replay.frontend import Routed
+from dynamo.replay.frontends import Routed
 from dynamo.replay.generated import TraceShape, generate
 from dynamo.replay.modes import COUNTING_MODES, frontend_of
 from dynamo.replay.run import pooled_hit_rate, run_replay

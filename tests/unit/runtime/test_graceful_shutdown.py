@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from dynamo.common.utils import graceful_shutdown as module
-from dynamo.errors import CannotConnect
-from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.calls.request_plane.memory import MemoryPlane
-from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
-from dynamo.worker.graceful_shutdown import (
+from dynamo.common.utils.graceful_shutdown import (
     get_grace_period_seconds,
     graceful_shutdown_with_discovery,
     install_signal_handlers,
 )
+from dynamo.errors import CannotConnect
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.calls.request_plane.memory import MemoryPlane
+from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo.runtime.base.http_limits import HttpLimits, Rejection
-from dynamo.runtime.http import watch as watch_module
+from dynamo.runtime.http import flow as flow_module
 from dynamo.runtime.http.connection import KNOWN_URL_BYTES
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION, PUSH_EXTENSION, RESPOND_EXTENSION
 from dynamo.runtime.http.head import status_line
@@ -379,14 +379,14 @@ async def _refused(service: HttpService, seconds: float) -> bytes:
 
 
 async def test_a_refusal_waits_for_a_client_that_is_still_sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(flow_module, "LINGER_SECONDS", 0.05)
     async with serving(hello) as (service, _):
         assert (await _refused(service, 0.5)).startswith(b"HTTP/1.1 431 ")
 
 
 async def test_a_client_that_never_stops_sending_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "LINGER_SECONDS", 0.05)
-    monkeypatch.setattr(watch_module, "LINGER_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(flow_module, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(flow_module, "LINGER_LIMIT_SECONDS", 0.2)
     async with serving(hello) as (service, _):
         with pytest.raises(ConnectionError):
             await _refused(service, PATIENCE_SECONDS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo.runtime.http.cycle import HIGH_WATER_BYTES, RequestBody
-from dynamo.runtime.http.gate import Gate
+from dynamo.runtime.http.flow import Gate
 
 
 class Socket:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo.runtime.observe.log_site import LogSite
+from dynamo.runtime.observe.log_records import LogSite
 from dynamo.runtime.observe.logging import LogFilter, LoggingSettings, LogHandler, log_span
 
 LOGGER = logging.getLogger("test.log_site")

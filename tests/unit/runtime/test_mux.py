@@ -25,6 +25,7 @@ from dynamo.runtime.calls.request_plane.base import (
 )
 from dynamo.runtime.calls.request_plane.core import ServerCore
 from dynamo.runtime.calls.request_plane.mux import connection as mux_connection
+from dynamo.runtime.calls.request_plane.mux.bodies import LONG_IDS, SLICE_IDS
 from dynamo.runtime.calls.request_plane.mux.client import MuxClient, MuxConnection, MuxStream
 from dynamo.runtime.calls.request_plane.mux.connection import INLINE_BODY_BYTES
 from dynamo.runtime.calls.request_plane.mux.frames import (
@@ -42,7 +43,6 @@ from dynamo.runtime.calls.request_plane.mux.frames import (
     items_frames,
     pack,
 )
-from dynamo.runtime.calls.request_plane.mux.long_ids import LONG_IDS, SLICE_IDS
 from dynamo.runtime.calls.request_plane.mux.server import MAX_CREDIT, MuxHost, MuxServerProtocol
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS

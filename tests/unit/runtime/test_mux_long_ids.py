@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.runtime.calls.request_plane.mux import long_ids
-from dynamo.runtime.calls.request_plane.mux.long_ids import (
+from dynamo.runtime.calls.request_plane.mux import bodies
+from dynamo.runtime.calls.request_plane.mux.bodies import (
     DecodedTooLarge,
     InSlices,
     decode_long,
@@ -25,8 +25,8 @@ ID = st.sampled_from([0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1])
 
 @pytest.fixture(autouse=True)
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_ids, "SLICE_IDS", 4)
-    monkeypatch.setattr(long_ids, "LONG_BODY_BYTES", 1)
+    monkeypatch.setattr(bodies, "SLICE_IDS", 4)
+    monkeypatch.setattr(bodies, "LONG_BODY_BYTES", 1)
 
 
 def result_of(work: InSlices[Any]) -> tuple[Any, int]:
@@ -91,7 +91,7 @@ def test_what_ids_take_is_judged_before_they_are_made(id: int, bytes_each: int) 
 
 
 def test_only_long_lists_are_worth_it() -> None:
-    long = [0] * long_ids.LONG_IDS
+    long = [0] * bodies.LONG_IDS
     assert has_long_ids({"token_ids": long})
     assert [has_long_ids(body) for body in ({"token_ids": long[1:]}, {"token_ids": None}, {}, long, None)] == [
         False

@@ -11,7 +11,7 @@ from dynamo.runtime.calls.request_plane.base import StreamItem
 from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.calls.request_plane.mux.frames import Kind, frame, pack
 from dynamo.runtime.http.cycle import FIRST_BODY, Cycle, Splicer
-from dynamo.runtime.http.gate import Gate
+from dynamo.runtime.http.flow import Gate
 
 
 class Socket:

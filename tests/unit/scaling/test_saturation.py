@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dynamo.scaling.saturation import RoleLoad, Smoothed, saturation_of
+from dynamo.scaling.follower import RoleLoad, Smoothed, saturation_of
 
 
 @pytest.mark.parametrize(

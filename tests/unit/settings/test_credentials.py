@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo.contract import config_dump
+from dynamo.common import config_dump
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.settings import EtcdSettings, NatsSettings, RuntimeSettings
 from dynamo.runtime.discovery.etcd.client import parse_endpoints

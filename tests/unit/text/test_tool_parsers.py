@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.protocol import parsers as names
 from dynamo.text.formats import scanner
-from dynamo.text.formats.forced import named_call, required_calls
+from dynamo.text.formats.json_calls import named_call, required_calls
 from dynamo.text.formats.json_reader import MAX_DEPTH, JsonReader
 from dynamo.text.formats.scanner import TextMachine
 from dynamo.text.formats.tagged_answer import tagged_machine

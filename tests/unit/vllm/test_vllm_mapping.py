@@ -18,15 +18,14 @@ from dynamo.contract.kv_events import ComponentSnapshot, ZmqSource
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument, WorkerUnavailable
 from dynamo.vllm import arguments
-from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import check_built, served_names
 from dynamo.vllm.errors import map_vllm_error
 from dynamo.vllm.installed import DEFAULTS, check_version, prepare_environment
 from dynamo.vllm.operations import VllmOperations
 from dynamo.vllm.pooling import check_tasks
 from dynamo.vllm.reports import LoadReports, event_sources, events_address
+from dynamo.vllm.requests import VllmAnswer, VllmLimits, constraint_of, own_args, read_sampling
 from dynamo.vllm.starting import bind_threads
-from dynamo.vllm.submissions import VllmLimits, constraint_of, own_args, read_sampling
 from support.cases import each_case
 
 LIMITS = VllmLimits(context_length=100, vocab_size=50)

@@ -11,8 +11,8 @@ import pytest
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.worker import topology
-from dynamo.worker.topology import describe_place
+from dynamo.worker import settings
+from dynamo.worker.settings import describe_place
 from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
@@ -74,7 +74,7 @@ async def test_a_place_that_cannot_be_known_ends_the_start(
 
 
 async def test_a_file_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(settings, "LOOK_SECONDS", 0.001)
     record = ModelRuntimeConfig()
     waiting = asyncio.ensure_future(describe_place(record, {**ON, "DYN_TOPOLOGY_MOUNT_PATH": str(tmp_path / "late")}))
     await asyncio.sleep(0)

@@ -20,7 +20,7 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime import Client, DistributedRuntime, Endpoint, PyAsyncRequestStream
 from dynamo.runtime.calls.context import Context, ContextMetadata
 from dynamo.runtime.calls.instances import RouterMode
-from dynamo.runtime.observe.log_message import log_message
+from dynamo.runtime.observe.log_records import log_message
 from dynamo.runtime.observe.tracing import SpanProxy
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetricsPublisher
 from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints

@@ -23,8 +23,7 @@ from dynamo.protocol.model_types import ModelInput
 from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
-    from dynamo.llamacpp.engine import LlamaCppEngine
-    from dynamo.llamacpp.text_engine import LlamaCppTextEngine
+    from dynamo.llamacpp.engine import LlamaCppEngine, LlamaCppTextEngine
 
 PROGRAM: Final = "dynamo.llamacpp"
 SLOTS: Final = 4
@@ -88,8 +87,7 @@ class LlamaArguments:
 
 def choose_engine(argv: Sequence[str] | None = None) -> type[LlamaCppEngine] | type[LlamaCppTextEngine]:
     """Return the engine for a command line: tokens where the model's tokenizer is at hand, else text."""
-    from dynamo.llamacpp.engine import LlamaCppEngine
-    from dynamo.llamacpp.text_engine import LlamaCppTextEngine
+    from dynamo.llamacpp.engine import LlamaCppEngine, LlamaCppTextEngine
 
     args = _parser().parse_args(argv)
     file = _file(args)

@@ -1,4 +1,4 @@
-"""llama.cpp as an engine of tokens: the frontend has the tokenizer.
+"""llama.cpp as an engine of tokens, where the frontend has the tokenizer, and as one of text.
 
 request -> `read_generation` -> `completion_body` -> llama.cpp's process -> `LlamaAnswer` -> chunks
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 from dynamo.contract.chunks import CompletionUsage, GenerateChunk, TopLogprob, usage
+from dynamo.contract.config import WorkerConfig
 from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
-from dynamo.contract.engine import EngineConfig, GenerateRequest
+from dynamo.contract.engine import EngineConfig, GenerateRequest, RawEngine, RawRequest, RawResponseChunk
+from dynamo.contract.health_check import build_raw_health_check_payload
 from dynamo.contract.requests.generation import (
     Feature,
     GenerationLimits,
@@ -24,11 +26,12 @@ from dynamo.contract.requests.output_grammar import grammar_of, is_thinking, rea
 from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
 from dynamo.engines.adapter import AdapterEngine
 from dynamo.engines.cache_scope import CacheScope
+from dynamo.engines.operations import Body, EngineOperations, Operation
 from dynamo.errors import InvalidArgument
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
-from dynamo.llamacpp.operations import HOST_CACHE, LlamaOperations
-from dynamo.llamacpp.scores import GENERATION, HeldScores, divided
-from dynamo.llamacpp.slots import LlamaConnection, LlamaProcess, LlamaSlots, map_llama_error
+from dynamo.llamacpp.scores import GENERATION, HeldScores, divided, walk_chat
+from dynamo.llamacpp.slots import LlamaConnection, LlamaProcess, LlamaSlots, map_llama_error, walk_events
+from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.calls.context import Context
 
 # From the contract's request to llama.cpp's, and from its events to chunks.
@@ -247,3 +250,139 @@ class LlamaCppEngine(AdapterEngine[LlamaArguments]):
 
     async def cleanup(self) -> None:
         await self._llama.close()
+
+
+# What an operator may do with a running llama.cpp: halt its process, and empty its slots.
+
+NAME: Final = "llama.cpp"
+HOST_CACHE: Final = "cache_ram_mib"  # llama.cpp's parameter: how much memory keeps prompts that left their slot
+
+_RESTART: Final = "llama.cpp reads a model once; start a worker with the other file, then drain this one"
+_NO_MEMORY: Final = "llama.cpp has no call that gives its memory back; end this worker: a start takes a second"
+_NO_LORA: Final = "llama.cpp takes adapters when it starts, as --set lora_adapters; loading them later is not built"
+_NO_EXPERTS: Final = "llama.cpp runs in one process; there is no expert parallelism to scale"
+_HOST_CACHE: Final = (
+    "KV cache clear not supported on this worker: llama.cpp keeps prompts beside its slots, and no call empties that; "
+    f"start it with --set {HOST_CACHE}=0"
+)
+REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("sleep", "wake_up", "release_memory_occupation", "resume_memory_occupation"), _NO_MEMORY),
+    **dict.fromkeys(("scale_elastic_ep", "is_scaling_elastic_ep", "ep_capacity"), _NO_EXPERTS),
+    **dict.fromkeys(("start_profile", "stop_profile"), "llama.cpp has no profiler; perf sees its process"),
+    **dict.fromkeys(
+        (
+            "update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_distributed",
+            "update_weights_from_ipc", "update_weight_version", "init_weights_update_group",
+            "destroy_weights_update_group",
+        ),
+        _RESTART,
+    ),
+    **dict.fromkeys(("load_lora", "unload_lora", "list_loras"), _NO_LORA),
+}  # fmt: skip
+
+
+class LlamaOperations:
+    """The controls of one llama.cpp. On the event loop only."""
+
+    def __init__(self, llama: LlamaSlots, *, keeps_prompts: bool) -> None:
+        """`keeps_prompts`: it has a cache of prompts beside its slots."""
+        self._llama = llama
+        controls = {
+            "pause_generation": Operation(self._pause_generation),
+            "resume_generation": Operation(self._resume_generation),
+        }
+        refused = dict(REFUSED)
+        if keeps_prompts:
+            refused["clear_kv_blocks"] = _HOST_CACHE
+        else:
+            controls["clear_kv_blocks"] = Operation(self._clear_kv_blocks)
+        self.table = EngineOperations(NAME, controls, {}, refused)
+
+    async def _pause_generation(self, _body: Mapping[str, Any]) -> Body:
+        self.table.halted_until = "resume_generation"
+        self._llama.halt()
+        return {"message": "paused; running requests wait"}
+
+    async def _resume_generation(self, _body: Mapping[str, Any]) -> Body:
+        self._llama.go_on()
+        self.table.halted_until = ""
+        return {"message": "resumed"}
+
+    async def _clear_kv_blocks(self, _body: Mapping[str, Any]) -> Body:
+        self.table.check_serving()  # a process that is halted answers nothing
+        await self._llama.erase()
+        return {"status": "success", "message": "KV cache cleared"}
+
+
+# llama.cpp as an engine of text, for a GGUF file alone: llama.cpp has tokenizer and template, and answers in OpenAI's shapes.
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+COMPLETION_TOKENS: Final = 16  # OpenAI's default of a completion, where chat goes on to the context's end
+
+# Members of a body that name no option of the answer, or that llama.cpp must not see.
+OWN: Final = frozenset(
+    {"model", "stream", "stream_options", "nvext", "user", "metadata", "store", "cache_salt", "cache_prompt"}
+)
+
+
+class LlamaCppTextEngine(RawEngine):
+    """Serves a GGUF file with llama.cpp, text in and out."""
+
+    has_child_processes: ClassVar[bool] = True
+
+    def __init__(self, arguments: LlamaArguments) -> None:
+        self._arguments = arguments
+        self._llama = LlamaSlots(arguments)
+        self._scope = CacheScope("llama.cpp")
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
+        arguments, worker = await asyncio.to_thread(read_arguments, argv, model_input=ModelInput.Text)
+        return cls(arguments), worker
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        await self._llama.start()
+        return EngineConfig(
+            model=str(self._arguments.file),
+            served_model_name=self._arguments.served_name,
+            model_aliases=list(self._arguments.aliases),
+        )
+
+    async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
+        path, body = self._call(request)
+        head = {"id": context.id(), "model": request.get("model") or self._arguments.served_name}
+        walk = walk_chat if path == CHAT and body.get("logprobs") is True else walk_events
+        async with self._llama.events(path, body, context, walk) as events:
+            async for event in events:
+                if context.is_stopped():
+                    return
+                event.pop("timings", None)  # llama.cpp's own
+                yield {**event, **head}
+
+    def _call(self, request: RawRequest) -> tuple[str, dict[str, Any]]:
+        """Return where a request goes, and its body. Raises InvalidArgument for one that is neither chat nor completion."""
+        body = {name: value for name, value in request.items() if name not in OWN and value is not None}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body["cache_prompt"] = self._scope.admits(request.get("cache_salt"))
+        if isinstance(request.get("messages"), list):
+            if "max_completion_tokens" in body:
+                body["max_tokens"] = body.pop("max_completion_tokens")
+            if body.get("logprobs") is True and not body.get("top_logprobs"):
+                body["top_logprobs"] = 1  # llama.cpp lists twenty by itself, and with 0 reports none at all
+            return CHAT, body
+        if isinstance(request.get("prompt"), str | list):
+            return COMPLETIONS, {"max_tokens": COMPLETION_TOKENS, **body}
+        raise InvalidArgument("a request needs messages or a prompt: llama.cpp serves chat and completions here")
+
+    def map_error(self, error: Exception) -> Exception | None:
+        return map_llama_error(error)
+
+    async def wait_dead(self) -> str:
+        return await self._llama.wait_ended()
+
+    async def cleanup(self) -> None:
+        await self._llama.close()
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        return build_raw_health_check_payload({"prompt": "a", "max_tokens": 1, "temperature": 0.0})

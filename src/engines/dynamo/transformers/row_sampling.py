@@ -35,11 +35,9 @@ class RowSampling:
         self.logprobs: list[tuple[float, list[tuple[int, float]]]] = []  # per token: its own, and the best alternatives
         self._ends = list(ends)
         self._matcher = matcher
-        self._begin: int | None = None if markers is None else markers[0]
-        self._end: int | None = None if markers is None else markers[1]
+        self._markers: tuple[int, int] | tuple[None, None] = markers or (None, None)
         self._is_thinking = is_thinking(asked.prompt, markers)
         self._drawn: Counter[int] = Counter()
-        self._count = 0
         self._generator: Any = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
@@ -55,7 +53,7 @@ class RowSampling:
         asked = self.asked
         row = self._penalised(scores)
         waits = self._matcher is not None and self._is_thinking  # an end there would leave out all that must come
-        if self._count < asked.min_tokens or waits:
+        if waits or (asked.min_tokens and self._drawn.total() < asked.min_tokens):
             row[self._ends] = MINUS_INFINITY
         if asked.allowed_token_ids is not None:
             allowed = torch.full_like(row, MINUS_INFINITY)
@@ -70,7 +68,6 @@ class RowSampling:
         if self._matcher is not None:
             self._follow(token)
         self._drawn[token] += 1
-        self._count += 1
         return token
 
     def _penalised(self, scores: Any) -> Any:
@@ -100,17 +97,19 @@ class RowSampling:
         known = bits.flatten()[: row.shape[0]].bool()
         mask[: known.shape[0]] = known
         mask[self._ends] = self._matcher.is_accepting()
-        if self._count == 0 and self._begin is not None:
-            mask[self._begin] = True
+        begin, _ = self._markers
+        if not self._drawn and begin is not None:
+            mask[begin] = True
         if not mask.any():  # nothing can follow, and no end token is known: the request ends at its limit
             raise InvalidArgument("guided_decoding: the grammar allows no further token")
         return row.masked_fill(~mask.to(row.device), MINUS_INFINITY)
 
     def _follow(self, token: int) -> None:
         """Go on in the grammar by one drawn token. Thoughts, and the tokens around them, are not of the grammar."""
+        begin, end = self._markers
         if self._is_thinking:
-            self._is_thinking = token != self._end
-        elif self._count == 0 and token == self._begin:
+            self._is_thinking = token != end
+        elif not self._drawn and token == begin:
             self._is_thinking = True
         elif token not in self._ends and not self._matcher.consume_token(token):
             raise InvalidArgument(f"guided_decoding cannot be followed: {self._matcher.get_error()}")

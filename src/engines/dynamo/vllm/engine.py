@@ -31,14 +31,13 @@ from dynamo.errors import InvalidArgument
 from dynamo.runtime.base.process_guard import descendants, end_processes, note_shared_memory, shared_memory_of
 from dynamo.runtime.calls.context import Context
 from dynamo.vllm.adapters import adapter_limits
-from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import Arguments, read_arguments
 from dynamo.vllm.errors import map_vllm_error
 from dynamo.vllm.operations import CONTROLS, UPDATES, VllmOperations
 from dynamo.vllm.pooling import POOLING, VllmPooling, check_tasks
 from dynamo.vllm.reports import LoadReports, event_sources
+from dynamo.vllm.requests import VllmAnswer, VllmSubmissions, local_ranks
 from dynamo.vllm.starting import Started, start_vllm
-from dynamo.vllm.submissions import VllmSubmissions, local_ranks
 from dynamo.vllm.training import VllmTraining
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ It ends when its parent does: standard input is a lifeline that is never written
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import signal
@@ -14,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.cli.usage import UsageError, split_engine_args
@@ -104,7 +102,7 @@ def _be_frontend(listeners: list[int], argv: list[str]) -> int:
 
 
 def _be_worker(options: argparse.Namespace, argv: list[str], report: Reports, lifeline: Lifeline) -> int:
-    from dynamo.cli.engines import load_engine, source_directory
+    from dynamo.cli.engines import endpoint_path, load_engine, on_planes, served_as, source_directory
 
     engine_spec: str = options.engine
     try:
@@ -155,25 +153,6 @@ def _be_worker(options: argparse.Namespace, argv: list[str], report: Reports, li
         lifeline.sweep()
         exit_at_once(status)
     return status
-
-
-def served_as(config: WorkerConfig, names: Sequence[str]) -> WorkerConfig:
-    """Return the configuration of a model with these names, the first of which is its own; without any, with its own."""
-    if not names:
-        return config
-    return dataclasses.replace(config, served_model_name=names[0], model_aliases=names[1:])
-
-
-def endpoint_path(config: WorkerConfig) -> str:
-    return f"{config.namespace}.{config.component}.{config.endpoint}"
-
-
-def on_planes(config: WorkerConfig, *, discovery: str, requests: str) -> WorkerConfig:
-    """Return the configuration with planes that need no service, whatever the engine's flags default to."""
-    event_plane = None if config.event_plane == "nats" else config.event_plane
-    return dataclasses.replace(
-        config, discovery_backend=discovery, request_plane=requests, response_plane="tcp", event_plane=event_plane
-    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""From what a person writes after `--engine` to an engine class."""
+"""From what a person writes after `--engine` to an engine class, and the configuration that `dynamo serve` gives its worker."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
@@ -14,13 +16,14 @@ from dynamo.settings.command import did_you_mean
 from dynamo.settings.extras import install_command
 
 if TYPE_CHECKING:
+    from dynamo.contract.config import WorkerConfig
     from dynamo.contract.engine import BaseEngine
 
 BUILT_IN: Final[dict[str, str]] = {
     "reference": "dynamo.reference.engine:ReferenceEngine",
     "sample": "dynamo.engines.sample.engine:SampleLLMEngine",
     "llamacpp": "dynamo.llamacpp.engine:LlamaCppEngine",
-    "llamacpp-text": "dynamo.llamacpp.text_engine:LlamaCppTextEngine",
+    "llamacpp-text": "dynamo.llamacpp.engine:LlamaCppTextEngine",
     "sglang": "dynamo.sglang.engine:SglangEngine",
     "transformers": "dynamo.transformers.engine:TransformersEngine",
     "trtllm": "dynamo.trtllm.engine:TrtllmEngine",
@@ -136,3 +139,22 @@ def _suggest(module: object) -> str:
         if isinstance(value, type) and issubclass(value, LLMEngine | RawEngine) and value.__module__ == name
     ]
     return f"; it has {', '.join(engines)}" if engines else ""
+
+
+def served_as(config: WorkerConfig, names: Sequence[str]) -> WorkerConfig:
+    """Return the configuration of a model with these names, the first of which is its own; without any, with its own."""
+    if not names:
+        return config
+    return dataclasses.replace(config, served_model_name=names[0], model_aliases=names[1:])
+
+
+def endpoint_path(config: WorkerConfig) -> str:
+    return f"{config.namespace}.{config.component}.{config.endpoint}"
+
+
+def on_planes(config: WorkerConfig, *, discovery: str, requests: str) -> WorkerConfig:
+    """Return the configuration with planes that need no service, whatever the engine's flags default to."""
+    event_plane = None if config.event_plane == "nats" else config.event_plane
+    return dataclasses.replace(
+        config, discovery_backend=discovery, request_plane=requests, response_plane="tcp", event_plane=event_plane
+    )

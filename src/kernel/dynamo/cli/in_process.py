@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from dynamo.cli.child import endpoint_path, on_planes, served_as
 from dynamo.cli.console import Console
-from dynamo.cli.engines import load_engine
+from dynamo.cli.engines import endpoint_path, load_engine, on_planes, served_as
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local import stopping_signals
 from dynamo.cli.local_processes import http_arguments

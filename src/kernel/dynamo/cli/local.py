@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dynamo.cli.announcement import Announcement
 from dynamo.cli.console import Console
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local_processes import LocalProcesses, ModelKeeper
-from dynamo.cli.readiness import Address, read_load, takes_requests
+from dynamo.cli.readiness import Address, Announcement, read_load, takes_requests
 from dynamo.runtime.base.forever import forever
 from dynamo.scaling.decide import ScaleRules
 from dynamo.settings.command import EXIT_USAGE

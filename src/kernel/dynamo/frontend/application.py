@@ -10,13 +10,11 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp
 
 from dynamo.frontend.apis.chat import ChatApi
-from dynamo.frontend.apis.classes import ClassifyApi, PoolingApi
 from dynamo.frontend.apis.completions import CompletionApi
-from dynamo.frontend.apis.embeddings import EmbeddingsApi
 from dynamo.frontend.apis.history import AnswerHistory
 from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
-from dynamo.frontend.apis.scores import RerankApi, ScoreApi
+from dynamo.frontend.apis.vectors import ClassifyApi, EmbeddingsApi, PoolingApi, RerankApi, ScoreApi
 from dynamo.frontend.base.access import Access
 from dynamo.frontend.base.asgi import BodyBudget
 from dynamo.frontend.base.offload import Offload
@@ -64,7 +62,7 @@ from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.schema import ApiDescription, openapi_json
 from dynamo.protocol.responses.schema import RESPONSES_API
-from dynamo.protocol.vectors.schema import VECTORS_API
+from dynamo.protocol.vectors.answers import VECTORS_API
 from dynamo.runtime.base.forever import FAILURES
 
 

@@ -9,7 +9,6 @@ from typing import Final, Self
 
 from dynamo.frontend.base.settings.batches import BatchesSettings
 from dynamo.frontend.base.settings.media import MediaSettings
-from dynamo.frontend.base.settings.route_extensions import RouteExtensionSettings
 from dynamo.frontend.base.settings.stored_responses import (
     StoredResponseSettings,
 )
@@ -21,7 +20,22 @@ from dynamo.settings.readers import (
     SettingReader,
     switch,
 )
-from dynamo.settings.table import declared, section
+from dynamo.settings.table import declared, section, setting
+
+# The settings of route extensions: which programs add routes to the frontend.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteExtensionSettings:
+    """Where the routes come from."""
+
+    # fmt: off
+    route_extensions: tuple[str, ...] = setting((), "DYN_FRONTEND_ROUTE_EXTENSIONS",
+        SettingReader(lambda given: tuple(given.split()), show=" ".join, metavar="NAME|MODULE:FUNCTION"),
+        "Programs that [add routes](route-extensions.md), by entry point or function; may be repeated",
+        flag="--frontend-route-extension", dest="route_extensions", group="http", repeats=True)
+    # fmt: on
+
 
 _OTHER: Final = "other"
 

@@ -43,40 +43,37 @@ class CacheStats:
     evictions: int = 0  # chunks dropped
 
 
+class _Chunks:
+    """Chunks of texts with their ids, and what they take."""
+
+    __slots__ = ("bytes", "ids")
+
+    def __init__(self) -> None:
+        self.ids: dict[str, list[int]] = {}
+        self.bytes = 0
+
+
 class CachedTokenizer:
     """`tokenizer` with a cache of at most about `max_bytes`, least recently used chunks first to go. Thread-safe."""
 
-    __slots__ = (
-        "_cuts",
-        "_ints",
-        "_max_bytes",
-        "_old",
-        "_old_bytes",
-        "_tokenizer",
-        "_was_quick",
-        "_young",
-        "_young_bytes",
-        "stats",
-    )
+    __slots__ = ("_cuts", "_ints", "_max_bytes", "_old", "_tokenizer", "_was_quick", "_young", "stats")
 
     def __init__(self, tokenizer: BatchTokenizer, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         """`max_bytes` <= 0 turns the cache off."""
         self._tokenizer = tokenizer
         self._cuts: ExactCuts | None = exact_cuts(tokenizer.hf) if isinstance(tokenizer, JsonTokenizer) else None
         self._max_bytes = max_bytes if not isinstance(tokenizer, ByteTokenizer) else 0  # bytes need no cache
-        self._young: dict[str, list[int]] = {}
-        self._old: dict[str, list[int]] = {}
+        self._young, self._old = _Chunks(), _Chunks()
         # One object per token id for all chunks (at most a vocabulary of them): a prompt that is found again is then put
         # together by copying references, where making 32,000 numbers takes half a millisecond.
         self._ints: dict[int, int] = {}
-        self._young_bytes = self._old_bytes = 0
         self._was_quick = False
         self.stats = CacheStats()
 
     @property
     def cached_bytes(self) -> int:
         """What the cache holds now, by estimate."""
-        return self._young_bytes + self._old_bytes
+        return self._young.bytes + self._old.bytes
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +99,7 @@ class CachedTokenizer:
             return ids
         if self._was_quick is not tokenizer.is_quick:
             if self._was_quick:  # its ids were found to differ, and so may those that are kept
-                self._young, self._old, self._young_bytes, self._old_bytes = {}, {}, 0, 0
+                self._young, self._old = _Chunks(), _Chunks()
             self._was_quick = tokenizer.is_quick
         chunks = self._cut(text)
         found, missing = self._look_up(chunks)
@@ -163,9 +160,9 @@ class CachedTokenizer:
     def _look_up(self, chunks: list[str]) -> tuple[dict[str, Sequence[int]], list[str]]:
         found, missing = dict[str, Sequence[int]](), dict[str, None]()
         for chunk in chunks:
-            ids = self._young.get(chunk)
-            if ids is None and (ids := self._old.pop(chunk, None)) is not None:
-                self._old_bytes -= _entry_bytes(chunk, ids)
+            ids = self._young.ids.get(chunk)
+            if ids is None and (ids := self._old.ids.pop(chunk, None)) is not None:
+                self._old.bytes -= _entry_bytes(chunk, ids)
                 self._keep(chunk, ids)
             if ids is None:
                 missing[chunk] = None
@@ -187,12 +184,11 @@ class CachedTokenizer:
         half = self._max_bytes // 2
         if size > half:
             return
-        if self._young_bytes + size > half:
-            self.stats.evictions += len(self._old)
-            self._old, self._old_bytes = self._young, self._young_bytes
-            self._young, self._young_bytes = {}, 0
-        self._young[chunk] = ids
-        self._young_bytes += size
+        if self._young.bytes + size > half:
+            self.stats.evictions += len(self._old.ids)
+            self._old, self._young = self._young, _Chunks()
+        self._young.ids[chunk] = ids
+        self._young.bytes += size
 
 
 def _entry_bytes(chunk: str, ids: Sequence[int]) -> int:

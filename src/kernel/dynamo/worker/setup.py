@@ -43,8 +43,7 @@ from dynamo.worker.registration import (
 )
 from dynamo.worker.running_requests import RunningRequests
 from dynamo.worker.serving import RawServing, TokenServing
-from dynamo.worker.settings import ALLOW_DOWNLOAD, MAP_BUILTIN_ERRORS, VALIDATE
-from dynamo.worker.topology import describe_place
+from dynamo.worker.settings import ALLOW_DOWNLOAD, MAP_BUILTIN_ERRORS, VALIDATE, describe_place
 
 if TYPE_CHECKING:
     from dynamo.runtime.calls.faults import WorkerFaults

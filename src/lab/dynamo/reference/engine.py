@@ -30,10 +30,9 @@ from dynamo.reference.loading import Options, load_core
 from dynamo.reference.media import NO_MEDIA, MediaOptions, MediaPrompt
 from dynamo.reference.operations import CONTROLS, UPDATES, Operations
 from dynamo.reference.pooling import read_inputs
-from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import Limits, read_request
 from dynamo.reference.roles import DecodeRole, PrefillRole, RoleOptions
-from dynamo.reference.step_thread import StepThread
+from dynamo.reference.threads import Preparation, StepThread
 from dynamo.reference.token_routes import DECLARED, in_sglang_shapes, sglang_request
 from dynamo.reference.vector_stream import VectorStream
 from dynamo.runtime.calls.context import Context

@@ -15,11 +15,10 @@ from functools import partial
 from typing import Final
 
 from dynamo.errors import WorkerUnavailable
-from dynamo.replay.entrances import Entrances
 from dynamo.replay.figures import GapCounts
 from dynamo.replay.fleet import Fleet
 from dynamo.replay.flight import Flight
-from dynamo.replay.frontend import MakeFrontend
+from dynamo.replay.frontends import Entrances, MakeFrontend
 from dynamo.replay.setup import ReplaySetup, Restart, Throttle
 from dynamo.replay.trace import StretchTree, Trace, TraceRequest
 from dynamo.replay.worker import MakeCore, ReplayWorker

@@ -41,7 +41,7 @@ from dynamo.placement.queueing import (
 )
 from dynamo.placement.queueing.profile import DEFAULT_CLASS, TENANT_QUANTUM
 from dynamo.replay.flight import Flight
-from dynamo.replay.frontend import CountingFrontend, MakeFrontend, Routed
+from dynamo.replay.frontends import CountingFrontend, MakeFrontend, Routed
 from dynamo.router.kv.queue_gate import held_tokens
 from dynamo.router.kv.router import KvRouter
 from dynamo.scheduling import SchedulerOptions

@@ -10,7 +10,7 @@ from dynamo.mocker.timing import PolynomialTiming
 from dynamo.replay.cluster import ReplayCluster
 from dynamo.replay.figures import ReplayFigures, RoutingCost, summary_of
 from dynamo.replay.flight import Flight, RequestFigures
-from dynamo.replay.frontend import MakeFrontend, ReplayFrontend, Routed
+from dynamo.replay.frontends import MakeFrontend, ReplayFrontend, Routed
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.trace import StretchTree, Trace
 from dynamo.replay.worker import ReplayWorker, ScaledTiming, WorkerSpeed

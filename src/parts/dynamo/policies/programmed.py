@@ -27,8 +27,7 @@ from dynamo.policies.records import (
     candidate_of,
     request_of,
 )
-from dynamo.policies.source import load_policy
-from dynamo.policies.time_limit import TIME_LIMIT_SECONDS, PolicyStalled, call_timed
+from dynamo.policies.user_code import TIME_LIMIT_SECONDS, PolicyStalled, call_timed, load_policy
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from dynamo.cli.inspect import app as app_module
 from dynamo.cli.inspect import client as client_module
 from dynamo.cli.inspect.app import InspectorApp
 from dynamo.cli.inspect.client import WatchState
-from dynamo.cli.inspect.pages import PAGES, page_named
 from dynamo.cli.inspect.printable import printable
+from dynamo.cli.inspect.screens import PAGES, page_named
 from dynamo.cli.inspect.store import patched
 from dynamo.cli.inspect.tables import FORMS
 from dynamo.cli.inspect.widgets import TableView

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from dynamo.text.formats import REASONING_FORMATS, TOOL_FORMATS
-from dynamo.text.formats.forced import named_call, required_calls
+from dynamo.text.formats.json_calls import named_call, required_calls
 from dynamo.text.formats.scanner import TextMachine
 from dynamo.text.formats.tagged_answer import tagged_machine
 from dynamo.text.formats.tools import unified_parser

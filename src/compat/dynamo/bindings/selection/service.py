@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
-from dynamo.bindings.selection.answers import answer, chosen_rank, loads_of, named, place, query_of, signed
-from dynamo.bindings.selection.bookings import PendingSelections, Reservations
+from dynamo.bindings.selection.answers import (
+    PendingSelections,
+    Reservations,
+    answer,
+    chosen_rank,
+    loads_of,
+    named,
+    place,
+    query_of,
+    signed,
+)
 from dynamo.bindings.selection.pools import SelectionPool, WorkerCatalog
 from dynamo.bindings.selection.records import (
     ChosenRank,

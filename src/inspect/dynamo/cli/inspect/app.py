@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from textual.app import App, ComposeResult
@@ -18,10 +19,9 @@ from dynamo.cli.inspect.dialogs import TextDialog
 from dynamo.cli.inspect.figures import age
 from dynamo.cli.inspect.lines import Line, Tone, TonedText, flow, heading, plain_text
 from dynamo.cli.inspect.overview import picture_notes, section_title, summary_lines
-from dynamo.cli.inspect.pages import HELP, PAGES, Page, page_named
 from dynamo.cli.inspect.plain import picture_lines
 from dynamo.cli.inspect.printable import printable
-from dynamo.cli.inspect.screens import LinesScreen, RequestScreen, key_lines
+from dynamo.cli.inspect.screens import HELP, PAGES, LinesScreen, Page, RequestScreen, key_lines, page_named
 from dynamo.cli.inspect.tables import FORMS
 from dynamo.cli.inspect.widgets import LinesView, TableView
 from dynamo.protocol.inspector.filters import Filter, FilterError, parse_filter
@@ -66,18 +66,17 @@ class InspectorApp(App[int]):
         ("question_mark", "help", "help"),
     ]
 
+    @dataclass
     class Changed(Message):
         """A watch has something new."""
 
-        def __init__(self, watch: PictureWatch, state: WatchState) -> None:
-            self.watch, self.state = watch, state
-            super().__init__()
+        watch: PictureWatch
+        state: WatchState
 
     def __init__(self, client: InspectorClient, *, view: str = "", filter: str = "", limit: int = MOST_ROWS) -> None:
         """`view`: the page to begin with. Raises FilterError."""
         super().__init__()
         self.client = client
-        self.actions = ServerActions(self)
         self.is_paused = False
         self._limit = limit
         self._state = WatchState()
@@ -85,6 +84,11 @@ class InspectorApp(App[int]):
         self._page: Page = page_named(view) or PAGES[0]
         self._page_filters: dict[str, Filter] = {self._page.name: parse_filter(filter)}
         self._orders: dict[str, int] = {}
+
+    @property
+    def actions(self) -> ServerActions:
+        """What can be done on the server."""
+        return ServerActions(self)
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 import msgspec
 
 from dynamo.frontend.base.stage_timer import StageTimer
-from dynamo.frontend.models.length_limits import PromptTooLong
+from dynamo.frontend.models.model_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.api import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer

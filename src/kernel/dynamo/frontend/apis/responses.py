@@ -11,7 +11,7 @@ from typing import Any, Final
 from dynamo.frontend.apis.history import AnswerHistory, StoredResponse, scoped_owner
 from dynamo.frontend.base.offload import LARGE_BODY_BYTES, Offload
 from dynamo.frontend.base.stage_timer import StageTimer
-from dynamo.frontend.models.length_limits import PromptTooLong
+from dynamo.frontend.models.model_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.api import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged

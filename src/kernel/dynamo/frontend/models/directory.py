@@ -18,9 +18,8 @@ from dynamo.frontend.models.changes import Changes
 from dynamo.frontend.models.endpoint_clients import Connect, EndpointClients
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.loader import CONCURRENT_LOADS, ClusterView, Load, ModelLoader
-from dynamo.frontend.models.readiness import Readiness, unservable
 from dynamo.frontend.models.replacement import ReplacementWaits
-from dynamo.frontend.models.reports import ModelReports
+from dynamo.frontend.models.reports import ModelReports, Readiness, unservable
 from dynamo.frontend.models.served import NameIndex, ServedModel, ServedModels, ServingRules
 from dynamo.frontend.models.stage_pools import ENCODE, PREFILL, StagePools
 from dynamo.kv.overlap import WorkerRank

@@ -12,7 +12,7 @@ from typing import Final
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.models.card_routing import CardRouting, GroupRouting
 from dynamo.frontend.models.cards import Group, GroupKey
-from dynamo.frontend.models.length_limits import LengthLimits
+from dynamo.frontend.models.model_limits import LengthLimits
 from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Policy

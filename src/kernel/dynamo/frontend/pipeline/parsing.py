@@ -21,7 +21,7 @@ from dynamo.protocol.openai.tool_schema import parameters_of
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import PlannedRequest, StopFields
 from dynamo.text.detokenizer import Detokenizer
-from dynamo.text.formats.forced import calls_beside_shape, named_call, required_calls
+from dynamo.text.formats.json_calls import calls_beside_shape, named_call, required_calls
 from dynamo.text.formats.reasoning import DEFAULT_MARKS, REASONING_FORMATS
 from dynamo.text.formats.scanner import TextMachine
 from dynamo.text.formats.tagged_answer import ContentStart, ReasoningTags, tagged_machine

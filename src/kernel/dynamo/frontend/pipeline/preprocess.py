@@ -14,7 +14,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.offload import Offload
 from dynamo.frontend.base.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENISE, StageTimer
-from dynamo.frontend.models.length_limits import PromptTooLong
+from dynamo.frontend.models.model_limits import PromptTooLong, check_ranks, check_token_ids
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.plan import Plan
@@ -25,7 +25,6 @@ from dynamo.protocol.openai.chat_options import ChatOptions, chat_options
 from dynamo.protocol.openai.closed_schema import bounded_guidance
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.headers import HeaderEffects
-from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,

@@ -21,7 +21,7 @@ from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.router.kv.explain import ExplainedChoice, explain_placement
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_log import COMPLETED, RECEIVED
-from dynamo.runtime.observe.log_site import LogSite
+from dynamo.runtime.observe.log_records import LogSite
 from dynamo.runtime.observe.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.observe.tracing import RequestSpan, exports_content, is_tracing, start_server_span
 

@@ -21,10 +21,9 @@ import httptools
 
 from dynamo.runtime.base.http_limits import HttpLimits, Rejection
 from dynamo.runtime.http.cycle import Application, Cycle, Receive, Scope, Send
-from dynamo.runtime.http.gate import Gate
+from dynamo.runtime.http.flow import ConnectionPhase, Gate, Watch
 from dynamo.runtime.http.head import status_line
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
-from dynamo.runtime.http.watch import ConnectionPhase, Watch
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.service import HttpService

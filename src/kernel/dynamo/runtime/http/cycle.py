@@ -15,7 +15,7 @@ from dynamo.runtime.http.head import CHUNKED, TO_THE_END, status_line, write_hea
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
-    from dynamo.runtime.http.gate import Gate
+    from dynamo.runtime.http.flow import Gate
 
 logger = logging.getLogger(__name__)
 

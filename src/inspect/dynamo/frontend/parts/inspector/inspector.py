@@ -25,7 +25,9 @@ from dynamo.frontend.models.cards import GroupKey
 from dynamo.frontend.parts.inspector.clock import InspectorClock
 from dynamo.frontend.parts.inspector.details import explain_request, request_detail
 from dynamo.frontend.parts.inspector.figures import SLOT_SECONDS, FigureRing, Slot, history_of, now_of
-from dynamo.frontend.parts.inspector.members import (
+from dynamo.frontend.parts.inspector.operating import (
+    MAX_SHOWN_IDS,
+    Actions,
     AskAbort,
     AskAbortMatching,
     AskBundle,
@@ -35,8 +37,8 @@ from dynamo.frontend.parts.inspector.members import (
     GroupPeer,
     Members,
     Question,
+    WorkerOperator,
 )
-from dynamo.frontend.parts.inspector.operating import MAX_SHOWN_IDS, Actions, WorkerOperator
 from dynamo.frontend.parts.inspector.other_frontends import OtherFrontends, PeerAnswers
 from dynamo.frontend.parts.inspector.pictures import MemberPicture, PictureQuery, add_residents, merge
 from dynamo.frontend.parts.inspector.streams import sort_of

@@ -30,14 +30,14 @@ from dynamo.frontend.http.operations import OpenApiRoute
 from dynamo.frontend.http.routes import GuardedRoute, Site
 from dynamo.frontend.http.settings import HttpSettings
 from dynamo.frontend.parts.inspector.inspector import Inspector
-from dynamo.frontend.parts.inspector.members import Question
+from dynamo.frontend.parts.inspector.operating import Question
 from dynamo.frontend.parts.inspector.other_frontends import PEER_HEADER, PEER_PATH, open_other_frontends
 from dynamo.frontend.parts.inspector.routes import InspectorRoutes, TokenDoor
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.pipeline.outcome import RequestListener
+from dynamo.protocol.inspector.actions import INSPECTOR_DOCUMENT_PATH, inspector_json
 from dynamo.protocol.inspector.columns import columns_of_page
 from dynamo.protocol.inspector.filters import FilterError
-from dynamo.protocol.inspector.schema import INSPECTOR_DOCUMENT_PATH, inspector_json
 from dynamo.protocol.openai.errors import RequestRejected
 
 # The inspector's page: files that any browser may have, because they hold nothing; what they show needs a key.

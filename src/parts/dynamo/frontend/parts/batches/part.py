@@ -31,7 +31,7 @@ from dynamo.frontend.parts.batches.stored_files import FileLimits, StoredFiles, 
 from dynamo.frontend.parts.part import Kernel, Part
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.outcome import RequestListener
-from dynamo.protocol.batches.objects import BATCH_INPUT, FileObject, encode_object, list_page
+from dynamo.protocol.batches.objects import BATCH_INPUT, BATCHES_API, FileObject, encode_object, list_page
 from dynamo.protocol.batches.requests import (
     MAX_FILENAME,
     batch_page_query,
@@ -40,7 +40,6 @@ from dynamo.protocol.batches.requests import (
     file_page_query,
     refused,
 )
-from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.schema import ApiDescription

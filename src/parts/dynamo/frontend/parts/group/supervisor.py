@@ -21,7 +21,6 @@ from dynamo.frontend.base.peers import TOKEN_KEY
 from dynamo.frontend.base.settings.keys import KeySources
 from dynamo.frontend.http.inspector_access import AdminKeys, published_access
 from dynamo.frontend.http.server import log_serving
-from dynamo.frontend.parts.group.dealer import ConnectionDealer
 from dynamo.frontend.parts.group.member_process import MemberProcess
 from dynamo.frontend.parts.group.messages import (
     Gather,
@@ -34,8 +33,8 @@ from dynamo.frontend.parts.group.messages import (
     Standing,
     read,
 )
+from dynamo.frontend.parts.group.parent import ConnectionDealer, GroupQuestions, GroupScrapes
 from dynamo.frontend.parts.group.places import Places
-from dynamo.frontend.parts.group.rounds import GroupQuestions, GroupScrapes
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.http.inspector_token import new_token
 from dynamo.supervise.backoff import NOT_STARTED

@@ -21,7 +21,7 @@ from dynamo.frontend.base.settings.keys import KeySettings
 from dynamo.frontend.base.shares import HELD_SHORTLY, Shares, fits_share, share_exceeded
 from dynamo.frontend.http.routes import GuardedRoute, Site
 from dynamo.frontend.http.settings import HttpSettings
-from dynamo.frontend.models.length_limits import LengthLimits
+from dynamo.frontend.models.model_limits import LengthLimits
 from dynamo.frontend.models.settings import ModelSettings
 from dynamo.frontend.parts.keys.cluster_limits import EVERY_NAMESPACE, ClusterLimits, SharedStore
 from dynamo.frontend.parts.keys.door import KeyDoor

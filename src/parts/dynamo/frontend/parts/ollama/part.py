@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from dynamo.frontend.apis.chat import ChatApi
-from dynamo.frontend.apis.embeddings import EmbeddingsApi
+from dynamo.frontend.apis.vectors import EmbeddingsApi
 from dynamo.frontend.base.access import Access, identity_of
 from dynamo.frontend.base.asgi import Receive, Scope, first_headers, read_body
 from dynamo.frontend.base.offload import Offload

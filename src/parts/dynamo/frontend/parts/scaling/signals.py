@@ -24,8 +24,7 @@ from dynamo.router.workers.pool import ModelPool
 from dynamo.runtime.base.tasks import Background
 from dynamo.runtime.observe.metrics import MetricsRegistry
 from dynamo.scaling.decide import Decision, ScaleReason, ScaleRules
-from dynamo.scaling.follower import ScaleFollower
-from dynamo.scaling.saturation import RoleLoad, Saturation, Smoothed, saturation_of
+from dynamo.scaling.follower import RoleLoad, Saturation, ScaleFollower, Smoothed, saturation_of
 
 logger = logging.getLogger(__name__)
 

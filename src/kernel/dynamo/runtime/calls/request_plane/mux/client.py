@@ -13,9 +13,9 @@ from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import Instance, split_tcp
 from dynamo.runtime.calls.request_plane.dial import Dialler
+from dynamo.runtime.calls.request_plane.mux.bodies import InSlices, encode_long, has_long_ids
 from dynamo.runtime.calls.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.calls.request_plane.mux.frames import pack
-from dynamo.runtime.calls.request_plane.mux.long_ids import InSlices, encode_long, has_long_ids
 from dynamo.runtime.calls.request_plane.mux.stream import MuxStream
 from dynamo.runtime.calls.request_plane.security import PlaneSecurity
 

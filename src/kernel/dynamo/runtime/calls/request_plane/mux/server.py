@@ -17,7 +17,7 @@ from dynamo.runtime.base.timers import LoopTimer
 from dynamo.runtime.calls.context import Context
 from dynamo.runtime.calls.request_plane.base import END_INDEX
 from dynamo.runtime.calls.request_plane.core import ServerCore
-from dynamo.runtime.calls.request_plane.mux.bodies import HalfSentRequests
+from dynamo.runtime.calls.request_plane.mux.bodies import DecodedTooLarge, HalfSentRequests, InSlices, decode_long
 from dynamo.runtime.calls.request_plane.mux.frames import (
     MAGIC,
     STEP_CAPABILITY,
@@ -34,7 +34,6 @@ from dynamo.runtime.calls.request_plane.mux.frames import (
     frame,
     pack,
 )
-from dynamo.runtime.calls.request_plane.mux.long_ids import DecodedTooLarge, InSlices, decode_long
 from dynamo.runtime.calls.request_plane.mux.outbox import ItemOutbox
 from dynamo.runtime.calls.request_plane.mux.sink import MuxSink
 from dynamo.runtime.calls.request_plane.secret import (

@@ -1,10 +1,4 @@
-"""Records of one place in the code that is passed for every request, made without a search of the stack.
-
-Where our own handler is the only one that would get the record, the line is written without making it.
-
-`Logger.info` finds its caller frame by frame and takes the path of its file apart, for every record again. Where a record
-belongs to each request that is a good part of what the whole record costs, and always with the same outcome.
-"""
+"""Log records made by hand: for code that has no logger of its own, and for a place that is passed for every request."""
 
 from __future__ import annotations
 
@@ -14,9 +8,35 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from dynamo.runtime.observe.logging import LogHandler
+
+_LEVELS: Final = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+def log_message(level: str, message: str, module: str, file: str, line: int) -> None:
+    """Log `message` as if line `line` of `file` in `module` had; an unknown level counts as info."""
+    logger = logging.getLogger(module)
+    number = _LEVELS.get(level.strip().lower(), logging.INFO)
+    if logger.isEnabledFor(number):
+        logger.handle(logger.makeRecord(module, number, file, line, message, (), None))
+
+
+# Records of one place in the code that is passed for every request, made without a search of the stack.
+#
+# Where our own handler is the only one that would get the record, the line is written without making it.
+#
+# `Logger.info` finds its caller frame by frame and takes the path of its file apart, for every record again. Where a record
+# belongs to each request that is a good part of what the whole record costs, and always with the same outcome.
 
 
 class LogSite:
