@@ -172,9 +172,7 @@ async def offer(port: int, rate: float, seconds: float, first: int) -> tuple[lis
             sent += 1
             idle.pop().send(requests[sent - 1], due)
 
-    idle = [
-        (await loop.create_connection(lambda: Caller(answered), "127.0.0.1", port))[1] for _ in range(CONNECTIONS)
-    ]
+    idle = [(await loop.create_connection(lambda: Caller(answered), "127.0.0.1", port))[1] for _ in range(CONNECTIONS)]
     callers, began = list(idle), time.perf_counter() + 0.1
     # By a signal: the timers of a loop are as coarse as what is measured, a millisecond.
     loop.add_signal_handler(signal.SIGALRM, tick)

@@ -24,7 +24,7 @@ import uvloop
 
 from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.stage_timer import StageTimer
-from dynamo.frontend.http.inference_route import EventStream
+from dynamo.frontend.http.event_stream import EventStream
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.generation_call import StreamDelivery, open_only_choice
 from dynamo.frontend.pipeline.plain import PlainOutput

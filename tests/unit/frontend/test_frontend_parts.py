@@ -13,7 +13,7 @@ from dynamo.frontend.base.metrics import FrontendMetrics
 from dynamo.frontend.base.metrics.buckets import log_buckets
 from dynamo.frontend.base.metrics.requests import RequestMetrics
 from dynamo.frontend.base.offload import keep_large_blocks_apart, takes_long
-from dynamo.frontend.http.inference_route import EventStream
+from dynamo.frontend.http.event_stream import EventStream
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.observe.metrics import MetricsRegistry
 from support.cases import each_case

@@ -25,8 +25,8 @@ _PAD_TOKENS_FROM: Final = 1_000_000  # above the vocabulary of the models of tod
 _PAD_TOKEN_BITS: Final = 2**30 - 1
 
 STRETCH_TOKENS: Final = 256
-"""What a prompt shares with earlier ones is found in stretches of so many tokens: less costs more look-ups, more leaves more to
-hash again behind the last one that is shared."""
+"""What a prompt shares with earlier ones is found in stretches of so many tokens: shorter ones cost more steps, longer ones
+leave more to hash again behind the last one that is shared."""
 KEPT_STRETCHES: Final = 8_192  # two million tokens, in 8 MB
 
 _hash64 = xxhash.xxh3_64_intdigest
@@ -91,8 +91,8 @@ def extend_sequence(parent: int | None, hashes: Sequence[int], *, seed: int = SE
 class PrefixHasher:
     """Makes sequence hashes, and keeps those of prompts' stretches: most prompts begin as an earlier one did.
 
-    A stretch is known by the hash of what stands before it and by 128 bits of its tokens, so no two stretches are taken for one
-    that their sequence hashes would tell apart. Those not used for longest go first, by generations: the young one becomes the
+    A stretch is known by the hash of what stands before it and by 128 bits of its tokens, so two stretches are taken for one only
+    where their sequence hashes might be equal, too. Those not used for longest go first, by generations: the young one becomes the
     old one, and the old one is dropped.
     """
 
