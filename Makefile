@@ -7,8 +7,10 @@ ARGS ?=
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 # What `make test` is: no plugins that no unit uses (1.5 s of imports).
 UNITS := -q -p no:schemathesis -p no:anyio -m "not process" --hypothesis-profile=quick
-# Three processes for two processors: many tests wait for something. They are forked after one collection.
+# More processes than processors, as many tests wait for something: units (of which five at a time take three quarters of the time
+# that three take) more than processes, which have processes of their own. They are forked after one collection.
 FORKS := --forks 3 -p no:xdist
+UNIT_FORKS := --forks 5 -p no:xdist
 
 .DEFAULT_GOAL := help
 
@@ -43,7 +45,7 @@ serve: $(VENV)/.run $(VENV)/.model ## a frontend and a worker on this machine (A
 	@$(BIN)/dynamo serve $(ARGS)
 
 test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 50 to 80 seconds, the first time three minutes
-	@$(PYTEST) $(UNITS) $(FORKS) tests/unit tests/contract $(ARGS)
+	@$(PYTEST) $(UNITS) $(UNIT_FORKS) tests/unit tests/contract $(ARGS)
 
 test-all: $(VENV)/.dev ## the rest: four times the examples of the properties, processes, real servers, simulated clusters, hostile peers
 	@$(PYTEST) -q $(FORKS) --hypothesis-profile=thorough -m "(process or property) and not browser" $(ARGS)
