@@ -208,7 +208,9 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def envoy_configuration(with_picker: int, without: int, picker: int, pods: list[int], *, duplex: bool) -> str:
+def envoy_configuration(
+    with_picker: int, without: int, picker: int, pods: list[int], *, duplex: bool, skips_answers: bool
+) -> str:
     """Return deploy/gateway/envoy.yaml at these ports, with a second listener that calls no picker."""
     found: Any = msgspec.yaml.decode((REPOSITORY / "deploy" / "gateway" / "envoy.yaml").read_bytes())
     resources = found["static_resources"]
@@ -219,9 +221,11 @@ def envoy_configuration(with_picker: int, without: int, picker: int, pods: list[
         each["address"]["socket_address"] |= {"address": "127.0.0.1", "port_value": port}
     manager = plain["filter_chains"][0]["filters"][0]["typed_config"]
     manager["http_filters"] = [each for each in manager["http_filters"] if "ext_proc" not in each["name"]]
+    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    mode = next(each for each in filters if "ext_proc" in each["name"])["typed_config"]["processing_mode"]
+    if skips_answers:
+        mode["response_header_mode"] = "SKIP"
     if duplex:
-        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-        mode = next(each for each in filters if "ext_proc" in each["name"])["typed_config"]["processing_mode"]
         mode |= {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
         mode |= {"response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND"}
     resources["listeners"] = [listener, plain]
@@ -395,6 +399,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--duplex", action="store_true", help="full duplex in place of buffered bodies")
+    parser.add_argument("--skip-answers", action="store_true", help="the picker gets no headers of answers")
     parser.add_argument(
         "--no-envoy", action="store_true", help="send the picker what Envoy sends, and measure it alone"
     )
@@ -414,7 +419,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             with_picker, without, port, system, *pods = free_ports(4 + options.pods)
             file, profile = Path(folder) / "envoy.json", Path(folder) / "profile"
-            file.write_text(envoy_configuration(with_picker, without, port, pods, duplex=options.duplex))
+            modes = {"duplex": options.duplex, "skips_answers": options.skip_answers}
+            file.write_text(envoy_configuration(with_picker, without, port, pods, **modes))
             listed = ",".join(map(str, pods))
             stack.enter_context(process([sys.executable, __file__, "--serve-pods", listed]))
             argv = [
