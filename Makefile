@@ -44,7 +44,7 @@ $(VENV)/.model: | $(VENV)/.run
 serve: $(VENV)/.run $(VENV)/.model ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
 	@$(BIN)/dynamo serve $(ARGS)
 
-test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 50 to 80 seconds, the first time three minutes
+test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: one to two minutes, the first time three
 	@$(PYTEST) $(UNITS) $(UNIT_FORKS) tests/unit tests/contract $(ARGS)
 
 test-all: $(VENV)/.dev ## the rest: four times the examples of the properties, processes, real servers, simulated clusters, hostile peers

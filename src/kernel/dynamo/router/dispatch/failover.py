@@ -28,9 +28,10 @@ from dynamo.router.dispatch.course import (
     WorkerFound,
     may_be_taken,
 )
-from dynamo.router.dispatch.drive import CANCELLED, NO_WAIT, ReplacementWait, WorkerWait
+from dynamo.router.dispatch.drive import CANCELLED
 from dynamo.router.dispatch.migration import migration_blocker, tokens_left
 from dynamo.router.dispatch.record import DispatchRecord
+from dynamo.router.dispatch.replacement import NO_WAIT, ReplacementWait, WorkerWait
 from dynamo.router.dispatch.stages import DispatchStage, DispatchTimer, StageResult
 from dynamo.router.dispatch.stall_detector import StallDetector
 from dynamo.router.kv.sessions import SessionHold
