@@ -42,7 +42,7 @@ from stack import Stack, free_port, processes
 from support.real_models import BARE, CONTEXT, LLAMA, located
 
 START_SECONDS = 120.0
-ENGINES = {"text": "text_engine:LlamaCppTextEngine", "tokens": "engine:LlamaCppEngine"}
+ENGINES = {"text": "engine:LlamaCppTextEngine", "tokens": "engine:LlamaCppEngine"}
 RUN = "from dynamo.llamacpp.{} import {} as Engine; from dynamo.worker.run import run; run(Engine)"
 NULL_LLAMA = Path(__file__).parent / "null_llama"
 SLOTS = 8
